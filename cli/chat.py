@@ -30,9 +30,19 @@ if TYPE_CHECKING:
 
 
 _LOCAL = (
-    "template", "context", "draft", "draft_tokens", "dtype", "backend", "allow_slow", "device", "int8_cache",
-    "compiled", "weights", "threads",
-)  # fmt: skip
+    "template",
+    "context",
+    "draft",
+    "draft_tokens",
+    "dtype",
+    "backend",
+    "allow_slow",
+    "device",
+    "int8_cache",
+    "compiled",
+    "weights",
+    "threads",
+)
 _REMOTE = ("api_key", "model")
 
 
@@ -40,50 +50,71 @@ _REMOTE = ("api_key", "model")
 @click.argument("path", type=options.PATH, required=False)
 @section(
     "Server",
-    click.option("--url", metavar="URL", help="Chat with a server of OpenAI's API, such as http://HOST:PORT/v1."),
+    click.option(
+        "--url",
+        metavar="URL",
+        help="Chat with a server of OpenAI's API, such as http://HOST:PORT/v1.",
+    ),
     options.api_key("Key that the server requires."),
     click.option("--model", metavar="NAME", help="Model of the server. Default: its only one."),
 )
 @section(
     "Conversation",
     click.option(
-        "--template", metavar="NAME", shell_complete=options.complete_files,
-        help="llama2, llama3, one of the folder's templates by name, or a file *.jinja. Default: the folder's own.",
+        "--template",
+        metavar="NAME",
+        shell_complete=options.complete_files,
+        help=(
+            "llama2, llama3, one of the folder's templates by name, or a file *.jinja. Default: the"
+            " folder's own."
+        ),
     ),
     click.option("--system", metavar="TEXT", help="System prompt."),
     click.option(
-        "--context", type=int, help="Tokens of the conversation to keep. Default: the model's context, at most 8192."
+        "--context",
+        type=int,
+        help="Tokens of the conversation to keep. Default: the model's context, at most 8192.",
     ),
-)  # fmt: skip
+)
 @section("Sampling", options.sampling(1024, " in an answer"))
 @section(options.SPECULATION, options.draft, options.draft_tokens)
 @section(
-    RUN, options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache, options.compiled
-)  # fmt: skip
+    RUN,
+    options.dtype,
+    options.backend(),
+    options.allow_slow,
+    options.device,
+    options.int8_cache,
+    options.compiled,
+)
 @options.weights
 def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) -> None:
     """Chat with the instruct model in PATH.
 
-    With --url instead of PATH, the model of a running server answers, such as that of `quantkit serve`; its own
-    sampling options and maximum length then apply, unless given here.
+    With --url instead of PATH, the model of a running server answers, such as that of `quantkit
+    serve`; its own sampling options and maximum length then apply, unless given here.
 
-    Answers appear as they are generated. The sampling options of the model's generation_config.json apply, unless
-    given here. Ctrl-C stops an answer; /help lists the commands. When the context is full, the oldest questions and
-    answers are dropped.
+    Answers appear as they are generated. The sampling options of the model's generation_config.json
+    apply, unless given here. Ctrl-C stops an answer; /help lists the commands. When the context is
+    full, the oldest questions and answers are dropped.
 
-    If stdin or stdout is not a terminal, each line of stdin is a question, and only answers are printed. Under
-    torchrun all processes share the model, and rank 0 reads the questions.
+    If stdin or stdout is not a terminal, each line of stdin is a question, and only answers are
+    printed. Under torchrun all processes share the model, and rank 0 reads the questions.
     """
 
     if (url is None) == (given["path"] is None):
-        raise RequestError("PATH and --url exclude each other" if url else "give PATH, or --url for a server")
+        raise RequestError(
+            "PATH and --url exclude each other" if url else "give PATH, or --url for a server"
+        )
     _require_unused(_REMOTE if url is None else _LOCAL, "--url" if url is None else "PATH")
     if url is not None:
         _talk_to_server(url, api_key, model, given)
         return
 
     def check() -> None:
-        """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template that cannot be used."""
+        """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template
+        that cannot be used.
+        """
         if is_rank0_process():
             require_stdout()
         options.requested_sampling(given)
@@ -103,14 +134,18 @@ def _is_given(name: str) -> bool:
 
 
 def _require_unused(names: Collection[str], goes_with: str) -> None:
-    """Raise a `RequestError` for an option on the command line that only makes sense with another one."""
+    """Raise a `RequestError` for an option on the command line that only makes sense with
+    another one.
+    """
     for option in click.get_current_context().command.params:
         if option.name in names and _is_given(option.name):
             spelled = "/".join((*option.opts, *option.secondary_opts))
             raise RequestError(f"{spelled} goes with {goes_with}")
 
 
-def _talk_to_server(url: str, api_key: str | None, model: str | None, given: dict[str, Any]) -> None:
+def _talk_to_server(
+    url: str, api_key: str | None, model: str | None, given: dict[str, Any]
+) -> None:
     """Chat with the model of a server."""
     if not is_single_process():
         raise RequestError("--url goes with one process, not with torchrun")
@@ -126,7 +161,10 @@ def _talk_to_server(url: str, api_key: str | None, model: str | None, given: dic
 
     server = Server(url, api_key)
     if server.exposes_key:
-        warn(f"the key and the conversation are sent to {server.url} without encryption; prefer https")
+        warn(
+            f"the key and the conversation are sent to {server.url} without encryption; prefer"
+            " https"
+        )
     session = RemoteChat(server, model, system=given["system"], options=request)
     converse(session, Alone(), f"{printable(session.model)} at {server.url}", lambda: session.usage)
 
@@ -142,9 +180,13 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         placement: Placement = {
-            "device": group.device or given["device"], "dtype": given["dtype"], "backend": given["backend"],
-            "allow_slow": given["allow_slow"], "tp": group, "progress": progress,
-        }  # fmt: skip
+            "device": group.device or given["device"],
+            "dtype": given["dtype"],
+            "backend": given["backend"],
+            "allow_slow": given["allow_slow"],
+            "tp": group,
+            "progress": progress,
+        }
         model, tokenizer = load(path, weights=given["weights"], **placement)
         if given["draft"] is not None:
             draft = load_draft(given["draft"], tokenizer, **placement)
@@ -152,11 +194,19 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     cache = torch.int8 if given["int8_cache"] else None
     sampling: SamplingOptions = {**sampling_defaults(path), **options.requested_sampling(given)}
     engine = Engine(
-        model, length, cache_dtype=cache, compiled=given["compiled"], draft=draft, draft_tokens=given["draft_tokens"]
+        model,
+        length,
+        cache_dtype=cache,
+        compiled=given["compiled"],
+        draft=draft,
+        draft_tokens=given["draft_tokens"],
     )
     return ChatSession(
-        engine, tokenizer,
-        chat_format(path, tokenizer, given["template"]), system=given["system"],
-        max_new_tokens=given["max_new_tokens"], stop=given["stop"],
+        engine,
+        tokenizer,
+        chat_format(path, tokenizer, given["template"]),
+        system=given["system"],
+        max_new_tokens=given["max_new_tokens"],
+        stop=given["stop"],
         **sampling,
-    )  # fmt: skip
+    )

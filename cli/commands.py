@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 def demo(output: Path | None, quick: bool, data: str | None, threads: int | None) -> None:
     """Try everything on a small model that ships with quantkit.
 
-    Converts and quantizes it, verifies and measures the results, and generates text with them. By default
-    one thread computes, instead of one for each core: more are slower with so small a model.
+    Converts and quantizes it, verifies and measures the results, and generates text with them. By
+    default one thread computes, instead of one for each core: more are slower with so small a
+    model.
     """
     from quantkit.kernels.library import compile_ahead
 
@@ -80,10 +81,24 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 
 @click.command(cls=Command, epilog=exit_codes(0, BROKEN))
 @click.argument("path", type=click.Path())
-@click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also check what this runtime requires.")
-@click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism to check for.")
-@click.option("--deep", is_flag=True, help="Also read the weights, and run the model on a sample text if it is small.")
-@click.option("--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source.")
+@click.option(
+    "--for", "runtime", type=click.Choice(RUNTIMES), help="Also check what this runtime requires."
+)
+@click.option(
+    "--tp",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Degree of tensor parallelism to check for.",
+)
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Also read the weights, and run the model on a sample text if it is small.",
+)
+@click.option(
+    "--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source."
+)
 @options.data
 def doctor(data: str | None, **given: Any) -> None:
     """Check what is wrong with a model, whoever made it.
@@ -103,14 +118,20 @@ def doctor(data: str | None, **given: Any) -> None:
 @click.command(cls=Command, epilog=exit_codes(0, 3, 8, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
-@click.option("--strict", is_flag=True, help="Exit with 10, not 0, if the two are within the bound but not equal.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit with 10, not 0, if the two are within the bound but not equal.",
+)
 @options.trust_remote_code
 @options.data
-def verify(a: Path, b: Path | None, strict: bool, trust_remote_code: bool, data: str | None) -> None:
+def verify(
+    a: Path, b: Path | None, strict: bool, trust_remote_code: bool, data: str | None
+) -> None:
     """Check if two models are the same, or how far apart.
 
-    With A alone, its files are compared with the sha256 in its manifest, and the perplexities of a quantized model,
-    measured again, with those in the manifest.
+    With A alone, its files are compared with the sha256 in its manifest, and the perplexities of a
+    quantized model, measured again, with those in the manifest.
     """
     if strict and b is None:
         raise RequestError("--strict goes with two models")
@@ -136,15 +157,20 @@ def verify(a: Path, b: Path | None, strict: bool, trust_remote_code: bool, data:
 def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
     """Measure the importance of inputs for llama.cpp.
 
-    DST is a new file for its quantizer, or for `quantkit quantize --imatrix`: GGUF if its name ends in .gguf, the older
-    form if it ends in .dat.
+    DST is a new file for its quantizer, or for `quantkit quantize --imatrix`: GGUF if its name ends
+    in .gguf, the older form if it ends in .dat.
     """
     outputs = Outputs(data)
 
     from quantkit.jobs.imatrix import imatrix as job
 
     with ProgressDisplay() as progress:
-        made = job(src, dst, **{name: value for name, value in given.items() if value is not None}, progress=progress)
+        made = job(
+            src,
+            dst,
+            **{name: value for name, value in given.items() if value is not None},
+            progress=progress,
+        )
     report_result(outputs, made)
 
 
@@ -152,19 +178,36 @@ def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
 @click.argument("path", type=options.PATH)
 @click.argument("name")
 @click.option("--public", is_flag=True, help="Create a public repository. Default: a private one.")
-@click.option("--base-model", metavar="NAME", help="For the model card: name of the source on the hub, owner/name.")
-@click.option("--license", metavar="NAME", help="For the model card: licence as hubs name it, such as apache-2.0.")
-@click.option("--revision", metavar="BRANCH", help="Branch to commit to; created if it is not there.")
+@click.option(
+    "--base-model",
+    metavar="NAME",
+    help="For the model card: name of the source on the hub, owner/name.",
+)
+@click.option(
+    "--license",
+    metavar="NAME",
+    help="For the model card: licence as hubs name it, such as apache-2.0.",
+)
+@click.option(
+    "--revision", metavar="BRANCH", help="Branch to commit to; created if it is not there."
+)
 @click.option("--message", metavar="TEXT", help="Message of the commit.")
-@click.option("--delete-others", is_flag=True, help="Delete all other files of the repository in the same commit.")
-@click.option("--dry-run", is_flag=True, help="Check the model and list what would be sent; send nothing.")
+@click.option(
+    "--delete-others",
+    is_flag=True,
+    help="Delete all other files of the repository in the same commit.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Check the model and list what would be sent; send nothing."
+)
 @options.data
 def push(data: str | None, **given: Any) -> None:
     """Send a model to a repository on the Hugging Face hub.
 
-    PATH is a folder or a GGUF file, NAME is owner/name. The model is checked first, as by doctor and with its manifest,
-    and nothing is sent if an error is found. All files appear with one commit, and are compared with it. If it is
-    interrupted, the same command continues. Log in before: hf auth login.
+    PATH is a folder or a GGUF file, NAME is owner/name. The model is checked first, as by doctor
+    and with its manifest, and nothing is sent if an error is found. All files appear with one
+    commit, and are compared with it. If it is interrupted, the same command continues. Log in
+    before: hf auth login.
     """
     from quantkit.jobs.push import push as job
 
@@ -176,7 +219,9 @@ def push(data: str | None, **given: Any) -> None:
 
 _CONVERT = {
     "to": options.target("hf for floats, SRC's own format for quantized models"),
-    "mp": click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."),
+    "mp": click.option(
+        "--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."
+    ),
 }
 
 
@@ -188,9 +233,9 @@ _CONVERT = {
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 
-    The model in SRC is written to the new folder DST, or to a file DST.gguf. Without
-    --requantize and --dequantize, the codes of a quantized model stay exactly the same, or the conversion fails. The
-    result is read back and compared with SRC. Under torchrun, rank 0 does the work.
+    The model in SRC is written to the new folder DST, or to a file DST.gguf. Without --requantize
+    and --dequantize, the codes of a quantized model stay exactly the same, or the conversion fails.
+    The result is read back and compared with SRC. Under torchrun, rank 0 does the work.
     """
     require_models(given["src"], makes=given["dst"])
 
@@ -201,7 +246,11 @@ def convert(data: str | None, **given: Any) -> None:
         if not group.is_rank0:
             return
         with ProgressDisplay() as progress:
-            made = job(**given, on_estimate=lambda estimate: progress.expect(estimate.steps), progress=progress)
+            made = job(
+                **given,
+                on_estimate=lambda estimate: progress.expect(estimate.steps),
+                progress=progress,
+            )
     _report_written(outputs, made)
 
 
@@ -211,16 +260,21 @@ def convert(data: str | None, **given: Any) -> None:
 @options.of_job(QuantizeOptions)
 @section(
     SCHEMES,
-    click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides."),
+    click.option(
+        "--recipe",
+        type=options.PATH,
+        metavar="FILE",
+        help="JSON with a default scheme and overrides.",
+    ),
     click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe."),
 )
 @section(OUTPUT, options.data)
 def quantize(data: str | None, **given: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.
 
-    The model in SRC is written to the new folder DST, or to a file DST.gguf. The result is compared with SRC before
-    DST appears. If it differs too much, DST is not written and the exit code is 8. Under torchrun all processes share
-    the calibration, and rank 0 does the rounding.
+    The model in SRC is written to the new folder DST, or to a file DST.gguf. The result is compared
+    with SRC before DST appears. If it differs too much, DST is not written and the exit code is 8.
+    Under torchrun all processes share the calibration, and rank 0 does the rounding.
     """
     reads, arguments = files_read(given), job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
@@ -229,7 +283,9 @@ def quantize(data: str | None, **given: Any) -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
-    shared = arguments["method"] != "rtn" and (arguments["method"] == "gptq" or _has_int4(arguments["scheme"]))
+    shared = arguments["method"] != "rtn" and (
+        arguments["method"] == "gptq" or _has_int4(arguments["scheme"])
+    )
     device = None if shared and arguments["device"] != "cpu" else "cpu"
     with together({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
@@ -242,28 +298,38 @@ def quantize(data: str | None, **given: Any) -> None:
                     note(estimate.line())
                     progress.expect(estimate.steps)
 
-                made = job(**arguments, group=group, on_estimate=begin, on_note=note, progress=progress)
+                made = job(
+                    **arguments, group=group, on_estimate=begin, on_note=note, progress=progress
+                )
     if group.is_rank0:
         _report_written(outputs, made)
 
 
 def files_read(given: dict[str, Any]) -> list[Any]:
-    """The files that `quantkit quantize` reads in addition to the model; None for options that are not given."""
+    """The files that `quantkit quantize` reads in addition to the model; None for options that
+    are not given.
+    """
     return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
 
 def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
-    """Whether a layer may get int4, which GPTQ solves unless another method is requested; schemes that are chosen for
-    a size may be int4."""
+    """Whether a layer may get int4, which GPTQ solves unless another method is requested; schemes
+    that are chosen for a size may be int4.
+    """
     if scheme is None or isinstance(scheme, str):
         return True
-    named = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
+    named = (
+        [scheme]
+        if isinstance(scheme, QuantScheme)
+        else [scheme.default, *(one.scheme for one in scheme.overrides)]
+    )
     return any(one is not None and one.bits == 4 for one in named)
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `quantkit.quantize` for the options of the command. Raises `RequestError` unless there is one of
-    a scheme, a recipe and a size, or if a head goes with a recipe."""
+    """The arguments of `quantkit.quantize` for the options of the command. Raises `RequestError`
+    unless there is one of a scheme, a recipe and a size, or if a head goes with a recipe.
+    """
     from quantkit.tensors.recipe import Recipe
 
     path, old = given.pop("recipe"), given.pop("plan")
@@ -273,21 +339,30 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
             raise RequestError("--plan is the old name of --recipe; give one of them")
         path = old
     sources = {
-        "--scheme": given["scheme"], "--recipe": path, "--target-bits": given["target_bits"],
+        "--scheme": given["scheme"],
+        "--recipe": path,
+        "--target-bits": given["target_bits"],
         "--max-size": given["max_size"],
-    }  # fmt: skip
+    }
     chosen = [name for name, value in sources.items() if value is not None]
     if not chosen:
-        raise RequestError(f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE")
+        raise RequestError(
+            f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE"
+        )
     if len(chosen) > 1:
         sized = given["target_bits"] is not None or given["max_size"] is not None
         hint = "a size chooses the schemes" if sized else "a recipe's default is its scheme"
         raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
     if path is None:
         named = given["scheme"]
-        return {**given, "scheme": named if named is None or mix_named(named) else QuantScheme.parse(named)}
+        return {
+            **given,
+            "scheme": named if named is None or mix_named(named) else QuantScheme.parse(named),
+        }
     if given["head"] is not None:
-        raise RequestError("--head does not go with --recipe", hint="a recipe names lm_head among its overrides")
+        raise RequestError(
+            "--head does not go with --recipe", hint="a recipe names lm_head among its overrides"
+        )
     return {**given, "scheme": Recipe.from_json(path)}
 
 

@@ -42,7 +42,9 @@ class Answerer(Protocol):
     @property
     def finish_reason(self) -> str | None: ...
 
-    def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]: ...
+    def ask(
+        self, text: str, *, interrupted: Callable[[], bool] | None = None
+    ) -> Generator[str, None, None]: ...
 
     def reset(self) -> None: ...
 
@@ -69,7 +71,10 @@ class Alone:
 
 
 def converse(
-    session: Answerer, group: Group, name: str, statistics: Callable[[], object | None] = lambda: None
+    session: Answerer,
+    group: Group,
+    name: str,
+    statistics: Callable[[], object | None] = lambda: None,
 ) -> None:
     """Answer what is typed or piped, until it ends.
 
@@ -94,7 +99,10 @@ def _answer_lines(session: Answerer, group: Group) -> None:
                 if _run_command(session, name, text) == "leave":
                     return
                 continue
-            note(f"{name} is not a command, so the line is a question; //{name[1:]} makes that explicit")
+            note(
+                f"{name} is not a command, so the line is a question; //{name[1:]} makes that"
+                " explicit"
+            )
         for piece in session.ask(_question(line)):
             raise_if_interrupted()
             if group.is_rank0:
@@ -116,7 +124,9 @@ def _lines() -> Iterator[str]:
             yield text
 
 
-def _talk(session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]) -> None:
+def _talk(
+    session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]
+) -> None:
     """A conversation on a terminal."""
     questions = _questions(name) if group.is_rank0 else iter(())
     while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
@@ -142,7 +152,9 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
     begun = False
     try:
         with _interruptible() as interrupted:
-            pieces = session.ask(question, interrupted=lambda: group.broadcast_from_rank0(interrupted()))
+            pieces = session.ask(
+                question, interrupted=lambda: group.broadcast_from_rank0(interrupted())
+            )
             interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
             for piece in pieces:
                 begun = True
@@ -161,14 +173,17 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
     if group.is_rank0:
         click.echo()
         if session.finish_reason == "length":
-            mention("quantkit: note: the answer was cut off at the maximum number of tokens", err=True)
+            mention(
+                "quantkit: note: the answer was cut off at the maximum number of tokens", err=True
+            )
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C raises nothing: a step
-    that has begun is finished. Raises `KeyboardInterrupt` at once if Ctrl-C is pressed before, while the question is
-    prepared."""
+    """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C
+    raises nothing: a step that has begun is finished. Raises `KeyboardInterrupt` at once if Ctrl-C
+    is pressed before, while the question is prepared.
+    """
     pressed = polled = False
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -199,11 +214,17 @@ def _questions(name: str) -> Iterator[str]:
     from prompt_toolkit.keys import Keys
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs tasks that a signal has ended
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # before they began
+    warnings.filterwarnings(
+        "ignore", "coroutine .* was never awaited", RuntimeWarning
+    )  # before they began
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
-    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # not requested; a partial one fails
-    prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False, key_bindings=keys)
+    keys.add(Keys.Vt100MouseEvent, eager=True)(
+        lambda event: None
+    )  # not requested; a partial one fails
+    prompts: PromptSession[str] = PromptSession(
+        "> ", completer=words, complete_while_typing=False, key_bindings=keys
+    )
     mention(f"{name}: /help lists the commands, Ctrl-D exits")
     while True:
         try:
@@ -223,27 +244,37 @@ def _command(line: str) -> tuple[str, str] | None:
 
 
 def _question(line: str) -> str:
-    """The question in a line: two slashes before a word mean one, if one slash would make it a command."""
+    """The question in a line: two slashes before a word mean one, if one slash would make it a
+    command.
+    """
     return line[1:] if line.startswith("//") and _command(line[1:]) else line
 
 
 def _run_command(session: Answerer, name: str, text: str) -> str:
-    """Run a command, and return the reply; ``leave`` ends the conversation. Raises `RequestError` if there is no such
-    command, or it takes no argument."""
+    """Run a command, and return the reply; ``leave`` ends the conversation. Raises `RequestError`
+    if there is no such command, or it takes no argument.
+    """
     if name == "/system":
         session.system = text or None
         return "The system prompt is set." if session.system else "There is no system prompt."
     if name not in (*_COMMANDS, *_LEAVE):
         raise RequestError(
-            "no such command", found=name, expected=", ".join(_COMMANDS), hint=f"/{name} begins a question with {name}"
+            "no such command",
+            found=name,
+            expected=", ".join(_COMMANDS),
+            hint=f"/{name} begins a question with {name}",
         )
     if text:
         raise RequestError(
-            f"{name} takes no argument", found=shown(text), hint=f"/{name} begins a question with {name}"
+            f"{name} takes no argument",
+            found=shown(text),
+            hint=f"/{name} begins a question with {name}",
         )
     if name == "/reset":
         session.reset()
         return "The conversation starts again."
     if name == "/help":
-        return "\n".join(f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _ESCAPED))
+        return "\n".join(
+            f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _ESCAPED)
+        )
     return "leave"

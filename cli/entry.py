@@ -1,4 +1,6 @@
-"""Where the command begins: signals are reported in one line from the start, before anything large is imported."""
+"""Where the command begins: signals are reported in one line from the start, before anything
+large is imported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM was received; handled like Ctrl-C."""
 
 
-_RAISED: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+_RAISED: dict[int, type[KeyboardInterrupt]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: Terminated,
+}
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _received: list[int] = []
 missing_streams: set[int] = set()
@@ -27,8 +32,12 @@ missing_streams: set[int] = set()
 def main() -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for torch, loaded later: fewer page faults
-    if "OMP_WAIT_POLICY" not in os.environ:  # threads that wait for long take the processor from other programs
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # huge pages for torch, loaded later: fewer page faults
+    if (
+        "OMP_WAIT_POLICY" not in os.environ
+    ):  # threads that wait for long take the processor from other programs
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with interruptible():
@@ -44,8 +53,9 @@ def main() -> None:
 
 
 def open_missing_streams() -> None:
-    """Connect standard streams that were closed when the process began to /dev/null: files opened later, by
-    imports too, would get their numbers, and the output meant for the terminal."""
+    """Connect standard streams that were closed when the process began to /dev/null: files opened
+    later, by imports too, would get their numbers, and the output meant for the terminal.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -59,7 +69,9 @@ def open_missing_streams() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`, unless the parent process set them to ignored."""
+    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`, unless the parent process set
+    them to ignored.
+    """
     before = {number: signal.getsignal(number) for number in _RAISED}
     ours = [number for number, handler in before.items() if handler in _DEFAULT_HANDLERS]
     try:
@@ -77,7 +89,9 @@ def interruptible() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise the KeyboardInterrupt of a received signal again, as other code may have swallowed it: imports do."""
+    """Raise the KeyboardInterrupt of a received signal again, as other code may have swallowed
+    it: imports do.
+    """
     if _received:
         raise _RAISED[_received[0]]
 

@@ -24,17 +24,42 @@ from quantkit.processors import (
 from quantkit.version import __version__
 
 _LIBRARIES = (
-    "transformers", "safetensors", "tokenizers", "numpy", "compressed-tensors", "datasets", "huggingface-hub",
-    "sentencepiece", "tiktoken", "gguf", "lm-eval", "triton", "jax", "jaxlib", "torchax", "libtpu",
-)  # fmt: skip
-_SETTINGS = re.compile("OMP_|MKL_|CXX$|QUANTKIT_(BLOCKS|CACHE|CPU|DECODE|TUNE)$")  # others may be secrets
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "compressed-tensors",
+    "datasets",
+    "huggingface-hub",
+    "sentencepiece",
+    "tiktoken",
+    "gguf",
+    "lm-eval",
+    "triton",
+    "jax",
+    "jaxlib",
+    "torchax",
+    "libtpu",
+)
+_SETTINGS = re.compile(
+    "OMP_|MKL_|CXX$|QUANTKIT_(BLOCKS|CACHE|CPU|DECODE|TUNE)$"
+)  # others may be secrets
 _WIDTH = 100
 
 
 def environment_lines() -> list[str]:
-    """The report in aligned lines, without the user's name and home folder. Imports torch, and compiles nothing."""
-    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _SETTINGS.match(name)]
-    reason = "torch's default" if (limit := quota_threads()) is None else f"the CPU limit rounded up to {limit}"
+    """The report in aligned lines, without the user's name and home folder.
+
+    Imports torch, and compiles nothing.
+    """
+    settings = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if _SETTINGS.match(name)
+    ]
+    reason = (
+        "torch's default"
+        if (limit := quota_threads()) is None
+        else f"the CPU limit rounded up to {limit}"
+    )
     if any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         reason = "from the environment"
     set_threads(None)  # as a command that computes
@@ -48,7 +73,9 @@ def environment_lines() -> list[str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
         "libraries": ", ".join(_installed()),
-        "system": " ".join([platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]),
+        "system": " ".join(
+            [platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]
+        ),
         "processor": ", ".join([processor_name(), *sorted(cpu_features())]),
         "processors": _processors(),
         "memory": _memory(),
@@ -62,9 +89,13 @@ def environment_lines() -> list[str]:
     lines = []
     for name, value in rows.items():
         lines += textwrap.wrap(
-            _without_user(value), _WIDTH, initial_indent=name.ljust(width), subsequent_indent=" " * width,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+            _without_user(value),
+            _WIDTH,
+            initial_indent=name.ljust(width),
+            subsequent_indent=" " * width,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return lines
 
 
@@ -95,7 +126,10 @@ def _gpus() -> Iterator[str]:
         return
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
-        yield f"{gpu.name} ({size_text(gpu.total_memory)}, CUDA {torch.version.cuda or torch.version.hip})"
+        yield (
+            f"{gpu.name} ({size_text(gpu.total_memory)}, CUDA"
+            f" {torch.version.cuda or torch.version.hip})"
+        )
 
 
 def _caches() -> Iterator[str]:
@@ -111,7 +145,9 @@ def _caches() -> Iterator[str]:
 
 
 def _without_user(text: str) -> str:
-    """A text in which ``~`` stands for the home folder, and ``USER`` for the user's name in other paths."""
+    """A text in which ``~`` stands for the home folder, and ``USER`` for the user's name in
+    other paths.
+    """
     home = os.path.expanduser("~")
     if home in ("~", "/"):  # unknown, or that of a service
         return text

@@ -23,20 +23,26 @@ _PICTURES = {"": "png", ".png": "png", ".pdf": "pdf", ".svg": "svg"}
 class Outputs:
     """Where a command writes its results; what cannot be written is refused before the work begins.
 
-    Each file is written completely or not at all. An earlier one is replaced, but never a file of a model or one that
-    the command reads.
+    Each file is written completely or not at all. An earlier one is replaced, but never a file of a
+    model or one that the command reads.
 
     Attributes:
         json_on_stdout: whether standard output is for JSON alone.
     """
 
     def __init__(
-        self, data: str | None, *, report: Path | None = None, plot: Path | None = None,
-        reads: Iterable[Path | str | None] = (), makes: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        data: str | None,
+        *,
+        report: Path | None = None,
+        plot: Path | None = None,
+        reads: Iterable[Path | str | None] = (),
+        makes: Path | None = None,
+    ) -> None:
         """
         Args:
-            data: a file for JSON; ``-`` is standard output, and everything else is then printed to stderr.
+            data: a file for JSON; ``-`` is standard output, and everything else is then printed to
+                stderr.
             report: a file for Markdown, or for an HTML page, by its suffix.
             plot: a file for a picture; its suffix decides the format.
             reads: files that the command reads.
@@ -44,21 +50,29 @@ class Outputs:
 
         Raises:
             DestinationError: if a file cannot be written, or must not be.
-            RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib is missing for a
-                picture, or cannot be imported.
+            RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib
+                is missing for a picture, or cannot be imported.
         """
         self.json_on_stdout = data == STDOUT
         self._data = None if data is None or self.json_on_stdout else Path(data)
         self._report, self._plot = report, plot
         if self._data is not None and self._data.is_dir():
-            raise DestinationError("is a folder; --json takes the path of a file, or - for stdout", path=data)
+            raise DestinationError(
+                "is a folder; --json takes the path of a file, or - for stdout", path=data
+            )
         if report is not None and report.suffix.lower() not in _MARKDOWN + _PAGES:
-            raise RequestError("no such report", path=report, found=report.suffix, expected=".md or .html")
+            raise RequestError(
+                "no such report", path=report, found=report.suffix, expected=".md or .html"
+            )
         if plot is not None and plot.suffix.lower() not in _PICTURES:
-            raise RequestError("no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg")
+            raise RequestError(
+                "no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg"
+            )
         for option, path in (("--report", report), ("--plot", plot)):
             if path is not None and str(path) == STDOUT:
-                hint = "--table markdown prints tables for a report" if option == "--report" else None
+                hint = (
+                    "--table markdown prints tables for a report" if option == "--report" else None
+                )
                 raise RequestError(f"{option} takes the path of a file, not {STDOUT}", hint=hint)
         files = [path for path in (self._data, report, plot) if path is not None]
         if len({os.path.realpath(path) for path in files}) < len(files):
@@ -80,11 +94,15 @@ class Outputs:
         return self._report is not None and self._report.suffix.lower() in _PAGES
 
     def write(
-        self, value: Any, *, report: Callable[[], str] | None = None,
-        picture: Callable[[str], bytes] | None = None, show: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Write the requested files, then print. Each step is done even if another fails, so results that took hours
-        are not lost when stdout is closed.
+        self,
+        value: Any,
+        *,
+        report: Callable[[], str] | None = None,
+        picture: Callable[[str], bytes] | None = None,
+        show: Callable[[], None] | None = None,
+    ) -> None:
+        """Write the requested files, then print. Each step is done even if another fails, so
+        results that took hours are not lost when stdout is closed.
 
         Args:
             value: for JSON; numbers that are not finite become null.
@@ -114,8 +132,9 @@ def _json(value: Any) -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all; a pipe, a device or the target of a link is written to directly. Raises
-    `DestinationError` if it cannot be written."""
+    """Write a file completely or not at all; a pipe, a device or the target of a link is written to
+    directly. Raises `DestinationError` if it cannot be written.
+    """
     partial = _partial(path)
     try:
         if _is_special(path):
@@ -125,7 +144,9 @@ def replace(path: Path, content: bytes) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise DestinationError(f"cannot be written: {error.strerror or error}", path=path) from error
+        raise DestinationError(
+            f"cannot be written: {error.strerror or error}", path=path
+        ) from error
 
 
 def _partial(path: Path) -> Path:
@@ -138,7 +159,9 @@ def _is_special(path: Path) -> bool:
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether a file can be written there, which permissions alone do not show: /proc takes no files."""
+    """Whether a file can be written there, which permissions alone do not show: /proc takes no
+    files.
+    """
     if _is_special(path):
         return os.access(path, os.W_OK)
     try:
@@ -158,14 +181,27 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
     if path.is_dir():
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not _is_writable(path):
-        raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
+        raise DestinationError(
+            "cannot be written there", path=path, expected="a folder that can be written in"
+        )
     real = Path(os.path.realpath(path))
     names_a_model = real.name in read_names() or real.name.endswith(_MODEL_SUFFIXES)
     if is_model_folder(real.parent) and (path.exists() or names_a_model):
         raise DestinationError(
-            "is a file of a model's folder, or would be read as one", path=path, hint="choose another name"
+            "is a file of a model's folder, or would be read as one",
+            path=path,
+            hint="choose another name",
         )
-    if any(one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one) for one in reads):
-        raise DestinationError("is read by this command; it is not overwritten", path=path, hint="choose another name")
-    if makes is not None and os.path.realpath(path) in map(os.path.realpath, (makes, partial_folder(makes))):
-        raise DestinationError("is where the model will be written", path=path, hint="choose another name")
+    if any(
+        one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one)
+        for one in reads
+    ):
+        raise DestinationError(
+            "is read by this command; it is not overwritten", path=path, hint="choose another name"
+        )
+    if makes is not None and os.path.realpath(path) in map(
+        os.path.realpath, (makes, partial_folder(makes))
+    ):
+        raise DestinationError(
+            "is where the model will be written", path=path, hint="choose another name"
+        )

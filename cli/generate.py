@@ -17,7 +17,13 @@ from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
 from quantkit.jobs.option_fields import OTHER, option
 from quantkit.jobs.prompts_file import STDIN, checked
-from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, MAX_SAMPLES, no_beam_search
+from quantkit.runtime.request import (
+    BATCH_SIZE,
+    BEAM_SEARCH,
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    no_beam_search,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import FloatName
 
@@ -25,33 +31,58 @@ if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
 
 _USAGE = (
-    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file: --prompt-file FILE, - for'
-    " stdin; or one of many prompts: --prompts FILE.jsonl"
+    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file:'
+    " --prompt-file FILE, - for stdin; or one of many prompts: --prompts FILE.jsonl"
 )
 _PROMPT = "Prompt"
 _MANY = "A file of prompts"
 _SAMPLING = "Sampling"
-_RANK0_OPTIONS = ("path", "draft", "prompt_file", "prompts", "output")  # may differ from process to process
+_RANK0_OPTIONS = (
+    "path",
+    "draft",
+    "prompt_file",
+    "prompts",
+    "output",
+)  # may differ from process to process
 
 _OWN_OPTIONS = {
     "template": click.option(
-        "--template", metavar="NAME", shell_complete=options.complete_files,
-        help="Chat template for messages: llama2, llama3, one of the folder's by name, or a file *.jinja.",
+        "--template",
+        metavar="NAME",
+        shell_complete=options.complete_files,
+        help=(
+            "Chat template for messages: llama2, llama3, one of the folder's by name, or a file"
+            " *.jinja."
+        ),
     ),
     "max_new_tokens": options.max_new_tokens(MAX_NEW_TOKENS),
     "n": click.option(
-        "-n", "--n", "n", type=int, default=1, help=f"Samples of each prompt, up to {MAX_SAMPLES}. Default: 1."
+        "-n",
+        "--n",
+        "n",
+        type=int,
+        default=1,
+        help=f"Samples of each prompt, up to {MAX_SAMPLES}. Default: 1.",
     ),
     "logit_bias": click.option(
-        "--logit-bias", type=options.token_bias, metavar="ID=NUMBER", multiple=True,
+        "--logit-bias",
+        type=options.token_bias,
+        metavar="ID=NUMBER",
+        multiple=True,
         help="Add to the logits of a token; repeatable.",
     ),
     "backend": options.backend(
-        "xla", "transformers",
-        more=" xla runs the whole model on TPUs; see docs/parallel.md. transformers runs whatever it knows, slowly.",
+        "xla",
+        "transformers",
+        more=(
+            " xla runs the whole model on TPUs; see docs/parallel.md. transformers runs whatever it"
+            " knows, slowly."
+        ),
     ),
-}  # fmt: skip
-"""Options that differ from those that other commands have under the same name, or that need more than a help line."""
+}
+"""Options that differ from those that other commands have under the same name, or that need more
+than a help line.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,24 +91,39 @@ class GenerateArgs:
 
     path: Path
     text: str | None
-    prompt: str | None = option(_PROMPT, "Instead of PROMPT: for a text that begins with a dash.", metavar="TEXT")
+    prompt: str | None = option(
+        _PROMPT, "Instead of PROMPT: for a text that begins with a dash.", metavar="TEXT"
+    )
     prompt_file: str | None = option(
         _PROMPT, "Instead of PROMPT: a file to read it from; - is stdin.", "file", metavar="FILE"
     )
     truncate: bool = option(
-        _PROMPT, "Cut off the beginning of a prompt that is too long, instead of failing.", bool, default=False
+        _PROMPT,
+        "Cut off the beginning of a prompt that is too long, instead of failing.",
+        bool,
+        default=False,
     )
     prompts: str | None = option(
-        _MANY, "Instead of PROMPT: JSON lines, each with prompt or messages; - is stdin. See docs/generation.md.",
-        "file", metavar="FILE",
-    )  # fmt: skip
-    output: str | None = option(_MANY, "The new file for the results; - is stdout.", "file", metavar="FILE")
+        _MANY,
+        "Instead of PROMPT: JSON lines, each with prompt or messages; - is stdin. See"
+        " docs/generation.md.",
+        "file",
+        metavar="FILE",
+    )
+    output: str | None = option(
+        _MANY, "The new file for the results; - is stdout.", "file", metavar="FILE"
+    )
     resume: bool = option(_MANY, default=False)
-    batch: int | None = option(_MANY, f"Maximum number of sequences that run together. Default: {BATCH_SIZE}.", int)
+    batch: int | None = option(
+        _MANY, f"Maximum number of sequences that run together. Default: {BATCH_SIZE}.", int
+    )
     template: str | None = option(_MANY)
     echo: bool = option(_MANY, "Begin each text with its prompt.", bool, default=False)
     logprobs: int | None = option(
-        _MANY, "Write log-probabilities, and the K most likely tokens of each position.", int, metavar="K"
+        _MANY,
+        "Write log-probabilities, and the K most likely tokens of each position.",
+        int,
+        metavar="K",
     )
     max_new_tokens: int = option(_SAMPLING, default=MAX_NEW_TOKENS)
     sampling_options: SamplingOptions | None = option(_SAMPLING)
@@ -91,17 +137,28 @@ class GenerateArgs:
     allow_slow: bool = option(RUN, default=False)
     trust_remote_code: bool = option(RUN, default=False)
     device: str | None = option(RUN)
-    tp: int | None = option(RUN, "With xla: number of devices that share the model. Default: all.", int)
+    tp: int | None = option(
+        RUN, "With xla: number of devices that share the model. Default: all.", int
+    )
     multi_host: bool = option(
-        RUN, "With xla: use the devices of all hosts; run this command on each host.", bool, default=False
+        RUN,
+        "With xla: use the devices of all hosts; run this command on each host.",
+        bool,
+        default=False,
     )
     int8_cache: bool = option(RUN, default=False)
     compiled: bool | None = option(RUN)
     warmup: bool = option(
-        RUN, "Compile steps of all sizes before the first request, and print how many there are.", bool, default=False
+        RUN,
+        "Compile steps of all sizes before the first request, and print how many there are.",
+        bool,
+        default=False,
     )
     stats: bool = option(
-        RUN, "At the end, print the speed and the share of the memory bandwidth used.", bool, default=False
+        RUN,
+        "At the end, print the speed and the share of the memory bandwidth used.",
+        bool,
+        default=False,
     )
     raw: bool = option(
         OTHER,
@@ -129,21 +186,32 @@ class GenerateArgs:
     def continuation(self) -> dict[str, Any]:
         """How prompts are continued, as `prompts_file.OPTIONS` names it."""
         return {
-            "max_new_tokens": self.max_new_tokens, "stop": list(self.stop), "n": self.n, "logprobs": self.logprobs,
-            "echo": self.echo, "draft_tokens": self.draft_tokens, **self.sampling(),
-        }  # fmt: skip
+            "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.stop),
+            "n": self.n,
+            "logprobs": self.logprobs,
+            "echo": self.echo,
+            "draft_tokens": self.draft_tokens,
+            **self.sampling(),
+        }
 
     def validate(self) -> None:
-        """Raise a `RequestError` unless there is one prompt, or one file of them, and for options that do not go
-        together, numbers out of range, or a model that does not exist."""
+        """Raise a `RequestError` unless there is one prompt, or one file of them, and for options
+        that do not go together, numbers out of range, or a model that does not exist.
+        """
         sources = {
-            "PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file, "--prompts": self.prompts,
-        }  # fmt: skip
+            "PROMPT": self.text,
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--prompts": self.prompts,
+        }
         given = [name for name, value in sources.items() if value is not None]
         if not given:
             raise RequestError("there is no prompt", hint=_USAGE)
         if len(given) > 1:
-            raise RequestError("the prompt is given twice", found=" and ".join(given), expected="one of them")
+            raise RequestError(
+                "the prompt is given twice", found=" and ".join(given), expected="one of them"
+            )
         if "" in (self.text, self.prompt):
             raise RequestError("the prompt is empty")
         self._require_compatible()
@@ -152,7 +220,8 @@ class GenerateArgs:
             raise RequestError("--batch must be at least 1", found=self.batch)
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
             raise RequestError(
-                "the model comes first, then the prompt", hint=f"quantkit generate {shlex.quote(self.text)} PROMPT"
+                "the model comes first, then the prompt",
+                hint=f"quantkit generate {shlex.quote(self.text)} PROMPT",
             )
         require_models(self.path, self.draft)
 
@@ -160,29 +229,67 @@ class GenerateArgs:
         """Raise a `RequestError` if options do not go together."""
         xla, many = self.backend == "xla", self.prompts is not None
         drafts = self.draft is not None or self.draft_tokens is not None
-        of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
+        of_files = (
+            self.output is not None
+            or self.resume
+            or self.batch is not None
+            or self.template is not None
+        )
         steps = self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
         other = self.backend == "transformers"
         biased = [token for token, _ in self.logit_bias]
         if repeated := [token for token in biased if biased.count(token) > 1]:
             raise RequestError("--logit-bias names a token twice", found=repeated[0])
         for wrong, problem in (
-            (xla and (steps or drafts or self.device is not None),
-             "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup, --draft and --draft-tokens do not go"
-             " with --backend xla"),
-            (other and (many or steps or drafts or self.n > 1 or self.device is not None or self.dtype is not None),
-             "--prompts, --n, --draft, --draft-tokens, --device, --dtype, --allow-slow, --int8-cache, --compile,"
-             " --eager and --warmup do not go with --backend transformers"),
-            (not other and self.trust_remote_code, "--trust-remote-code goes with --backend transformers"),
+            (
+                xla and (steps or drafts or self.device is not None),
+                (
+                    "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup, --draft"
+                    " and --draft-tokens do not go with --backend xla"
+                ),
+            ),
+            (
+                other
+                and (
+                    many
+                    or steps
+                    or drafts
+                    or self.n > 1
+                    or self.device is not None
+                    or self.dtype is not None
+                ),
+                (
+                    "--prompts, --n, --draft, --draft-tokens, --device, --dtype, --allow-slow,"
+                    " --int8-cache, --compile, --eager and --warmup do not go with --backend"
+                    " transformers"
+                ),
+            ),
+            (
+                not other and self.trust_remote_code,
+                "--trust-remote-code goes with --backend transformers",
+            ),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
-            (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
-            (many and (self.draft is not None or self.stats),
-             "--draft and --stats go with one prompt, not with --prompts"),
-            (not many and (of_files or self.echo or self.logprobs is not None),
-             "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts"),
-            (many and self.output is None, "--prompts needs --output FILE.jsonl, or --output - for stdout"),
-            (self.resume and self.output == STDIN, "--resume goes with a file, not with --output -"),
-        ):  # fmt: skip
+            (
+                not xla and (self.tp is not None or self.multi_host),
+                "--tp and --multi-host go with --backend xla",
+            ),
+            (
+                many and (self.draft is not None or self.stats),
+                "--draft and --stats go with one prompt, not with --prompts",
+            ),
+            (
+                not many and (of_files or self.echo or self.logprobs is not None),
+                "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts",
+            ),
+            (
+                many and self.output is None,
+                "--prompts needs --output FILE.jsonl, or --output - for stdout",
+            ),
+            (
+                self.resume and self.output == STDIN,
+                "--resume goes with a file, not with --output -",
+            ),
+        ):
             if wrong:
                 raise RequestError(problem)
 
@@ -199,7 +306,9 @@ class _WithPrompt(Command):
             if error.possibilities:
                 raise
             problem = error.format_message().rstrip(".")
-            raise click.UsageError(f"{problem}; for a prompt that begins with a dash: --prompt=TEXT", ctx) from error
+            raise click.UsageError(
+                f"{problem}; for a prompt that begins with a dash: --prompt=TEXT", ctx
+            ) from error
 
 
 @click.command(cls=_WithPrompt)
@@ -209,12 +318,13 @@ class _WithPrompt(Command):
 def generate(**given: Any) -> None:
     """Continue a prompt, or many, with the model in PATH.
 
-    PROMPT is the text, or - to read it from stdin. It is used as the shell passes it: \\n stays a backslash and an n.
-    The last newline of a file or of stdin is dropped. Special tokens may be spelled out, such as <|eot_id|>.
+    PROMPT is the text, or - to read it from stdin. It is used as the shell passes it: \\n stays a
+    backslash and an n. The last newline of a file or of stdin is dropped. Special tokens may be
+    spelled out, such as <|eot_id|>.
 
-    The text appears as it is generated. On a terminal, control characters in it are spelled, and a line on stderr shows
-    the speed at the end. With --prompts and --output all prompts of a file are continued, several at a time. Under
-    torchrun all processes share the model.
+    The text appears as it is generated. On a terminal, control characters in it are spelled, and a
+    line on stderr shows the speed at the end. With --prompts and --output all prompts of a file are
+    continued, several at a time. Under torchrun all processes share the model.
     """
     sampling, others = options.split_sampling(given)
     args = GenerateArgs(**others, sampling_options=sampling)

@@ -1,4 +1,6 @@
-"""The steps of a job: which one runs, and the time left of all, from their estimates and the time taken so far."""
+"""The steps of a job: which one runs, and the time left of all, from their estimates and the
+time taken so far.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,16 @@ from collections.abc import Mapping
 _RATE_KNOWN = 0.2
 """The share of a step after which only its own rate counts for the rest of it."""
 _TRUST = 0.25
-"""The share of the estimated time after which steps count as much as the estimate for how fast the machine is."""
+"""The share of the estimated time after which steps count as much as the estimate for how fast
+the machine is.
+"""
 
 
 class JobSteps:
     """A job's steps, in order, with the seconds that each was estimated to take.
 
-    A phase that is not one of them, such as the part of an interrupted run that is passed through again, counts as far
-    as its own rate shows.
+    A phase that is not one of them, such as the part of an interrupted run that is passed through
+    again, counts as far as its own rate shows.
     """
 
     def __init__(self, seconds: Mapping[str, float], now: float) -> None:
@@ -49,13 +53,18 @@ class JobSteps:
         made, rest = self._done - self._first, 1 - self._first
         if made > 0 and rest > 0:  # the more of it is done, the more its own rate counts
             share = made / rest
-            observed, trust = (self._changed - self._step_began) / share, min(1.0, share / _RATE_KNOWN)
+            observed, trust = (
+                (self._changed - self._step_began) / share,
+                min(1.0, share / _RATE_KNOWN),
+            )
             estimated = trust * observed + (1 - trust) * estimated
         own = 0.0 if self._done >= 1 else max(estimated - elapsed, 0.0)
         return own + pace * sum(self._seconds[name] for name in self._later())
 
     def share(self, now: float) -> float:
-        """The share of the job's time that has passed; it never goes back, and the end is left to the job."""
+        """The share of the job's time that has passed; it never goes back, and the end is left
+        to the job.
+        """
         passed = now - self._began
         total = passed + self.left(now)
         self._shown = max(self._shown, min(passed / total if total else 0.0, 0.99))
@@ -63,14 +72,22 @@ class JobSteps:
 
     def _later(self) -> list[str]:
         """The steps after the current one."""
-        reached = [self._names.index(name) for name in (*self._taken, self._current) if name in self._seconds]
+        reached = [
+            self._names.index(name)
+            for name in (*self._taken, self._current)
+            if name in self._seconds
+        ]
         return self._names[max(reached, default=-1) + 1 :]
 
     def _pace(self, elapsed: float) -> float:
-        """The time that work takes, in units of its estimate, by the steps that are done; and by the current one, once
-        it takes longer than estimated."""
+        """The time that work takes, in units of its estimate, by the steps that are done; and by
+        the current one, once it takes longer than estimated.
+        """
         known = [name for name in self._taken if name in self._seconds]
-        taken, estimated = sum(self._taken[name] for name in known), sum(self._seconds[name] for name in known)
+        taken, estimated = (
+            sum(self._taken[name] for name in known),
+            sum(self._seconds[name] for name in known),
+        )
         current = self._seconds.get(self._current or "", 0.0)
         if elapsed > current > 0:
             taken, estimated = taken + elapsed, estimated + current

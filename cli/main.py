@@ -13,7 +13,13 @@ from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
-from quantkit.cli.entry import interrupted_code, interruptible, open_missing_streams, report_interrupted, with_kept
+from quantkit.cli.entry import (
+    interrupted_code,
+    interruptible,
+    open_missing_streams,
+    report_interrupted,
+    with_kept,
+)
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
@@ -40,7 +46,9 @@ class _Commands(click.Group):
 
 
 def _note_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
-    context.meta[option.name or ""] = requested  # `--version` reads it: this option is parsed before, wherever it is
+    context.meta[option.name or ""] = (
+        requested  # `--version` reads it: this option is parsed before, wherever it is
+    )
 
 
 def _show_version(context: click.Context, option: click.Parameter, requested: bool) -> None:
@@ -62,17 +70,46 @@ def _show_version(context: click.Context, option: click.Parameter, requested: bo
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=exit_codes(),
 )
-@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; must come first.")
-@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 @click.option(
-    "--verbose", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    help="Show a traceback with an error; must come first.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+@click.option(
+    "--verbose",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_note_verbose,
     help="With --version: also show the machine, libraries and settings, for a bug report.",
-)  # fmt: skip
+)
 def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-_JOBS = (demo, inspect, doctor, convert, quantize, refine, imatrix, verify, evaluate, generate, chat, serve, bench)
+_JOBS = (
+    demo,
+    inspect,
+    doctor,
+    convert,
+    quantize,
+    refine,
+    imatrix,
+    verify,
+    evaluate,
+    generate,
+    chat,
+    serve,
+    bench,
+)
 add_threads(*_JOBS, plan.commands["generate"], plan.commands["refine"])
 for command in (*_JOBS, apply_delta, plan, push, completion):
     quantkit.add_command(command)
@@ -88,7 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = arguments[:1] == ["--debug"]
     try:
-        # Not through click's own main, which treats EOFError as Ctrl-C, and a closed pipe as an error.
+        # Not through click's own main, which treats EOFError as Ctrl-C, and a closed pipe as an
+        # error.
         with interruptible(), quantkit.make_context("quantkit", list(arguments)) as context:
             code = quantkit.invoke(context)
     except click.exceptions.Exit as stop:
@@ -114,7 +152,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         if error.filename is None:  # an error of the output
             drop_output()
-        mention(f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
+        mention(
+            f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}",
+            err=True,
+        )
         code = DestinationError.exit_code
     except Exception as error:
         if debug:

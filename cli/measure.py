@@ -24,55 +24,106 @@ if TYPE_CHECKING:
 
 _MEASURED = "What is measured"
 _SHARED = (  # by all processes
-    "text_column", "tasks", "window", "speed", "backend", "trust_remote_code", "device", "allow_slow",
-)  # fmt: skip
+    "text_column",
+    "tasks",
+    "window",
+    "speed",
+    "backend",
+    "trust_remote_code",
+    "device",
+    "allow_slow",
+)
 
 
 @click.command("eval", cls=Command)
-@click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True, shell_complete=options.complete_named)
+@click.argument(
+    "models",
+    metavar="[NAME=]PATH...",
+    nargs=-1,
+    required=True,
+    shell_complete=options.complete_named,
+)
 @section(
     _MEASURED,
     click.option(
-        "--text", "texts", type=options.PATH, multiple=True,
-        help="Text to measure on: plain UTF-8, JSON lines or Parquet; repeatable. Default, without --tasks: a small"
-        " included text.",
+        "--text",
+        "texts",
+        type=options.PATH,
+        multiple=True,
+        help=(
+            "Text to measure on: plain UTF-8, JSON lines or Parquet; repeatable. Default, without"
+            " --tasks: a small included text."
+        ),
     ),
     click.option(
-        "--text-column", metavar="NAME",
-        help="Column or key of the texts. Default: text, messages, conversations, or the only column of strings.",
+        "--text-column",
+        metavar="NAME",
+        help=(
+            "Column or key of the texts. Default: text, messages, conversations, or the only column"
+            " of strings."
+        ),
     ),
-    click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas."),
     click.option(
-        "--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt."
+        "--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas."
     ),
     click.option(
-        "--against", metavar="[NAME=]PATH", shell_complete=options.complete_named,
+        "--task-data",
+        type=options.PATH,
+        help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt.",
+    ),
+    click.option(
+        "--against",
+        metavar="[NAME=]PATH",
+        shell_complete=options.complete_named,
         help="The reference model, with which the others are compared.",
     ),
     click.option("--window", type=int, help="Tokens in a window. Default: see docs/evals.md."),
     click.option(
-        "--positions", type=int, metavar="TOKENS",
-        help="Also measure divergence by position, up to this many tokens, with a float and an int8 cache.",
+        "--positions",
+        type=int,
+        metavar="TOKENS",
+        help=(
+            "Also measure divergence by position, up to this many tokens, with a float and an int8"
+            " cache."
+        ),
     ),
     click.option(
-        "--position-windows", type=int, metavar="N",
-        help=f"Number of --positions windows in each text. Default: as many as fit in {TOKENS} tokens.",
+        "--position-windows",
+        type=int,
+        metavar="N",
+        help=(
+            f"Number of --positions windows in each text. Default: as many as fit in {TOKENS}"
+            " tokens."
+        ),
     ),
-    click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
+    click.option(
+        "--cache-logits",
+        type=options.PATH,
+        help="Folder that keeps the reference's results for later runs.",
+    ),
     click.option("--speed", is_flag=True, help="Also measure the speed of decoding."),
-)  # fmt: skip
+)
 @section(RUN, options.via, options.trust_remote_code, options.device, options.allow_slow)
 @section(
-    "Output", options.table, options.report, options.data,
+    "Output",
+    options.table,
+    options.report,
+    options.data,
     options.plot("KL or perplexity by bits per weight, and the worst layers"),
-)  # fmt: skip
+)
 def evaluate(
-    models: tuple[str, ...], table: Style, report: Path | None, data: str | None, plot: Path | None, **given: Any
+    models: tuple[str, ...],
+    table: Style,
+    report: Path | None,
+    data: str | None,
+    plot: Path | None,
+    **given: Any,
 ) -> None:
     """Measure models: perplexity, divergence, tasks, speed.
 
-    Prints one table for all models, with the given NAMEs. Perplexity and divergence are always computed in float32 on
-    the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
+    Prints one table for all models, with the given NAMEs. Perplexity and divergence are always
+    computed in float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
+    each model, on CPUs.
     """
     texts, against = given["texts"], given["against"]
     shared = {name: given[name] for name in _SHARED}
@@ -96,54 +147,96 @@ def evaluate(
         if group.is_rank0:
 
             def show() -> None:
-                lines = render([sheet(found)] if table == "csv" else tables(found), table, width=columns())
+                lines = render(
+                    [sheet(found)] if table == "csv" else tables(found), table, width=columns()
+                )
                 outputs.say(lines, wrap=False)
                 for line in found.notes:
                     note(line)
 
             report_of = found.to_html if outputs.wants_page else partial(markdown, found)
-            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found), show=show)
+            outputs.write(
+                found.to_json(), report=report_of, picture=partial(picture, found), show=show
+            )
 
 
 @click.command(cls=Command)
-@click.argument("models", metavar="[[NAME=]PATH]...", nargs=-1, shell_complete=options.complete_named)
+@click.argument(
+    "models", metavar="[[NAME=]PATH]...", nargs=-1, shell_complete=options.complete_named
+)
 @section(
     "Random weights",
     click.option(
-        "--synthetic", metavar="SHAPE", help="Instead of PATH: random weights in a named shape, such as tinyllama-1.1b."
+        "--synthetic",
+        metavar="SHAPE",
+        help="Instead of PATH: random weights in a named shape, such as tinyllama-1.1b.",
     ),
     click.option(
-        "--scheme", "quantized", type=options.Scheme(), multiple=True,
+        "--scheme",
+        "quantized",
+        type=options.Scheme(),
+        multiple=True,
         help="Scheme of the random weights; repeatable. Default: floats.",
     ),
     click.option(
-        "--head", type=options.Scheme(), metavar="SCHEME",
+        "--head",
+        type=options.Scheme(),
+        metavar="SCHEME",
         help="Scheme of the random weights' output head. Default: int8.",
     ),
-)  # fmt: skip
+)
 @section(
     _MEASURED,
-    click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Lengths of prefill, in tokens."),
-    click.option("--batch", "batches", default="1,4,8", show_default=True, help="Numbers of sequences in a batch."),
-    click.option("--contexts", help="Also decode at these context lengths, for each --batch, such as 1024,2048,4096."),
     click.option(
-        "--price-per-hour", type=float, metavar="PRICE",
+        "--prompt-lengths",
+        default="16,128,512",
+        show_default=True,
+        help="Lengths of prefill, in tokens.",
+    ),
+    click.option(
+        "--batch",
+        "batches",
+        default="1,4,8",
+        show_default=True,
+        help="Numbers of sequences in a batch.",
+    ),
+    click.option(
+        "--contexts",
+        help="Also decode at these context lengths, for each --batch, such as 1024,2048,4096.",
+    ),
+    click.option(
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
         help="Price of an hour of the machine, in any currency, for the cost of a thousand tokens.",
     ),
     click.option(
-        "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after a warm-up run."
+        "--runs",
+        type=int,
+        default=5,
+        show_default=True,
+        help="Runs of each measurement, after a warm-up run.",
     ),
-)  # fmt: skip
-@section(RUN, options.int8_cache, options.backend(), options.allow_slow, options.compiled, options.device)
+)
+@section(
+    RUN, options.int8_cache, options.backend(), options.allow_slow, options.compiled, options.device
+)
 @section("Output", options.table, options.data, options.plot("decoding and prefill"))
 def bench(
-    models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, table: Style,
-    data: str | None, plot: Path | None, threads: int | None, **given: Any,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    synthetic: str | None,
+    quantized: tuple[str, ...],
+    head: str | None,
+    table: Style,
+    data: str | None,
+    plot: Path | None,
+    threads: int | None,
+    **given: Any,
+) -> None:
     """Time models: prefill, decoding, loading, memory, cost.
 
-    Prints one table for all models, with the given NAMEs; each model runs in a separate process. Under torchrun all
-    processes share one model, and the figures are those of rank 0.
+    Prints one table for all models, with the given NAMEs; each model runs in a separate process.
+    Under torchrun all processes share one model, and the figures are those of rank 0.
     """
     if bool(models) == (synthetic is not None):
         raise RequestError("give folders, or --synthetic and a shape")
@@ -162,11 +255,15 @@ def bench(
     from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
-    sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
+    sources = [
+        BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)
+    ]
     with together(given, given["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(models if synthetic is None else sources, **given, group=group, progress=progress)
+            found = job(
+                models if synthetic is None else sources, **given, group=group, progress=progress
+            )
         if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []

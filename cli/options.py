@@ -1,5 +1,5 @@
-"""Options that several commands share, with the same spelling and help, old spellings that still work, and how help
-pages look: options in sections, exit codes at the end.
+"""Options that several commands share, with the same spelling and help, old spellings that still
+work, and how help pages look: options in sections, exit codes at the end.
 
 click's own formatter writes the sections; it cannot state which option belongs to which.
 """
@@ -69,7 +69,9 @@ _sections: dict[click.Parameter, str] = {}
 
 def in_order(*options: Decorator) -> Decorator:
     """Several options as one, the first of them first in the help."""
-    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+    return lambda command: functools.reduce(
+        lambda made, option: option(made), reversed(options), command
+    )
 
 
 def section(title: str, *options: Decorator) -> Decorator:
@@ -85,14 +87,19 @@ def section(title: str, *options: Decorator) -> Decorator:
 
 
 class _Formatter(click.HelpFormatter):
-    """Breaks lines between words only, and not at hyphens: while text is wrapped, these are of the kind that does not
-    break."""
+    """Breaks lines between words only, and not at hyphens: while text is wrapped, these are of the
+    kind that does not break.
+    """
 
     def write_text(self, text: str) -> None:
         super().write_text(text.replace("-", _HYPHEN))
 
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        super().write_dl([(name, about.replace("-", _HYPHEN)) for name, about in rows], col_max, col_spacing)
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        super().write_dl(
+            [(name, about.replace("-", _HYPHEN)) for name, about in rows], col_max, col_spacing
+        )
 
     def getvalue(self) -> str:
         return super().getvalue().replace(_HYPHEN, "-")
@@ -125,7 +132,9 @@ class Command(click.Command):
 def exit_codes(*codes: int) -> str:
     """The end of a help page: the meaning of these exit codes, or of all if none are given."""
     chosen = codes or EXIT_CODES
-    return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)])
+    return "\n".join(
+        ["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)]
+    )
 
 
 @click.command(cls=Command)
@@ -146,10 +155,15 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 class _Path(click.Path):
-    """A path; an empty string, such as a variable that is not set, would mean the current folder."""
+    """A path; an empty string, such as a variable that is not set, would mean the current
+    folder.
+    """
 
     def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
             what = "an argument" if param is None or ctx is None else param.get_error_hint(ctx)
@@ -167,28 +181,46 @@ class Scheme(click.types.StringParamType):
         mix = mix_named(value) if param is not None and param.name == "scheme" else None
         return str(QuantScheme.parse(value)) if mix is None else mix.name
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES) if name.startswith(incomplete)]
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [
+            CompletionItem(name)
+            for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES)
+            if name.startswith(incomplete)
+        ]
 
 
 class Formats(click.Choice[str]):
     """One format, or several with commas between them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        names = [super(Formats, self).convert(name.strip(), param, ctx) for name in value.split(",")]
+        names = [
+            super(Formats, self).convert(name.strip(), param, ctx) for name in value.split(",")
+        ]
         return names[0] if len(names) == 1 else names
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
-        return [CompletionItem(f"{before}{comma}{name}") for name in self.choices if name.startswith(last)]
+        return [
+            CompletionItem(f"{before}{comma}{name}")
+            for name in self.choices
+            if name.startswith(last)
+        ]
 
 
-def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_files(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Complete what may be a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
-def complete_named(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_named(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Complete ``NAME=PATH``; bash splits such a word itself."""
     name, equals, start = incomplete.partition("=")
     if not equals:
@@ -201,86 +233,149 @@ def complete_named(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(f"{name}={path}") for path in paths if path.name.startswith(last)]
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<bytes>B)?", re.ASCII | re.IGNORECASE)
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+_AMOUNT = re.compile(
+    r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<bytes>B)?", re.ASCII | re.IGNORECASE
+)
 
 
 def memory(text: str) -> int:
-    """Parse an amount of memory, such as ``4GB``, ``512MB``, ``2GiB``, to bytes. Raises `RequestError` otherwise."""
+    """Parse an amount of memory, such as ``4GB``, ``512MB``, ``2GiB``, to bytes.
+
+    Raises `RequestError` otherwise.
+    """
     if _AMOUNT.fullmatch(text.strip()) and text.strip()[-1] in "0123456789.":
-        note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
+        note(
+            f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next"
+            " release"
+        )
         text += "G"
     return _bytes(text, "amount of memory")
 
 
 def file_size(text: str) -> int:
-    """Parse the size of a file: as `memory` does, or a number of bytes. Raises `RequestError` otherwise."""
+    """Parse the size of a file: as `memory` does, or a number of bytes.
+
+    Raises `RequestError` otherwise.
+    """
     return _bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
 
 
 def _bytes(text: str, what: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or not (match["unit"] or match["bytes"]):
-        raise RequestError(f"no {what}", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
+        raise RequestError(
+            f"no {what}", found=shown(text), expected="one such as 4GB, 512MB or 2GiB"
+        )
     return int(float(match["number"]) * _UNITS[(match["unit"] or "").upper()])
 
 
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
-    "--weights", type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
-    help="Which weights to read if a folder has several: meta, safetensors, bin, gguf, gpt-fast, gpt-fast-int8.",
-)  # fmt: skip
+    "--weights",
+    type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]),
+    metavar="KIND",
+    help=(
+        "Which weights to read if a folder has several: meta, safetensors, bin, gguf, gpt-fast,"
+        " gpt-fast-int8."
+    ),
+)
 device = click.option(
-    "--device", metavar="DEVICE", help="Where to compute: cpu or cuda. Default: a GPU if there is one."
+    "--device",
+    metavar="DEVICE",
+    help="Where to compute: cpu or cuda. Default: a GPU if there is one.",
 )
 dtype = click.option(
-    "--dtype", type=click.Choice(list(FLOAT_NAMES)), metavar=f"[{'|'.join(SHORT_NAMES)}]",
+    "--dtype",
+    type=click.Choice(list(FLOAT_NAMES)),
+    metavar=f"[{'|'.join(SHORT_NAMES)}]",
     help="Float type. Default: the model's own.",
-)  # fmt: skip
+)
 compiled = click.option(
-    "--compile/--eager", "compiled", default=None, help="Run through torch.compile or not. Default: on GPUs only."
+    "--compile/--eager",
+    "compiled",
+    default=None,
+    help="Run through torch.compile or not. Default: on GPUs only.",
 )
 int8_cache = click.option(
-    "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
+    "--int8-cache",
+    is_flag=True,
+    help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.",
 )
 SPECULATION = "Speculative decoding"
 """The section of the two options that follow."""
 
 draft = click.option(
-    "--draft", type=PATH, metavar="MODEL", help="A smaller model with the same tokens, which proposes what comes next."
+    "--draft",
+    type=PATH,
+    metavar="MODEL",
+    help="A smaller model with the same tokens, which proposes what comes next.",
 )
 draft_tokens = click.option(
-    "--draft-tokens", type=int,
-    help=f"Tokens proposed at a time at most, by the draft or from the text so far; 0 to {MAX_DRAFT_TOKENS}. "
-    f"Default: {DRAFT_TOKENS} where that is exact: on CPUs, or with a draft.",
-)  # fmt: skip
+    "--draft-tokens",
+    type=int,
+    help=(
+        "Tokens proposed at a time at most, by the draft or from the text so far; 0 to"
+        f" {MAX_DRAFT_TOKENS}. Default: {DRAFT_TOKENS} where that is exact: on CPUs, or with a"
+        " draft."
+    ),
+)
 via = click.option(
-    "--backend", type=click.Choice(VIAS), metavar=f"[{'|'.join(VIAS)}]",
+    "--backend",
+    type=click.Choice(VIAS),
+    metavar=f"[{'|'.join(VIAS)}]",
     help="What runs the models. Default: own code where it knows the family, else transformers.",
-)  # fmt: skip
+)
 allow_slow = click.option(
-    "--allow-slow", is_flag=True,
-    help="Run quantized linears that have no kernels here on the slow reference backend, instead of failing.",
-)  # fmt: skip
+    "--allow-slow",
+    is_flag=True,
+    help=(
+        "Run quantized linears that have no kernels here on the slow reference backend, instead of"
+        " failing."
+    ),
+)
 data = click.option(
-    "--json", "data", metavar="PATH", shell_complete=complete_files,
+    "--json",
+    "data",
+    metavar="PATH",
+    shell_complete=complete_files,
     help="Write all results as JSON to this file; - is stdout.",
-)  # fmt: skip
-report = click.option("--report", type=PATH, help="Write a report: Markdown, or a page if the name ends in .html.")
+)
+report = click.option(
+    "--report", type=PATH, help="Write a report: Markdown, or a page if the name ends in .html."
+)
 table = click.option(
-    "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
+    "--table",
+    type=click.Choice(["terminal", "markdown", "latex", "csv"]),
+    default="terminal",
+    show_default=True,
     help="How tables are printed.",
-)  # fmt: skip
+)
 trust_remote_code = click.option(
-    "--trust-remote-code", is_flag=True,
+    "--trust-remote-code",
+    is_flag=True,
     help="Run the code in the model's folder, with transformers. Read it first.",
-)  # fmt: skip
-tensors_only = click.option("--tensors-only", is_flag=True, help="Accept any architecture, without running the model.")
+)
+tensors_only = click.option(
+    "--tensors-only", is_flag=True, help="Accept any architecture, without running the model."
+)
 
 
 def target(default: str, *, quantized: bool = False) -> Decorator:
-    """The option for the format of the output, with `quantized` only for quantized models; `default` is in words."""
+    """The option for the format of the output, with `quantized` only for quantized models;
+    `default` is in words.
+    """
     names = [name for name, one in targets().items() if one.codes is not None or not quantized]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     if not quantized:
@@ -291,62 +386,103 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
 
 def api_key(about: str) -> Decorator:
     """The option for the key of a server; `about` is its help."""
-    return click.option("--api-key", envvar="QUANTKIT_API_KEY", show_envvar=True, metavar="KEY", help=about)
+    return click.option(
+        "--api-key", envvar="QUANTKIT_API_KEY", show_envvar=True, metavar="KEY", help=about
+    )
 
 
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:
     """The option for the length of what is generated; `about` is added to its help."""
     return click.option(
-        "--max-new-tokens", type=int, default=default, show_default=default is not None,
+        "--max-new-tokens",
+        type=int,
+        default=default,
+        show_default=default is not None,
         help=f"Maximum number of tokens to generate{about}.",
-    )  # fmt: skip
+    )
 
 
 SAMPLING_NAMES = tuple(option.name for option in SAMPLING_OPTIONS if option.type is not None)
-_sampling = in_order(*(
-    click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)
-    for one in SAMPLING_OPTIONS
-    if one.type is not None
-))  # fmt: skip
+_sampling = in_order(
+    *(
+        click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)
+        for one in SAMPLING_OPTIONS
+        if one.type is not None
+    )
+)
 _SHARED: dict[str, Decorator] = {
-    "sampling_options": _sampling, "to": target("compressed-tensors", quantized=True), "device": device,
-    "weights": weights, "dtype": dtype, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
-    "allow_slow": allow_slow, "trust_remote_code": trust_remote_code, "draft": draft, "draft_tokens": draft_tokens,
-    "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
+    "sampling_options": _sampling,
+    "to": target("compressed-tensors", quantized=True),
+    "device": device,
+    "weights": weights,
+    "dtype": dtype,
+    "tensors_only": tensors_only,
+    "int8_cache": int8_cache,
+    "compiled": compiled,
+    "allow_slow": allow_slow,
+    "trust_remote_code": trust_remote_code,
+    "draft": draft,
+    "draft_tokens": draft_tokens,
+    "stop": click.option(
+        "--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."
+    ),
     "template": click.option(
-        "--template", metavar="NAME", shell_complete=complete_files,
+        "--template",
+        metavar="NAME",
+        shell_complete=complete_files,
         help="Chat template to write: llama2, llama3 or a file *.jinja. Default: SRC's own.",
     ),
     "split_max_size": click.option(
-        "--split-max-size", type=file_size, metavar="AMOUNT",
+        "--split-max-size",
+        type=file_size,
+        metavar="AMOUNT",
         help="Maximum size of a weight file, such as 2GB. Default: 2GiB, and one file for GGUF.",
     ),
-    "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."),
+    "resume": click.option(
+        "--resume", is_flag=True, help="Continue an interrupted run of the same command."
+    ),
     "if_exists": click.option(
-        "--if-exists", type=click.Choice(get_args(IfExists)), default="fail", show_default=True,
+        "--if-exists",
+        type=click.Choice(get_args(IfExists)),
+        default="fail",
+        show_default=True,
         help="skip: accept a DST that this command would write again.",
     ),
     "allow_nonfinite": click.option(
-        "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."
+        "--allow-nonfinite",
+        is_flag=True,
+        help="Write NaN, Inf and floats that overflow as they are.",
     ),
     "source_check": click.option(
-        "--source-check/--no-source-check", default=True,
+        "--source-check/--no-source-check",
+        default=True,
         help="Check first that SRC predicts a sample text. Default: yes, if SRC has a tokenizer.",
     ),
-}  # fmt: skip
+}
 _KINDS: dict[type | str, dict[str, Any]] = {
-    "scheme": {"type": Scheme()}, "size": {"type": file_size}, "memory": {"type": memory}, "path": {"type": PATH},
-    "file": {"shell_complete": complete_files}, "patterns": {"multiple": True},
-    "adapters": {"multiple": True, "shell_complete": complete_files}, bool: {"is_flag": True},
-}  # fmt: skip
+    "scheme": {"type": Scheme()},
+    "size": {"type": file_size},
+    "memory": {"type": memory},
+    "path": {"type": PATH},
+    "file": {"shell_complete": complete_files},
+    "patterns": {"multiple": True},
+    "adapters": {"multiple": True, "shell_complete": complete_files},
+    bool: {"is_flag": True},
+}
 
 
-def of_job(job_options: type, own: Mapping[str, Decorator] | None = None, *, only: Collection[str] = ()) -> Decorator:
-    """The options of a command, from the fields of its job's options, or `only` from some of them. `own` ones replace
-    the shared ones for fields without a help text."""
+def of_job(
+    job_options: type, own: Mapping[str, Decorator] | None = None, *, only: Collection[str] = ()
+) -> Decorator:
+    """The options of a command, from the fields of its job's options, or `only` from some of them.
+    `own` ones replace the shared ones for fields without a help text.
+    """
     shared = {**_SHARED, **(own or {})}
     made = (
-        section(as_options(info.section), shared[name] if info.help is None else _of_field(name, info, info.help))
+        section(
+            as_options(info.section),
+            shared[name] if info.help is None else _of_field(name, info, info.help),
+        )
         for name, info in declared(job_options).items()
         if not only or name in only
     )
@@ -354,8 +490,14 @@ def of_job(job_options: type, own: Mapping[str, Decorator] | None = None, *, onl
 
 
 def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
-    kind = {"type": click.Choice(info.choices)} if info.choices else _KINDS.get(info.kind, {"type": info.kind})
-    return click.option(f"--{name.replace('_', '-')}", metavar=info.metavar, help=as_options(about), **kind)
+    kind = (
+        {"type": click.Choice(info.choices)}
+        if info.choices
+        else _KINDS.get(info.kind, {"type": info.kind})
+    )
+    return click.option(
+        f"--{name.replace('_', '-')}", metavar=info.metavar, help=as_options(about), **kind
+    )
 
 
 def sampling(max_tokens: int, about: str) -> Decorator:
@@ -364,43 +506,60 @@ def sampling(max_tokens: int, about: str) -> Decorator:
 
 
 def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
-    """The sampling options among the arguments of a command with `sampling`, not checked yet; and the other ones."""
+    """The sampling options among the arguments of a command with `sampling`, not checked yet;
+    and the other ones.
+    """
     requested: Any = {name: given[name] for name in SAMPLING_NAMES if given[name] is not None}
     options: SamplingOptions = requested
     return options, {name: value for name, value in given.items() if name not in SAMPLING_NAMES}
 
 
 def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    """The sampling options among the arguments of a command with `sampling`; checked, without torch. Raises
-    `RequestError` for a value out of its range."""
+    """The sampling options among the arguments of a command with `sampling`; checked, without
+    torch. Raises `RequestError` for a value out of its range.
+    """
     requested, _ = split_sampling(given)
     SamplingParams(**requested)
     return requested
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """Parse what is added to the logits of a token: ``1234=-100``. Raises `RequestError` otherwise."""
+    """Parse what is added to the logits of a token: ``1234=-100``.
+
+    Raises `RequestError` otherwise.
+    """
     token, _, bias = text.partition("=")
     try:
         return int(token), float(bias)
     except ValueError:
-        raise RequestError("no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100") from None
+        raise RequestError(
+            "no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100"
+        ) from None
 
 
 def backend(*others: str, more: str = "") -> Decorator:
     """The option for kernels, with `others` as further choices; `more` is added to its help."""
     about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
-    return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
+    return click.option(
+        "--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more
+    )
 
 
 def add_threads(*commands: click.Command) -> None:
-    """Add the option for the number of threads to commands. A function with a parameter `threads` gets the number."""
+    """Add the option for the number of threads to commands.
+
+    A function with a parameter `threads` gets the number.
+    """
     for command in commands:
         used = "threads" in inspect.signature(command.callback or command).parameters
         option = click.Option(
-            ["--threads"], type=int, metavar="N", expose_value=used, callback=_set_threads,
+            ["--threads"],
+            type=int,
+            metavar="N",
+            expose_value=used,
+            callback=_set_threads,
             help="Number of CPU threads. Default: one for each core that the command may use.",
-        )  # fmt: skip
+        )
         if any(parameter in _sections for parameter in command.params):
             _sections[option] = RUN
         command.params.append(option)

@@ -33,9 +33,9 @@ _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
 def as_options(text: str) -> str:
     """A message of the library with the command line's options.
 
-    In such messages an argument stands in backquotes: `` `resume=True` `` becomes ``--resume``,
-    `` `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``, and a bare name
-    becomes its option, or its argument, such as ``SRC``.
+    In such messages an argument stands in backquotes: `` `resume=True` `` becomes ``--resume``, ``
+    `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``,
+    and a bare name becomes its option, or its argument, such as ``SRC``.
     """
     return _ARGUMENT.sub(_option, text)
 
@@ -53,8 +53,9 @@ def _option(found: re.Match[str]) -> str:
 
 
 def say(lines: Iterable[str], *, err: bool = False, wrap: bool = True) -> None:
-    """Print lines, with `err` to stderr; `wrap` as for messages. If the reader has closed the pipe, or stderr cannot be
-    written, the command continues to its exit code."""
+    """Print lines, with `err` to stderr; `wrap` as for messages. If the reader has closed the pipe,
+    or stderr cannot be written, the command continues to its exit code.
+    """
     try:
         _print("\n".join(map(as_options, lines)), err=err, wrap=wrap)
     except OSError as error:
@@ -74,9 +75,9 @@ def mention(line: str, *, err: bool = False) -> None:
 def print_generated(text: str, *, raw: bool = False) -> None:
     """Print text that a model wrote, without a line break after it.
 
-    On a terminal, control characters are spelled, such as ``\\x1b``: whatever the model writes, it does not set the
-    terminal's title, move its cursor or type on it. A pipe or a file gets the text as it is, since what reads it may
-    need every byte, and no terminal interprets it.
+    On a terminal, control characters are spelled, such as ``\\x1b``: whatever the model writes, it
+    does not set the terminal's title, move its cursor or type on it. A pipe or a file gets the text
+    as it is, since what reads it may need every byte, and no terminal interprets it.
 
     Args:
         text: the next piece of it.
@@ -84,11 +85,15 @@ def print_generated(text: str, *, raw: bool = False) -> None:
     """
     if not raw and sys.stdout.isatty():
         text = _spell_controls(text)
-    click.echo(text, nl=False, color=True)  # otherwise click removes the codes of colors from what a pipe gets
+    click.echo(
+        text, nl=False, color=True
+    )  # otherwise click removes the codes of colors from what a pipe gets
 
 
 def print_generated_json(line: bytes, *, raw: bool = False) -> None:
-    """Print a line of JSON with text that a model wrote, as `print_generated` does; it remains the same JSON."""
+    """Print a line of JSON with text that a model wrote, as `print_generated` does; it remains
+    the same JSON.
+    """
     if not raw and sys.stdout.isatty():
         line = _CONTROL_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line.decode()).encode()
     click.echo(line, nl=False)
@@ -123,7 +128,9 @@ def _print(text: str, *, err: bool, wrap: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     if wrap and stream.isatty():
         width = terminal_columns(stream) or DEFAULT_COLUMNS
-        text = "\n".join(_colored(part) for line in text.split("\n") for part in _wrapped(line, width))
+        text = "\n".join(
+            _colored(part) for line in text.split("\n") for part in _wrapped(line, width)
+        )
     with _room_to_print(stream):
         click.echo(text, err=err)
         stream.flush()
@@ -134,11 +141,15 @@ def _wrapped(line: str, width: int) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
     if len(line) <= width:
         return [line]
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _colored(line: str) -> str:
-    """A message with its label, such as ``error:``, in color, unless the environment asks for none."""
+    """A message with its label, such as ``error:``, in color, unless the environment asks for
+    none.
+    """
     found = _LABEL.match(line)
     if found is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
@@ -148,8 +159,9 @@ def _colored(line: str) -> str:
 
 
 def require_stdout() -> None:
-    """Raise a `DestinationError` if standard output was closed when the process began, before text is generated that
-    only goes there."""
+    """Raise a `DestinationError` if standard output was closed when the process began, before text
+    is generated that only goes there.
+    """
     if _STDOUT in missing_streams:
         raise DestinationError(
             "standard output is closed, and the generated text goes there",
@@ -158,7 +170,9 @@ def require_stdout() -> None:
 
 
 def drop_output(*, err: bool = False) -> None:
-    """Connect standard output, or stderr, to /dev/null, so that flushing the rest of it raises nothing."""
+    """Connect standard output, or stderr, to /dev/null, so that flushing the rest of it raises
+    nothing.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
 
 

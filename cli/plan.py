@@ -32,26 +32,36 @@ class _PlanGroup(click.Group):
 def plan() -> None:
     """Estimate the memory, disk and time of a command.
 
-    Makes the checks of the command and writes nothing. `quantkit plan DIR --target v5e-16` does the same for
-    generation on a TPU slice, and `quantkit plan refine DIR --target v5e-64` for training scales.
+    Makes the checks of the command and writes nothing. `quantkit plan DIR --target v5e-16` does the
+    same for generation on a TPU slice, and `quantkit plan refine DIR --target v5e-64` for training
+    scales.
     """
 
 
 @plan.command("generate", cls=options.BareJson)
 @click.argument("model", shell_complete=options.complete_files)
-@click.option("--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ...")
-@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
-@click.option("--context", type=int, help="Tokens of a sequence with its prompt. Default: the model's context.")
 @click.option(
-    "--scheme", type=options.Scheme(), help="Scheme of a model without weights, such as int4-g128. Default: floats."
+    "--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ..."
+)
+@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
+@click.option(
+    "--context",
+    type=int,
+    help="Tokens of a sequence with its prompt. Default: the model's context.",
+)
+@click.option(
+    "--scheme",
+    type=options.Scheme(),
+    help="Scheme of a model without weights, such as int4-g128. Default: floats.",
 )
 @options.dtype
 @options.data
 def _plan_generate(model: str, scheme: str | None, data: str | None, **given: Any) -> None:
     """Show what each chip of a TPU slice would hold and exchange.
 
-    The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only a config.json, or
-    the name of a shape such as llama-2-70b. This takes minutes. A model that does not fit is an error.
+    The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only
+    a config.json, or the name of a shape such as llama-2-70b. This takes minutes. A model that does
+    not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
     from quantkit.jobs.plan import generate as job
@@ -78,27 +88,40 @@ def _plan_quantize(data: str | None, **given: Any) -> None:
 
 
 def _plan_refine(
-    data: str | None, quantized: Path, dst: Path | None, target: str | None, scheme: str | None, **given: Any
+    data: str | None,
+    quantized: Path,
+    dst: Path | None,
+    target: str | None,
+    scheme: str | None,
+    **given: Any,
 ) -> None:
     if target is not None:
         _plan_training(data, quantized, target, scheme, {**given, "dst": dst})
         return
     if given["against"] is None:
-        raise RequestError("give the float model with --against", hint="or --target SLICE for a TPU slice")
+        raise RequestError(
+            "give the float model with --against", hint="or --target SLICE for a TPU slice"
+        )
     if scheme is not None:
         raise RequestError("--scheme goes with --target")
     require_models(quantized, given["against"], makes=dst)
 
     from quantkit.jobs.plan import refine as job
 
-    outputs = Outputs(data, reads=[given["calibration"]], makes=dst if dst is not None else given["delta"])
+    outputs = Outputs(
+        data, reads=[given["calibration"]], makes=dst if dst is not None else given["delta"]
+    )
     report_result(outputs, job(quantized, dst, **given))
 
 
-def _plan_training(data: str | None, model: Path, target: str, scheme: str | None, given: dict[str, Any]) -> None:
+def _plan_training(
+    data: str | None, model: Path, target: str, scheme: str | None, given: dict[str, Any]
+) -> None:
     used = {name: given.pop(name) for name in ("mesh", "batch", "length", "train_norms")}
     unset = {"source_check": True}
-    if others := [name for name, value in given.items() if value not in (None, unset.get(name, False))]:
+    if others := [
+        name for name, value in given.items() if value not in (None, unset.get(name, False))
+    ]:
         raise RequestError(f"--{others[0].replace('_', '-')} does not go with --target")
 
     from quantkit.evals.synthetic import shaped
@@ -116,9 +139,10 @@ def _plan_training(data: str | None, model: Path, target: str, scheme: str | Non
 _ABOUT = "Estimate `quantkit {}` with the same arguments.\n\nNothing is written."
 _ABOUT_SLICES = """
 
-With --target, show what a step holds, computes and exchanges on each chip of a TPU slice, by mesh. The compiler for the
-slice computes it; no TPU is needed. QUANTIZED may be a folder with only a config.json, or the name of a shape such as
-llama-2-70b; the float model is not read. Each mesh takes minutes; --mesh chooses one."""
+With --target, show what a step holds, computes and exchanges on each chip of a TPU slice, by mesh.
+The compiler for the slice computes it; no TPU is needed. QUANTIZED may be a folder with only a
+config.json, or the name of a shape such as llama-2-70b; the float model is not read. Each mesh
+takes minutes; --mesh chooses one."""
 
 
 def _refine_params() -> list[click.Parameter]:
@@ -126,14 +150,23 @@ def _refine_params() -> list[click.Parameter]:
     found = [copy(one) for one in refine.params]
     for one in found:
         one.required = one.required and one.name != "against"
-    target = click.Option(["--target"], metavar="SLICE", help="Kind and number of chips: v5e-64, 2xv5e-64, v4-128, ...")
-    scheme = click.Option(["--scheme"], type=options.Scheme(), help="With --target: scheme of a model without weights.")
+    target = click.Option(
+        ["--target"],
+        metavar="SLICE",
+        help="Kind and number of chips: v5e-64, 2xv5e-64, v4-128, ...",
+    )
+    scheme = click.Option(
+        ["--scheme"],
+        type=options.Scheme(),
+        help="With --target: scheme of a model without weights.",
+    )
     return [*found, target, scheme]
 
 
 for _name, _params, _planned, _more in (
-    ("convert", convert.params, _plan_convert, ""), ("quantize", quantize.params, _plan_quantize, ""),
+    ("convert", convert.params, _plan_convert, ""),
+    ("quantize", quantize.params, _plan_quantize, ""),
     ("refine", _refine_params(), _plan_refine, _ABOUT_SLICES),
-):  # fmt: skip
+):
     _about = _ABOUT.format(_name) + _more
     plan.add_command(options.BareJson(_name, params=_params, callback=_planned, help=_about))

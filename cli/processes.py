@@ -24,12 +24,15 @@ INTERNAL_ERROR = 1
 
 @contextmanager
 def together(
-    options: Mapping[str, object] | None = None, device: str | None = None, *, check: Callable[[], None] | None = None
+    options: Mapping[str, object] | None = None,
+    device: str | None = None,
+    *,
+    check: Callable[[], None] | None = None,
 ) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
-    One process reports an error, and the others only exit with its code. No process leaves before rank 0 has finished
-    its own work, and all exit with the same code.
+    One process reports an error, and the others only exit with its code. No process leaves before
+    rank 0 has finished its own work, and all exit with the same code.
 
     Args:
         options: must be the same in all processes.
@@ -59,7 +62,9 @@ def together(
                 raise click.exceptions.Exit(code)
     except BaseException as error:
         ignore_signals()
-        if isinstance(error, KeyboardInterrupt) and not group.is_rank0:  # rank 0 reports what is kept
+        if (
+            isinstance(error, KeyboardInterrupt) and not group.is_rank0
+        ):  # rank 0 reports what is kept
             group.leave()
             raise click.exceptions.Exit(exit_code(error)) from error
         reports = group.is_first_to_fail()
@@ -74,9 +79,11 @@ def together(
 
 
 def require_models(*paths: Path | None, makes: Path | None = None) -> None:
-    """Check that the models that a command reads exist, and the name of the folder that it makes, before torch is
-    imported; not with several processes, whose disks may differ. Raises `RequestError` if a path does not exist or
-    `makes` is not a valid name for a folder, and `CheckpointError` for the partial folder of an interrupted run."""
+    """Check that the models that a command reads exist, and the name of the folder that it makes,
+    before torch is imported; not with several processes, whose disks may differ. Raises
+    `RequestError` if a path does not exist or `makes` is not a valid name for a folder, and
+    `CheckpointError` for the partial folder of an interrupted run.
+    """
     if not is_single_process():
         return
     if makes is not None:
@@ -95,4 +102,8 @@ def exit_code(error: BaseException) -> int:
     """The exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
-    return interrupted_code(error) if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR
+    return (
+        interrupted_code(error)
+        if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort))
+        else INTERNAL_ERROR
+    )

@@ -57,15 +57,20 @@ class _Phase:
 class ProgressDisplay:
     """Shows the progress of jobs while the context lasts.
 
-    On a terminal it is a bar with the name of the phase, how much of it is done and the time left; it disappears when
-    the context ends. Elsewhere a line is printed when a phase begins, and then every 30 seconds. If the steps of a job
-    are `expected`, bar and time left are those of the whole job.
+    On a terminal it is a bar with the name of the phase, how much of it is done and the time left;
+    it disappears when the context ends. Elsewhere a line is printed when a phase begins, and then
+    every 30 seconds. If the steps of a job are `expected`, bar and time left are those of the whole
+    job.
     """
 
     def __init__(
-        self, *, show: bool = True, clock: Callable[[], float] = time.monotonic, ticking: bool = True,
+        self,
+        *,
+        show: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        ticking: bool = True,
         details: Callable[[], str | None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             show: if unset, shows nothing; in a group of processes only rank 0 shows its progress.
@@ -92,7 +97,10 @@ class ProgressDisplay:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ended.set()
         with self._writing():
@@ -101,7 +109,9 @@ class ProgressDisplay:
         self._silent = True
 
     def expect(self, steps: Mapping[str, float]) -> None:
-        """Show the progress of a whole job from here, by the estimated seconds of its phases, in order."""
+        """Show the progress of a whole job from here, by the estimated seconds of its phases, in
+        order.
+        """
         self._steps = JobSteps(steps, self._clock()) if steps else None
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
@@ -109,7 +119,11 @@ class ProgressDisplay:
         raise_if_interrupted()
         with self._writing():
             now, before = self._clock(), self._phase
-            continues = before is not None and (before.name, before.total, before.unit) == (phase, total, unit)
+            continues = before is not None and (before.name, before.total, before.unit) == (
+                phase,
+                total,
+                unit,
+            )
             if before is None or not continues or done < before.done:
                 self._phase = _Phase(phase, total, unit, done, now, done, now)
             elif done > before.done:
@@ -137,7 +151,9 @@ class ProgressDisplay:
             name, left = self._steps.label(name), self._steps.left(now)
         rest = [part for part in (self._details(), left and f"{_clock_time(left)} left") if part]
         if terminal:
-            self._draw(phase, name, rest, phase.share if self._steps is None else self._steps.share(now))
+            self._draw(
+                phase, name, rest, phase.share if self._steps is None else self._steps.share(now)
+            )
         else:
             click.echo(", ".join([f"quantkit: {name}: {phase.count()}", *rest]), file=self._stream)
 
@@ -147,9 +163,16 @@ class ProgressDisplay:
             from tqdm import tqdm  # takes a tenth of a second
 
             self._bar = tqdm(
-                desc=name, initial=share, total=1.0, unit=phase.count(), bar_format=_FORMAT, file=self._stream,
-                leave=False, ncols=width, nrows=2,
-            )  # fmt: skip
+                desc=name,
+                initial=share,
+                total=1.0,
+                unit=phase.count(),
+                bar_format=_FORMAT,
+                file=self._stream,
+                leave=False,
+                ncols=width,
+                nrows=2,
+            )
         bar = self._bar
         bar.ncols, bar.n, bar.unit = width, share, phase.count()
         bar.set_description_str(name, refresh=False)
@@ -159,7 +182,9 @@ class ProgressDisplay:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Lock out other threads; if stderr cannot be written, the job continues without progress."""
+        """Lock out other threads; if stderr cannot be written, the job continues without
+        progress.
+        """
         with self._lock:
             try:
                 yield

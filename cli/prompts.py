@@ -1,4 +1,6 @@
-"""What ``quantkit generate`` runs: one prompt, shown as its continuation grows, or a file of prompts into another."""
+"""What ``quantkit generate`` runs: one prompt, shown as its continuation grows, or a file of
+prompts into another.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.arguments import as_path
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import mention, note, print_generated, print_generated_json, require_stdout, say
+from quantkit.cli.output import (
+    mention,
+    note,
+    print_generated,
+    print_generated_json,
+    require_stdout,
+    say,
+)
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.output.lines import encoded
@@ -40,16 +49,22 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         placement: Placement = {
-            "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend,
-            "allow_slow": args.allow_slow, "tp": group, "progress": progress,
-        }  # fmt: skip
+            "device": group.device or args.device,
+            "dtype": args.dtype,
+            "backend": args.backend,
+            "allow_slow": args.allow_slow,
+            "tp": group,
+            "progress": progress,
+        }
         model, tokenizer = load(args.path, weights=args.weights, **placement)
         if args.draft is not None:
             draft = load_draft(args.draft, tokenizer, **placement)
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
     engine = _engine(args, model, len(ids), draft)
-    pieces = _continued(args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace)
+    pieces = _continued(
+        args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace
+    )
     _print(args, pieces, pace, len(ids), engine, show=group.is_rank0)
 
 
@@ -59,11 +74,16 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
     from quantkit.runtime.generate import Pace
 
     if group.size > 1:
-        raise RequestError("several processes cannot share a model that transformers runs", path=args.path)
+        raise RequestError(
+            "several processes cannot share a model that transformers runs", path=args.path
+        )
     prompt = _prompt(args)
     with ProgressDisplay(show=sys.stderr.isatty()) as progress:
         model, tokenizer = load_by_transformers(
-            args.path, weights=args.weights, trust_remote_code=args.trust_remote_code, progress=progress
+            args.path,
+            weights=args.weights,
+            trust_remote_code=args.trust_remote_code,
+            progress=progress,
         )
     ids, pace = _ids(args, prompt, model.config, tokenizer), Pace()
     pieces = _continued(args, None, model.generate, model.config, tokenizer, prompt, ids, pace)
@@ -78,9 +98,13 @@ def show_on_devices(args: GenerateArgs) -> None:
     prompt = _prompt(args)
     with ProgressDisplay() as progress:
         model, tokenizer = load_xla(
-            args.path, devices=args.tp, dtype=args.dtype, weights=args.weights, multi_host=args.multi_host,
+            args.path,
+            devices=args.tp,
+            dtype=args.dtype,
+            weights=args.weights,
+            multi_host=args.multi_host,
             progress=progress,
-        )  # fmt: skip
+        )
     if model.first:
         require_stdout()
     ids = _ids(args, prompt, model.config, tokenizer)
@@ -91,21 +115,32 @@ def show_on_devices(args: GenerateArgs) -> None:
 
 
 def _continued(
-    args: GenerateArgs, engine: Engine | Runner[Any] | None, run: Callable[..., Iterator[int]], config: ModelConfig,
-    tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace,
-) -> Iterator[str]:  # fmt: skip
-    """A prompt with its continuation, whose tokens `run` gives; or several continuations by an engine, one after the
-    other, each below a line with its number."""
+    args: GenerateArgs,
+    engine: Engine | Runner[Any] | None,
+    run: Callable[..., Iterator[int]],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: list[int],
+    pace: Pace,
+) -> Iterator[str]:
+    """A prompt with its continuation, whose tokens `run` gives; or several continuations by an
+    engine, one after the other, each below a line with its number.
+    """
     from quantkit.runtime.generate import text_pieces
     from quantkit.runtime.generate_batch import completions
 
     if args.n == 1 or engine is None:
         tokens = run(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
-        yield from chain([prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"])
+        yield from chain(
+            [prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"]
+        )
         return
     if not args.sampling().get("temperature"):
         note("without `temperature` all samples are the same")
-    request = with_prompt(config, checked_options(args.max_new_tokens, args.sampling(), samples=args.n), ids)
+    request = with_prompt(
+        config, checked_options(args.max_new_tokens, args.sampling(), samples=args.n), ids
+    )
     texts: dict[int, str] = {}
     shown = 0
     pace.begin()
@@ -117,31 +152,40 @@ def _continued(
             shown += 1
 
 
-def _engine(args: GenerateArgs, model: Decoder, prompt_tokens: int, draft: Decoder | None) -> Engine:
+def _engine(
+    args: GenerateArgs, model: Decoder, prompt_tokens: int, draft: Decoder | None
+) -> Engine:
     import torch
 
     from quantkit.runtime.engine import Engine
 
     engine = Engine(
-        model, prompt_tokens + args.max_new_tokens, slots=args.slots,
-        cache_dtype=torch.int8 if args.int8_cache else None, compiled=args.compiled, draft=draft,
+        model,
+        prompt_tokens + args.max_new_tokens,
+        slots=args.slots,
+        cache_dtype=torch.int8 if args.int8_cache else None,
+        compiled=args.compiled,
+        draft=draft,
         draft_tokens=args.draft_tokens,
-    )  # fmt: skip
+    )
     if args.warmup:
         note(warmed_up(engine.warm_up()))
     return engine
 
 
 def _prompt(args: GenerateArgs) -> str:
-    """The prompt; from a file, without the newline at its end. Raises `RequestError` if the file cannot be read, is not
-    UTF-8, or is empty."""
+    """The prompt; from a file, without the newline at its end. Raises `RequestError` if the file
+    cannot be read, is not UTF-8, or is empty.
+    """
     file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
         return args.prompt or args.text or ""
     try:
         prompt = input_bytes(file, "prompt").decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise RequestError("the prompt is not UTF-8 text", path=file, found=f"byte {error.start}") from error
+        raise RequestError(
+            "the prompt is not UTF-8 text", path=file, found=f"byte {error.start}"
+        ) from error
     if not prompt:
         raise RequestError("the prompt is empty", path=file)
     return prompt
@@ -155,10 +199,17 @@ def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokeni
 
 
 def _print(
-    args: GenerateArgs, pieces: Iterator[str], pace: Pace, prompt_tokens: int, engine: Engine | None, *, show: bool
+    args: GenerateArgs,
+    pieces: Iterator[str],
+    pace: Pace,
+    prompt_tokens: int,
+    engine: Engine | None,
+    *,
+    show: bool,
 ) -> None:
-    """Print the text, and the speed on stderr: a line on a terminal, more with --stats. Without `show` only generate,
-    as another process prints."""
+    """Print the text, and the speed on stderr: a line on a terminal, more with --stats. Without
+    `show` only generate, as another process prints.
+    """
     for piece in pieces:
         raise_if_interrupted()
         if show:
@@ -172,16 +223,21 @@ def _print(
     lines = [f"prompt: {prompt_tokens} tokens"]
     if pace.first_after is not None:
         lines[0] += f", first token after {pace.first_after:.3f} s"
-    lines.append(f"generated: {pace.tokens} tokens" + (f", {pace.rate:.1f} tokens/s" if pace.rate else ""))
+    lines.append(
+        f"generated: {pace.tokens} tokens" + (f", {pace.rate:.1f} tokens/s" if pace.rate else "")
+    )
     if engine is not None and engine.proposed:
-        lines.append(f"proposed: {engine.proposed} tokens, {engine.accepted / engine.proposed:.0%} accepted")
+        lines.append(
+            f"proposed: {engine.proposed} tokens, {engine.accepted / engine.proposed:.0%} accepted"
+        )
     elif pace.rate and engine is not None and args.n == 1:  # each token reads all weights
         from quantkit.evals.timing import bandwidth, weight_bytes
 
         model = engine.model
         read, possible = weight_bytes(model) * pace.rate, bandwidth(model.device)
         lines.append(
-            f"weights: {read / 1e9:.1f} of {possible / 1e9:.1f} GB/s, {read / possible:.0%} of the memory's bandwidth"
+            f"weights: {read / 1e9:.1f} of {possible / 1e9:.1f} GB/s, {read / possible:.0%} of the"
+            " memory's bandwidth"
         )
     for line in lines:
         mention(line, err=True)
@@ -191,13 +247,28 @@ def file_job(args: GenerateArgs) -> FileJob:
     """The job for a file of prompts. Raises `RequestError` for invalid options."""
     assert args.prompts is not None and args.output is not None
     return FileJob(
-        args.path, as_path("prompts", args.prompts),
-        partial(_print_line, raw=args.raw) if args.output == STDIN else as_path("output", args.output),
+        args.path,
+        as_path("prompts", args.prompts),
+        (
+            partial(_print_line, raw=args.raw)
+            if args.output == STDIN
+            else as_path("output", args.output)
+        ),
         args.continuation(),
-        template=args.template, truncate=args.truncate, batch_size=args.batch_size, resume=args.resume,
-        device=args.device, dtype=args.dtype, backend=args.backend, allow_slow=args.allow_slow, devices=args.tp,
-        weights=args.weights, int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
-    )  # fmt: skip
+        template=args.template,
+        truncate=args.truncate,
+        batch_size=args.batch_size,
+        resume=args.resume,
+        device=args.device,
+        dtype=args.dtype,
+        backend=args.backend,
+        allow_slow=args.allow_slow,
+        devices=args.tp,
+        weights=args.weights,
+        int8_cache=args.int8_cache,
+        compiled=args.compiled,
+        warm_up=args.warmup,
+    )
 
 
 def run_file(job: FileJob, group: ProcessGroup) -> None:

@@ -19,14 +19,21 @@ from quantkit.jobs.refine_options import OUTPUT, RefineOptions
 @click.command(cls=Command)
 @click.argument("quantized", type=options.PATH)
 @click.argument("dst", type=options.PATH, required=False)
-@click.option("--against", type=options.PATH, required=True, metavar="SRC", help="The float model of QUANTIZED.")
+@click.option(
+    "--against",
+    type=options.PATH,
+    required=True,
+    metavar="SRC",
+    help="The float model of QUANTIZED.",
+)
 @options.of_job(RefineOptions)
 @section(OUTPUT, options.data)
 def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) -> None:
     """Train a quantized model's scales against its float model.
 
-    The model in QUANTIZED, from any tool, is written to DST in the same format and size, with the same codes. Text that
-    is held back decides which step is kept; if no step is closer to SRC, nothing is written and the exit code is 8.
+    The model in QUANTIZED, from any tool, is written to DST in the same format and size, with the
+    same codes. Text that is held back decides which step is kept; if no step is closer to SRC,
+    nothing is written and the exit code is 8.
     """
     require_models(quantized, given["against"], makes=dst)
 
@@ -50,13 +57,16 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) ->
 @click.argument("model", type=options.PATH)
 @click.argument("delta", type=options.PATH)
 @click.argument("dst", type=options.PATH)
-@section(OUTPUT, click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."))
+@section(
+    OUTPUT,
+    click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."),
+)
 @section(OUTPUT, options.data)
 def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | None) -> None:
     """Apply what `quantkit refine --delta` wrote.
 
-    The quantized model in MODEL is written to DST with the changes in the file DELTA. It must be the model that the
-    delta was made for.
+    The quantized model in MODEL is written to DST with the changes in the file DELTA. It must be
+    the model that the delta was made for.
     """
     require_models(model, makes=dst)
 

@@ -23,53 +23,110 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
 @click.argument("path", type=options.PATH)
 @section(
     "Server",
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address; any but this machine's needs a key."),
-    click.option("--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."),
+    click.option(
+        "--host",
+        default="127.0.0.1",
+        show_default=True,
+        help="Address; any but this machine's needs a key.",
+    ),
+    click.option(
+        "--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."
+    ),
     options.api_key("Key that requests must have as Bearer token."),
     click.option(
-        "--allowed-host", multiple=True, metavar="NAME",
-        help="Name by which requests may call this server, such as a proxy's; repeatable. Default: this machine's.",
+        "--allowed-host",
+        multiple=True,
+        metavar="NAME",
+        help=(
+            "Name by which requests may call this server, such as a proxy's; repeatable. Default:"
+            " this machine's."
+        ),
     ),
-    click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
     click.option(
-        "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."
+        "--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."
     ),
     click.option(
-        "--connections", type=int, default=CONNECTIONS, show_default=True,
+        "--waiting",
+        type=int,
+        default=WAITING,
+        show_default=True,
+        help="Requests that may wait; others get 429.",
+    ),
+    click.option(
+        "--connections",
+        type=int,
+        default=CONNECTIONS,
+        show_default=True,
         help="Connections that one address may have open; silent ones give way.",
     ),
     click.option(
-        "--time-limit", type=float, default=TIME_LIMIT, show_default=True, metavar="SECONDS",
+        "--time-limit",
+        type=float,
+        default=TIME_LIMIT,
+        show_default=True,
+        metavar="SECONDS",
         help="What a request may take, with waiting; then it gets 504.",
     ),
-)  # fmt: skip
+)
 @section(options.SPECULATION, options.draft, options.draft_tokens)
 @section(
     "Log",
     click.option(
-        "--log", metavar="PATH", type=options.PATH,
-        help="Append a JSON line for each request to this file; - is stdout. It holds no prompts and no keys.",
+        "--log",
+        metavar="PATH",
+        type=options.PATH,
+        help=(
+            "Append a JSON line for each request to this file; - is stdout. It holds no prompts and"
+            " no keys."
+        ),
     ),
-    click.option("--log-prompts", is_flag=True, help="Also log the messages and prompts of requests."),
-)  # fmt: skip
+    click.option(
+        "--log-prompts", is_flag=True, help="Also log the messages and prompts of requests."
+    ),
+)
 @section(
     RUN,
-    click.option("--slots", type=int, default=SLOTS, show_default=True, help="Sequences that run at the same time."),
     click.option(
-        "--kept", type=int, default=KEPT, show_default=True,
-        help="Sequences that stay in the cache when they end, for later ones with the same beginning.",
+        "--slots",
+        type=int,
+        default=SLOTS,
+        show_default=True,
+        help="Sequences that run at the same time.",
     ),
-    click.option("--context", type=int, help="Tokens of a sequence. Default: the model's context, at most 8192."),
-    click.option("--template", metavar="NAME", shell_complete=options.complete_files, help="Chat template; see chat."),
-    options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache,
-)  # fmt: skip
+    click.option(
+        "--kept",
+        type=int,
+        default=KEPT,
+        show_default=True,
+        help=(
+            "Sequences that stay in the cache when they end, for later ones with the same"
+            " beginning."
+        ),
+    ),
+    click.option(
+        "--context",
+        type=int,
+        help="Tokens of a sequence. Default: the model's context, at most 8192.",
+    ),
+    click.option(
+        "--template",
+        metavar="NAME",
+        shell_complete=options.complete_files,
+        help="Chat template; see chat.",
+    ),
+    options.dtype,
+    options.backend(),
+    options.allow_slow,
+    options.device,
+    options.int8_cache,
+)
 @options.weights
 def serve(path: Path, log: Path | None, **given: Any) -> None:
     """Serve the model in PATH with OpenAI's API.
 
-    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics; / is a page to
-    chat with it. Answers are those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a
-    minute at most.
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
+    /metrics; / is a page to chat with it. Answers are those of `quantkit generate`. Ctrl-C or
+    SIGTERM lets running requests end, for half a minute at most.
     """
     if given["log_prompts"] and log is None:
         raise RequestError("--log-prompts goes with --log")
@@ -84,7 +141,11 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
     if on_stdout:
         require_stdout()
     with ExitStack() as stack:
-        lines = None if log is None else stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
+        lines = (
+            None
+            if log is None
+            else stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
+        )
         with ProgressDisplay() as progress:
             found = served(path, requested, progress=progress)
 
@@ -94,6 +155,9 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
                 mention(f"chat with it in a browser: {address}/", err=on_stdout)
             else:
                 template = "--template NAME adds one"
-                mention(f"it has no chat template: only {address}/v1/completions answers; {template}", err=on_stdout)
+                mention(
+                    f"it has no chat template: only {address}/v1/completions answers; {template}",
+                    err=on_stdout,
+                )
 
         job(found, requested, began, log=None if lines is None else lines.write)

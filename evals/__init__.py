@@ -20,7 +20,9 @@ def optional(module: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:  # of any type, from a damaged package
         if not isinstance(error, ModuleNotFoundError) or error.name != package:
-            raise RequestError(f"{package} cannot be imported", found=f"{type(error).__name__}: {error}") from error
+            raise RequestError(
+                f"{package} cannot be imported", found=f"{type(error).__name__}: {error}"
+            ) from error
         extra = "plot" if package == "matplotlib" else "evals"
         raise RequestError(
             f"{package} is not installed", hint=f"pip install '.[{extra}]', from quantkit's folder"

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import torch
 
-from quantkit.arguments import as_integer, as_number, as_paths, is_several, require_flags, require_instance, wrong_type
+from quantkit.arguments import (
+    as_integer,
+    as_number,
+    as_paths,
+    is_several,
+    require_flags,
+    require_instance,
+    wrong_type,
+)
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
@@ -49,7 +57,9 @@ SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model to measure: a folder, or random weights of a named shape; `scheme` and `head` as for `synthetic`."""
+    """A model to measure: a folder, or random weights of a named shape; `scheme` and `head` as
+    for `synthetic`.
+    """
 
     path: Path | None = None
     shape: str | None = None
@@ -70,8 +80,8 @@ class BenchArguments:
     """The arguments of `bench`.
 
     Attributes:
-        models: a folder or several; ``NAME=PATH`` gives one a name. A `quantkit.BenchModel` has random weights of a
-            named shape.
+        models: a folder or several; ``NAME=PATH`` gives one a name. A `quantkit.BenchModel` has
+            random weights of a named shape.
         prompt_lengths: tokens of prefill, in a list.
         batches: sequences decoded at once, in a list.
         contexts: lengths of context to decode at too, with each of `batches`.
@@ -80,8 +90,8 @@ class BenchArguments:
         runs: of each measurement, after one to warm up.
         int8_cache: store keys and values in 8 bits.
         backend, allow_slow, compiled, device: as for `load` and `generate`.
-        group: processes that share the model; then there is one model, measured in these processes, and memory is
-            that of each process.
+        group: processes that share the model; then there is one model, measured in these processes,
+            and memory is that of each process.
         progress: called for each measurement; None reports nothing.
     """
 
@@ -116,25 +126,42 @@ class BenchArguments:
                 as_integer(name, value)
         smallest = min((*self.prompt_lengths, *self.batches, self.runs))
         if smallest < 1 or not (self.prompt_lengths or self.batches):
-            raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(smallest))
+            raise RequestError(
+                "prompt lengths, batches and runs must be at least 1", found=shown(smallest)
+            )
         if self.runs > _MAX_RUNS:
-            raise RequestError("runs are out of range", found=shown(self.runs), expected=f"1 to {_MAX_RUNS}")
+            raise RequestError(
+                "runs are out of range", found=shown(self.runs), expected=f"1 to {_MAX_RUNS}"
+            )
         if self.threads is not None:
             checked_threads(self.threads)
         if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
-                f"contexts must be at least {MIN_CONTEXT}, and need batches", found=shown(min(self.contexts))
+                f"contexts must be at least {MIN_CONTEXT}, and need batches",
+                found=shown(min(self.contexts)),
             )
-        if self.price_per_hour is not None and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf:
-            raise RequestError("invalid price", found=shown(self.price_per_hour), expected="an amount above 0")
+        if (
+            self.price_per_hour is not None
+            and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf
+        ):
+            raise RequestError(
+                "invalid price", found=shown(self.price_per_hour), expected="an amount above 0"
+            )
 
     def sources(self) -> list[BenchModel]:
         """The models, with their names in the result."""
-        listed = self.models if is_several(self.models) and not isinstance(self.models, str) else [self.models]
+        listed = (
+            self.models
+            if is_several(self.models) and not isinstance(self.models, str)
+            else [self.models]
+        )
         given = list(listed)
         paths = named(as_paths("models", [one for one in given if not isinstance(one, BenchModel)]))
         short = short_names([path for _, path in paths])
-        folders = (BenchModel(path, name=name or end) for (name, path), end in zip(paths, short, strict=True))
+        folders = (
+            BenchModel(path, name=name or end)
+            for (name, path), end in zip(paths, short, strict=True)
+        )
         return [one if isinstance(one, BenchModel) else next(folders) for one in given]
 
 
@@ -148,8 +175,8 @@ def bench(arguments: BenchArguments) -> BenchResult:
         The figures of each model, in a list in order, with `to_json()` and `lines()`.
 
     Raises:
-        RequestError: if a prompt with the tokens decoded after it exceeds a model's context or the memory, or if
-            processes would share several models.
+        RequestError: if a prompt with the tokens decoded after it exceeds a model's context or the
+            memory, or if processes would share several models.
         QuantkitError: if a model cannot be opened or loaded.
         NonFiniteError: if its logits are NaN or Inf.
 
@@ -169,44 +196,72 @@ def bench(arguments: BenchArguments) -> BenchResult:
         raise RequestError("several processes measure one model at a time", found=len(models))
     allowed = dispatch.allowed_backends(options.backend, allow_slow=options.allow_slow)
     for checkpoint in (model.checkpoint() for model in models):
-        require_kernels(checkpoint, group.device or usable_device(options.device), own_dtype(checkpoint), allowed)
+        require_kernels(
+            checkpoint,
+            group.device or usable_device(options.device),
+            own_dtype(checkpoint),
+            allowed,
+        )
     measure = partial(_measure, group=group) if group.size > 1 else _measure_in_new_process
     found = BenchResult(measure(model, options, progress) for model in models)
     if options.contexts and not any(one.at_contexts for one in found):
-        raise RequestError(f"no context could be measured: {found[0].left_out[-1]}", path=models[0].path)
+        raise RequestError(
+            f"no context could be measured: {found[0].left_out[-1]}", path=models[0].path
+        )
     return found
 
 
 def require_room(model: BenchModel, options: BenchArguments) -> None:
-    """Check that the tokens, those of the shortest context, fit the model's context and the memory, before anything is
-    loaded. Raises `RequestError` if they do not, and `QuantkitError` if the model cannot be opened."""
+    """Check that the tokens, those of the shortest context, fit the model's context and the memory,
+    before anything is loaded. Raises `RequestError` if they do not, and `QuantkitError` if the
+    model cannot be opened.
+    """
     checkpoint = model.checkpoint()
-    max_context, shortest = checkpoint.config.max_context, min(options.contexts, default=MIN_CONTEXT)
+    max_context, shortest = (
+        checkpoint.config.max_context,
+        min(options.contexts, default=MIN_CONTEXT),
+    )
     needed = max((*options.prompt_lengths, PROMPT + NEW, shortest))
     if needed > max_context:
         raise RequestError(
-            "the model's context is too short", path=model.path or checkpoint.path, found=max_context,
+            "the model's context is too short",
+            path=model.path or checkpoint.path,
+            found=max_context,
             expected=f"at least {shown(needed)}",
-        )  # fmt: skip
+        )
     batches = options.batches or (0,)
-    positions = max((*options.prompt_lengths, max(batches) * (PROMPT + NEW), min(batches) * shortest))
-    cache = cache_bytes(checkpoint.config, 1, positions, torch.int8)  # the smaller of the two caches
+    positions = max(
+        (*options.prompt_lengths, max(batches) * (PROMPT + NEW), min(batches) * shortest)
+    )
+    cache = cache_bytes(
+        checkpoint.config, 1, positions, torch.int8
+    )  # the smaller of the two caches
     if cache > (memory := total_bytes()):
         raise RequestError(
-            "keys and values do not fit in memory", path=model.path, found=f"{shown(positions)} tokens",
+            "keys and values do not fit in memory",
+            path=model.path,
+            found=f"{shown(positions)} tokens",
             expected=f"at most {memory * positions // cache}",
-        )  # fmt: skip
+        )
 
 
-def _measure_in_new_process(model: BenchModel, options: BenchArguments, progress: Progress) -> Bench:
-    """As `_measure`; a process that is killed, for example by a system without free memory, is a `RequestError`.
+def _measure_in_new_process(
+    model: BenchModel, options: BenchArguments, progress: Progress
+) -> Bench:
+    """As `_measure`; a process that is killed, for example by a system without free memory, is a
+    `RequestError`.
 
     `multiprocessing.Process` would import the calling script again.
     """
     here, there = multiprocessing.Pipe()
     path = list(map(str, sys.path))
-    program = f"import sys; sys.path[:] = {path}; from quantkit.evals import bench; bench.serve({there.fileno()})"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C ends only this process
+    program = (
+        f"import sys; sys.path[:] = {path}; from quantkit.evals import bench;"
+        f" bench.serve({there.fileno()})"
+    )
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # Ctrl-C ends only this process
     try:
         process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[there.fileno()])
     finally:
@@ -219,9 +274,15 @@ def _measure_in_new_process(model: BenchModel, options: BenchArguments, progress
     except (EOFError, ConnectionResetError) as error:
         code = process.wait()
         raise RequestError(
-            "the process that measures was ended", path=model.path, found=f"exit code {code}",
-            hint="it may have run out of memory; request fewer tokens" if code == -signal.SIGKILL else None,
-        ) from error  # fmt: skip
+            "the process that measures was ended",
+            path=model.path,
+            found=f"exit code {code}",
+            hint=(
+                "it may have run out of memory; request fewer tokens"
+                if code == -signal.SIGKILL
+                else None
+            ),
+        ) from error
     finally:
         process.terminate()
         process.wait()
@@ -233,8 +294,12 @@ def _measure_in_new_process(model: BenchModel, options: BenchArguments, progress
 
 
 def serve(connection: int) -> None:
-    """Run in the new process: receive what to measure, send progress as tuples, then the result or the error."""
-    logging.getLogger(dispatch.__name__).setLevel(logging.ERROR)  # of what it warns, the caller has warned
+    """Run in the new process: receive what to measure, send progress as tuples, then the result
+    or the error.
+    """
+    logging.getLogger(dispatch.__name__).setLevel(
+        logging.ERROR
+    )  # of what it warns, the caller has warned
     with Connection(connection) as there:
         try:
             model, options = there.recv()
@@ -246,18 +311,28 @@ def serve(connection: int) -> None:
 
 
 @torch.inference_mode()
-def _measure(source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup = SINGLE) -> Bench:
+def _measure(
+    source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup = SINGLE
+) -> Bench:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with enough_memory(source.path):
         return _measure_model(source, options, progress, group)
 
 
-def _measure_model(source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup) -> Bench:
+def _measure_model(
+    source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup
+) -> Bench:
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
-    rows = [(one, batch) for one in options.contexts if one <= max_context for batch in options.batches]
-    too_long = [LeftOut(one, None, f"the model's is {max_context}") for one in options.contexts if one > max_context]
+    rows = [
+        (one, batch) for one in options.contexts if one <= max_context for batch in options.batches
+    ]
+    too_long = [
+        LeftOut(one, None, f"the model's is {max_context}")
+        for one in options.contexts
+        if one > max_context
+    ]
     steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
     def step() -> None:
@@ -267,8 +342,12 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
     started = time.perf_counter()
     device = group.device or usable_device(options.device)
     model = load_model(
-        checkpoint, device=device, backend=options.backend, allow_slow=options.allow_slow, group=group
-    )  # fmt: skip
+        checkpoint,
+        device=device,
+        backend=options.backend,
+        allow_slow=options.allow_slow,
+        group=group,
+    )
     load_seconds = time.perf_counter() - started
     step()
     others, compiled, runs = timing.OtherProcesses(), options.compiled, options.runs
@@ -291,7 +370,9 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
     at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
-    other_load = others.cores() if group.size == 1 else None  # the group's processes would count as others
+    other_load = (
+        others.cores() if group.size == 1 else None
+    )  # the group's processes would count as others
     threads, read_bytes = torch.get_num_threads(), timing.weight_bytes(model)
     step()
     one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
@@ -299,14 +380,31 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
         with timing.use_threads():
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)
     result = Bench(
-        name=name, quantized=bool(schemes(checkpoint)), backends=backend_names(model), dtype=DType.of(model.dtype),
-        device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
-        threads=threads, cores=os.cpu_count() or threads, other_load=other_load, load_seconds=load_seconds,
-        first_token_seconds=(firsts[0], statistics.median(firsts[1:])), prefill=prefill, decode=decode,
-        one_thread=one_thread, weight_bytes=read_bytes, bandwidth=timing.bandwidth(model.device),
-        peak_bytes=max([peak, *(one.peak_bytes or 0 for one in at_contexts)]), cache_dtype=DType.of(cache),
-        loaded_bytes=timing.loaded_bytes(model), at_contexts=at_contexts, left_out=[*too_long, *left_out],
+        name=name,
+        quantized=bool(schemes(checkpoint)),
+        backends=backend_names(model),
+        dtype=DType.of(model.dtype),
+        device=(
+            torch.cuda.get_device_name(model.device)
+            if model.device.type == "cuda"
+            else model.device.type
+        ),
+        threads=threads,
+        cores=os.cpu_count() or threads,
+        other_load=other_load,
+        load_seconds=load_seconds,
+        first_token_seconds=(firsts[0], statistics.median(firsts[1:])),
+        prefill=prefill,
+        decode=decode,
+        one_thread=one_thread,
+        weight_bytes=read_bytes,
+        bandwidth=timing.bandwidth(model.device),
+        peak_bytes=max([peak, *(one.peak_bytes or 0 for one in at_contexts)]),
+        cache_dtype=DType.of(cache),
+        loaded_bytes=timing.loaded_bytes(model),
+        at_contexts=at_contexts,
+        left_out=[*too_long, *left_out],
         price_per_hour=options.price_per_hour,
-    )  # fmt: skip
+    )
     step()
     return result

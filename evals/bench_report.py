@@ -17,14 +17,19 @@ _FASTER = 1.1  # times as fast: smaller factors may be chance
 
 
 def tables(found: Sequence[Bench]) -> list[Table]:
-    """Speed, start and memory, and the use of memory bandwidth; decoding and prefill with long contexts; with a price
-    the cost of tokens."""
-    return [*_of_models(found), *([_decoding(found), _prefill(found)] if _with_contexts(found) else [])]
+    """Speed, start and memory, and the use of memory bandwidth; decoding and prefill with long
+    contexts; with a price the cost of tokens.
+    """
+    return [
+        *_of_models(found),
+        *([_decoding(found), _prefill(found)] if _with_contexts(found) else []),
+    ]
 
 
 def sheet(found: Sequence[Bench]) -> Table:
-    """All tables as one, for programs: a row for each model, or with contexts for each context and number of
-    sequences."""
+    """All tables as one, for programs: a row for each model, or with contexts for each context and
+    number of sequences.
+    """
     first, *others = _of_models(found)
     head, rows = first.head, first.rows
     for table in others:
@@ -37,44 +42,74 @@ def sheet(found: Sequence[Bench]) -> Table:
         prefills = {context: cells for _, context, *cells in _prefill([one]).rows}
         longer += [(*cells, *prefills[cells[1]], *row[1:]) for cells in _decoding([one]).rows]
         if not one.at_contexts:
-            longer.append((one.name, *[NONE] * (len(decoding.head) + len(prefill.head) - 3), *row[1:]))
-    return Table(None, (*decoding.head, *(f"prefill {name}" for name in prefill.head[2:]), *head[1:]), longer)
+            longer.append(
+                (one.name, *[NONE] * (len(decoding.head) + len(prefill.head) - 3), *row[1:])
+            )
+    return Table(
+        None, (*decoding.head, *(f"prefill {name}" for name in prefill.head[2:]), *head[1:]), longer
+    )
 
 
 def _of_models(found: Sequence[Bench]) -> list[Table]:
     """Tables with a row for each model."""
     rates = [_rates(one) for one in found]
     speed = Table(
-        "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N sequences",
+        "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N"
+        " sequences",
         ("model", *rates[0]),
         [(one.name, *map(_rate, of.values())) for one, of in zip(found, rates, strict=True)],
     )
     start = Table(
-        f"Loading, and from a prompt of {PROMPT} tokens to its first new token: the first time, and later",
+        f"Loading, and from a prompt of {PROMPT} tokens to its first new token: the first time, and"
+        " later",
         ("model", "load s", "first token ms", "later ms", "peak memory MB", "threads", "device"),
         [
-            (one.name, _digits(one.load_seconds), *(_digits(1000 * taken) for taken in one.first_token_seconds),
-             _digits(one.peak_bytes / 1e6), str(one.threads), one.device)
+            (
+                one.name,
+                _digits(one.load_seconds),
+                *(_digits(1000 * taken) for taken in one.first_token_seconds),
+                _digits(one.peak_bytes / 1e6),
+                str(one.threads),
+                one.device,
+            )
             for one in found
         ],
-    )  # fmt: skip
+    )
     memory = Table(
         "Weights read for each token when decoding one sequence, against what memory can give",
-        ("model", "MB a token", "memory GB/s", "share of memory bandwidth", "float type", "kernels"),
+        (
+            "model",
+            "MB a token",
+            "memory GB/s",
+            "share of memory bandwidth",
+            "float type",
+            "kernels",
+        ),
         [
-            (one.name, _digits(one.weight_bytes / 1e6), _digits(one.bandwidth / 1e9),
-             NONE if one.share_of_bandwidth is None else f"{one.share_of_bandwidth:.0%}",
-             one.dtype if one.cache_dtype == one.dtype else f"{one.dtype}, cache {one.cache_dtype}",
-             ", ".join(one.backends) or "torch")
+            (
+                one.name,
+                _digits(one.weight_bytes / 1e6),
+                _digits(one.bandwidth / 1e9),
+                NONE if one.share_of_bandwidth is None else f"{one.share_of_bandwidth:.0%}",
+                (
+                    one.dtype
+                    if one.cache_dtype == one.dtype
+                    else f"{one.dtype}, cache {one.cache_dtype}"
+                ),
+                ", ".join(one.backends) or "torch",
+            )
             for one in found
         ],
-    )  # fmt: skip
+    )
     if not _priced(found):
         return [speed, start, memory]
     cost = Table(
         f"{_cost_title(found)} tokens: of a prompt (prefill), new (decode)",
         ("model", *(f"{name} cost" for name in rates[0])),
-        [(one.name, *(_cost(one, rate) for rate in of.values())) for one, of in zip(found, rates, strict=True)],
+        [
+            (one.name, *(_cost(one, rate) for rate in of.values()))
+            for one, of in zip(found, rates, strict=True)
+        ],
     )
     return [speed, start, memory, cost]
 
@@ -82,17 +117,27 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
 def _decoding(found: Sequence[Bench]) -> Table:
     """A row for each context and number of sequences."""
     table = Table(
-        f"Decoding the last {CONTEXT_NEW} tokens of a context: tokens a second for each sequence and together, median ±"
-        " furthest run; memory",
+        f"Decoding the last {CONTEXT_NEW} tokens of a context: tokens a second for each sequence"
+        " and together, median ± furthest run; memory",
         ("model", "context", "sequences", "each", "together", "weights MB", "cache MB", "peak MB"),
         [
-            (one.name, str(at.context), str(at.batch), _digits(at.each), _rate(at.together),
-             _digits(one.loaded_bytes / 1e6), _digits(at.cache_bytes / 1e6),
-             NONE if at.peak_bytes is None else _digits(at.peak_bytes / 1e6))
-            for one in found for at in one.at_contexts
+            (
+                one.name,
+                str(at.context),
+                str(at.batch),
+                _digits(at.each),
+                _rate(at.together),
+                _digits(one.loaded_bytes / 1e6),
+                _digits(at.cache_bytes / 1e6),
+                NONE if at.peak_bytes is None else _digits(at.peak_bytes / 1e6),
+            )
+            for one in found
+            for at in one.at_contexts
         ],
-    )  # fmt: skip
-    return _with_costs(table, found, "new tokens", [(one, at.together) for one in found for at in one.at_contexts])
+    )
+    return _with_costs(
+        table, found, "new tokens", [(one, at.together) for one in found for at in one.at_contexts]
+    )
 
 
 def _prefill(found: Sequence[Bench]) -> Table:
@@ -105,11 +150,13 @@ def _prefill(found: Sequence[Bench]) -> Table:
             (one.name, str(context), _rate(rate), _digits((context - CONTEXT_NEW) / rate.median))
             for one, context, rate in rates
         ],
-    )  # fmt: skip
+    )
     return _with_costs(table, found, "tokens of a prompt", [(one, rate) for one, _, rate in rates])
 
 
-def _with_costs(table: Table, found: Sequence[Bench], what: str, rates: Sequence[tuple[Bench, Rate]]) -> Table:
+def _with_costs(
+    table: Table, found: Sequence[Bench], what: str, rates: Sequence[tuple[Bench, Rate]]
+) -> Table:
     """A table with a column of costs, if there is a price."""
     if not _priced(found):
         return table
@@ -132,13 +179,23 @@ def _priced(found: Sequence[Bench]) -> bool:
 def warnings(found: Sequence[Bench]) -> list[str]:
     """Reasons to doubt figures, and models that quantization made slower."""
     lines = []
-    if loads := [(one.other_load, one.cores) for one in found if one.busy and one.other_load is not None]:
+    if loads := [
+        (one.other_load, one.cores) for one in found if one.busy and one.other_load is not None
+    ]:
         load, cores = max(loads)
-        lines = [f"the machine is busy: other processes used {load:.1f} of its {cores} cores; figures are low"]
+        lines = [
+            f"the machine is busy: other processes used {load:.1f} of its {cores} cores; figures"
+            " are low"
+        ]
     spreads = []
     for one in found:
-        at_contexts = {f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts}
-        prefill = {f"context {context}, prefill": rate for context, rate in prefill_rates(one.at_contexts).items()}
+        at_contexts = {
+            f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts
+        }
+        prefill = {
+            f"context {context}, prefill": rate
+            for context, rate in prefill_rates(one.at_contexts).items()
+        }
         rates = _rates(one) | at_contexts | prefill
         spreads += [(rate.spread, f"{what} of {one.name}") for what, rate in rates.items()]
     if wide := [one for one in spreads if one[0] > _WIDE_SPREAD]:
@@ -155,10 +212,12 @@ def warnings(found: Sequence[Bench]) -> list[str]:
 
 
 def notes(found: Sequence[Bench]) -> list[str]:
-    """A line for each model that one thread decodes faster than several, and for each omitted measurement."""
+    """A line for each model that one thread decodes faster than several, and for each omitted
+    measurement.
+    """
     return [
-        f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second, not"
-        f" {_digits(one.decode[1].median)}): try `threads=1`"
+        f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second,"
+        f" not {_digits(one.decode[1].median)}): try `threads=1`"
         for one in found
         if one.one_thread is not None and one.one_thread.median > _FASTER * one.decode[1].median
     ] + [f"{one.name} is not measured at {line}" for one in found for line in one.left_out]
@@ -179,7 +238,8 @@ def _rate(rate: Rate) -> str:
 def _cost(one: Bench, rate: Rate) -> str:
     if (cost := one.cost(rate.median)) is None:
         return NONE
-    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"  # three significant digits, no exponent
+    # three significant digits, no exponent
+    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"
 
 
 def _digits(value: float) -> str:
@@ -188,15 +248,20 @@ def _digits(value: float) -> str:
 
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.6, 3.8  # inches
-_LEGEND_WIDTH, _LEGEND_KEY = 55, 8  # characters that fit below a panel, and the width of a name's key
+_LEGEND_WIDTH, _LEGEND_KEY = (
+    55,
+    8,
+)  # characters that fit below a panel, and the width of a name's key
 _MAX_COLUMNS = 3
-_LINES = list(zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True))  # distinct without colors too
+_LINES = list(
+    zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True)
+)  # distinct without colors too
 _MAX_TITLE = 36  # characters
 
 
 def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
-    """Bars of decoding by batch and of prefill by length; below them, for each model measured with long contexts,
-    decoding by batch with a line for each context.
+    """Bars of decoding by batch and of prefill by length; below them, for each model measured with
+    long contexts, decoding by batch with a line for each context.
 
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed.
     """
@@ -208,12 +273,20 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     figure = new_figure(_PANEL_WIDTH * max(len(panels), columns), _PANEL_HEIGHT * (1 + rows))
     heights = [1, rows] if with_contexts else [1]
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (title, label, rates) in zip(upper.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axes, (title, label, rates) in zip(
+        upper.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         _bars(axes, [one.name for one in found], rates)
         _titles(axes, title, label)
-    per_row = max(1, _LEGEND_WIDTH * len(panels) // max(len(one.name) + _LEGEND_KEY for one in found))
+    per_row = max(
+        1, _LEGEND_WIDTH * len(panels) // max(len(one.name) + _LEGEND_KEY for one in found)
+    )
     upper.legend(
-        *upper.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=per_row, frameon=False, fontsize=9
+        *upper.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=per_row,
+        frameon=False,
+        fontsize=9,
     )
     if with_contexts:
         grid = lower[0].subplots(rows, columns, squeeze=False, sharey=True).flatten()
@@ -228,23 +301,41 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
     """Groups of bars, one for each model, with the range of the runs."""
     width = 0.8 / len(names)
     for index, (name, by_key) in enumerate(zip(names, rates, strict=True)):
-        places, bars = [place - 0.4 + (index + 0.5) * width for place in range(len(by_key))], list(by_key.values())
+        places, bars = (
+            [place - 0.4 + (index + 0.5) * width for place in range(len(by_key))],
+            list(by_key.values()),
+        )
         axes.bar(
-            places, [rate.median for rate in bars], width * 0.9, yerr=_range(bars), label=name,
-            color=f"C{index}", error_kw={"linewidth": 0.8},
-        )  # fmt: skip
+            places,
+            [rate.median for rate in bars],
+            width * 0.9,
+            yerr=_range(bars),
+            label=name,
+            color=f"C{index}",
+            error_kw={"linewidth": 0.8},
+        )
     axes.set_xticks(range(len(rates[0])), [str(key) for key in rates[0]])
 
 
 def _contexts(axes: Any, one: Bench) -> None:
     """A line for each context, by the number of sequences; both axes from 0."""
     batches = sorted({at.batch for at in one.at_contexts})
-    for context, (style, mark) in zip(dict.fromkeys(at.context for at in one.at_contexts), cycle(_LINES), strict=False):
+    for context, (style, mark) in zip(
+        dict.fromkeys(at.context for at in one.at_contexts), cycle(_LINES), strict=False
+    ):
         line = sorted((at.batch, at.together) for at in one.at_contexts if at.context == context)
         axes.errorbar(
-            [batch for batch, _ in line], [rate.median for _, rate in line], yerr=_range([rate for _, rate in line]),
-            linestyle=style, marker=mark, markersize=5, linewidth=1.3, elinewidth=0.8, capsize=2, label=f"{context:,}",
-        )  # fmt: skip
+            [batch for batch, _ in line],
+            [rate.median for _, rate in line],
+            yerr=_range([rate for _, rate in line]),
+            linestyle=style,
+            marker=mark,
+            markersize=5,
+            linewidth=1.3,
+            elinewidth=0.8,
+            capsize=2,
+            label=f"{context:,}",
+        )
     _titles(axes, f"decoding, {shorten(one.name, _MAX_TITLE)}", "sequences at once")
     axes.set_xlim(0, 1.06 * batches[-1])
     axes.set_ylim(0)
@@ -256,7 +347,10 @@ def _contexts(axes: Any, one: Bench) -> None:
 
 def _range(rates: Sequence[Rate]) -> list[list[float]]:
     """Distances from the median to the slowest and to the fastest run."""
-    return [[rate.median - rate.least for rate in rates], [rate.most - rate.median for rate in rates]]
+    return [
+        [rate.median - rate.least for rate in rates],
+        [rate.most - rate.median for rate in rates],
+    ]
 
 
 def _titles(axes: Any, title: str, label: str) -> None:

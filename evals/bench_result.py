@@ -24,14 +24,14 @@ class Bench:
         cores: of the machine.
         other_load: cores that other processes used meanwhile; None if not measured.
         load_seconds: from files to a model ready to run.
-        first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, on the first attempt, and the
-            median of later ones.
+        first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, on the first
+            attempt, and the median of later ones.
         prefill: by tokens of the prompt.
         decode: by batch size; the tokens of all sequences count.
         one_thread: one sequence on a single thread, if the weights are small; None if not measured.
         weight_bytes: read for each step of decoding.
-        bandwidth: bytes a second that the same threads read from memory, or that the GPU copies, read and written
-            together; measured afterwards.
+        bandwidth: bytes a second that the same threads read from memory, or that the GPU copies,
+            read and written together; measured afterwards.
         peak_bytes: peak memory of the process, or on the GPU.
         cache_dtype: of keys and values.
         loaded_bytes: of all weights in memory.
@@ -64,8 +64,12 @@ class Bench:
 
     @property
     def share_of_bandwidth(self) -> float | None:
-        """The share of the bandwidth that reading weights uses when one sequence is decoded; None if not measured."""
-        return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
+        """The share of the bandwidth that reading weights uses when one sequence is decoded;
+        None if not measured.
+        """
+        return (
+            self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
+        )
 
     @property
     def busy(self) -> bool:
@@ -75,20 +79,33 @@ class Bench:
 
     def cost(self, tokens_per_second: float) -> float | None:
         """The cost of a thousand tokens at a rate; None without a price."""
-        return None if self.price_per_hour is None else 1000 * self.price_per_hour / (3600 * tokens_per_second)
+        return (
+            None
+            if self.price_per_hour is None
+            else 1000 * self.price_per_hour / (3600 * tokens_per_second)
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, in tokens a second, seconds and bytes, and with a price the cost of a thousand tokens."""
+        """All figures, in tokens a second, seconds and bytes, and with a price the cost of a
+        thousand tokens.
+        """
         prefill_at = prefill_rates(self.at_contexts)
         values = {
-            **asdict(self), "share_of_bandwidth": self.share_of_bandwidth, "busy": self.busy,
+            **asdict(self),
+            "share_of_bandwidth": self.share_of_bandwidth,
+            "busy": self.busy,
             "at_contexts": [{**asdict(one), "each": one.each} for one in self.at_contexts],
             "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
-        }  # fmt: skip
+        }
         if self.price_per_hour is not None:
-            by_kind = {"prefill": self.prefill, "decode": self.decode, "prefill_at_contexts": prefill_at}
+            by_kind = {
+                "prefill": self.prefill,
+                "decode": self.decode,
+                "prefill_at_contexts": prefill_at,
+            }
             values["cost_of_thousand_tokens"] = {
-                kind: {key: self.cost(rate.median) for key, rate in rates.items()} for kind, rates in by_kind.items()
+                kind: {key: self.cost(rate.median) for key, rate in rates.items()}
+                for kind, rates in by_kind.items()
             }
             for one, value in zip(self.at_contexts, values["at_contexts"], strict=True):
                 value["cost_of_thousand_tokens"] = self.cost(one.together.median)

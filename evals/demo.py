@@ -82,7 +82,10 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """All results; verdicts in lower case."""
-        return {**asdict(self), "verdicts": {name: verdict.name.lower() for name, verdict in self.verdicts.items()}}
+        return {
+            **asdict(self),
+            "verdicts": {name: verdict.name.lower() for name, verdict in self.verdicts.items()},
+        }
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The report as text, in lines of at most `width` columns."""
@@ -94,28 +97,44 @@ class DemoReport:
             f"Converted to a Hugging Face folder ({FLOATS}), and quantized from there:",
             ("model", "MB", "bits per weight", "perplexity", f"KL from {FLOATS}", "verified"),
             [
-                (row.name, f"{row.megabytes:.2f}", f"{row.bits_per_weight:.2f}", f"{row.perplexity:.2f}",
-                 f"{row.kl:.5f}" if row.kl else "0", _VERDICTS[self.verdicts[row.name]])
+                (
+                    row.name,
+                    f"{row.megabytes:.2f}",
+                    f"{row.bits_per_weight:.2f}",
+                    f"{row.perplexity:.2f}",
+                    f"{row.kl:.5f}" if row.kl else "0",
+                    _VERDICTS[self.verdicts[row.name]],
+                )
                 for row in self.rows
             ],
-        )  # fmt: skip
+        )
         environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
         environment.filters["wrapped"] = wrapped
-        template = environment.from_string(Path(__file__).with_name("demo.jinja").read_text(encoding="utf-8"))
+        template = environment.from_string(
+            Path(__file__).with_name("demo.jinja").read_text(encoding="utf-8")
+        )
         text = template.render(
-            report=self, table="\n".join(render([table], "terminal", width=width)), floats=FLOATS, prompt=PROMPT,
+            report=self,
+            table="\n".join(render([table], "terminal", width=width)),
+            floats=FLOATS,
+            prompt=PROMPT,
             indent=" " * (max(map(len, self.samples)) + 2),
-        )  # fmt: skip
+        )
         return text.rstrip("\n").split("\n")
 
 
 def run_demo(
-    output: Path | None = None, *, quick: bool = False, threads: int = 1, progress: Progress = silent
+    output: Path | None = None,
+    *,
+    quick: bool = False,
+    threads: int = 1,
+    progress: Progress = silent,
 ) -> DemoReport:
     """Convert the demo model from Meta shards, quantize, verify, measure and generate.
 
     Args:
-        output: a new folder to keep the checkpoints in, there once all is done; by default they are temporary.
+        output: a new folder to keep the checkpoints in, there once all is done; by default they are
+            temporary.
         quick: try one scheme only.
         threads: that compute; more are slower with so small a model.
 
@@ -129,7 +148,9 @@ def run_demo(
         if is_there(output):
             raise DestinationError("exists already; nothing is overwritten", path=output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
+        scratch = tempfile.TemporaryDirectory(
+            prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True
+        )
     with use_threads(threads), scratch as folder:
         made = Path(folder) / output.name  # with the usual permissions, unlike temporary folders
         report = _run(made, quick, progress)
@@ -159,15 +180,20 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
         expected = Verdict.SAME if path == paths[0] else Verdict.WITHIN_BOUND
         if verdicts[path.name] is not expected:
             raise QuantkitError(
-                f"the demo's {path.name} is {verdicts[path.name].name.lower()}", expected=expected.name.lower()
+                f"the demo's {path.name} is {verdicts[path.name].name.lower()}",
+                expected=expected.name.lower(),
             )
     rows = compare(paths[0], paths[1:], progress=in_phase(progress, "compare"))
     samples = {}
     for path in paths:
         step(f"generate with {path.name}")
-        model, tokenizer = load(path, device="cpu", allow_slow=True)  # so small a model is still quick
+        model, tokenizer = load(
+            path, device="cpu", allow_slow=True
+        )  # so small a model is still quick
         ids = tokenizer.encode(PROMPT)
-        new = generate(model, ids, max_new_tokens=_QUICK_NEW_TOKENS if quick else _NEW_TOKENS, **_SAMPLING)
+        new = generate(
+            model, ids, max_new_tokens=_QUICK_NEW_TOKENS if quick else _NEW_TOKENS, **_SAMPLING
+        )
         samples[path.name] = tokenizer.decode([*ids, *new])
     source = replace(inspect(DEMO_MODEL), path=DEMO_MODEL.name)
     left_out = [scheme for scheme in SCHEMES if scheme not in tried]
@@ -175,16 +201,27 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
 
 
 def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) -> list[Row]:
-    """Measure checkpoints against their source on the excerpt that ships with quantkit, in float32, source first."""
+    """Measure checkpoints against their source on the excerpt that ships with quantkit, in
+    float32, source first.
+    """
     reference, *others = (open_checkpoint(path) for path in (source, *checkpoints))
     tokenizer = load_tokenizer(source)
     windows = measures.text_windows(tokenizer.encode(excerpt()), prompt_start(tokenizer), _WINDOW)
     found = measures.compare(reference, others, windows, progress=progress)
     figures = [(found[0].reference_perplexity, 0.0, 0.0)]
-    figures += [(one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference) for one in found]
+    figures += [
+        (one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference)
+        for one in found
+    ]
     rows = []
-    for path, checkpoint, measured in zip([source, *checkpoints], [reference, *others], figures, strict=True):
+    for path, checkpoint, measured in zip(
+        [source, *checkpoints], [reference, *others], figures, strict=True
+    ):
         size, specs = inspect(path), [checkpoint.info(name) for name in checkpoint.names()]
-        floats = sum(math.prod(spec.shape) for spec in specs if spec.scheme is None) / size.parameters
-        rows.append(Row(path.name, size.weight_bytes / 1e6, size.bits_per_weight, floats, *measured))
+        floats = (
+            sum(math.prod(spec.shape) for spec in specs if spec.scheme is None) / size.parameters
+        )
+        rows.append(
+            Row(path.name, size.weight_bytes / 1e6, size.bits_per_weight, floats, *measured)
+        )
     return rows

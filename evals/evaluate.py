@@ -51,52 +51,71 @@ from quantkit.via_transformers.forward import final_hidden
 
 
 def evaluate(
-    paths: str | Path | Sequence[str | Path], *,
-    texts: str | Path | Sequence[str | Path] | Mapping[str, TextSource] = (), text_column: str | None = None,
-    tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
-    window: int | None = None, positions: int | None = None, position_windows: int | None = None,
-    cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
-    backend: Via | None = None, trust_remote_code: bool = False, device: str | torch.device | None = None,
-    allow_slow: bool = False, group: ProcessGroup = SINGLE, progress: Progress | None = None,
-) -> Evaluation:  # fmt: skip
+    paths: str | Path | Sequence[str | Path],
+    *,
+    texts: str | Path | Sequence[str | Path] | Mapping[str, TextSource] = (),
+    text_column: str | None = None,
+    tasks: str | Sequence[str] = (),
+    task_data: str | Path | None = None,
+    against: str | Path | None = None,
+    window: int | None = None,
+    positions: int | None = None,
+    position_windows: int | None = None,
+    cache_logits: str | Path | None = None,
+    speed: bool = False,
+    details: bool = False,
+    backend: Via | None = None,
+    trust_remote_code: bool = False,
+    device: str | torch.device | None = None,
+    allow_slow: bool = False,
+    group: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
+) -> Evaluation:
     """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
-    All but `speed` runs in float32, and perplexity and divergence on the CPU. With neither texts nor tasks, the
-    excerpt that ships with quantkit is the text.
+    All but `speed` runs in float32, and perplexity and divergence on the CPU. With neither texts
+    nor tasks, the excerpt that ships with quantkit is the text.
 
     Args:
-        paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
-        texts: a file of UTF-8, JSON lines or Parquet, a folder that ``Dataset.save_to_disk`` wrote, or several.
-            Conversations are rendered through the chat template of the reference, or of the first model. The result
-            calls each by its name without the suffix (``wiki`` for ``data/wiki.txt``) or, if two would be called the
-            same, all by the shortest distinct ends of their paths (``a/wiki.txt`` and ``b/wiki.txt``). Or a mapping of
-            names to texts, of which each is a path, a ``datasets.Dataset`` or ``IterableDataset``, or an iterable of
-            strings or rows: ``{"notes": ["a string", ...]}``.
+        paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the
+            tables.
+        texts: a file of UTF-8, JSON lines or Parquet, a folder that ``Dataset.save_to_disk`` wrote,
+            or several. Conversations are rendered through the chat template of the reference, or of
+            the first model. The result calls each by its name without the suffix (``wiki`` for
+            ``data/wiki.txt``) or, if two would be called the same, all by the shortest distinct
+            ends of their paths (``a/wiki.txt`` and ``b/wiki.txt``). Or a mapping of names to texts,
+            of which each is a path, a ``datasets.Dataset`` or ``IterableDataset``, or an iterable
+            of strings or rows: ``{"notes": ["a string", ...]}``.
         text_column: the column or key of the texts, as in `quantize`.
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
-        window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling windows.
-        positions: also measure the divergence from the reference by position, in windows of this many tokens, with keys
-            and values in a float and in an int8 cache; a text, or context, that is shorter is measured to its end.
-        position_windows: how many of each text, at most; by default as many as hold 32768 tokens, and one at least.
-        cache_logits: a folder that keeps the reference's final hidden states, from which its logits are computed.
+        window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192
+            for rolling windows.
+        positions: also measure the divergence from the reference by position, in windows of this
+            many tokens, with keys and values in a float and in an int8 cache; a text, or context,
+            that is shorter is measured to its end.
+        position_windows: how many of each text, at most; by default as many as hold 32768 tokens,
+            and one at least.
+        cache_logits: a folder that keeps the reference's final hidden states, from which its logits
+            are computed.
         speed: also let each model generate.
-        details: also keep stretches of the texts with the tokens that models expect there, for `to_html()`; they need
-            a reference.
-        backend: what runs the models: ``own`` or ``transformers``. None is own where the family is known, or else
-            transformers, if it is installed and knows the architecture. It computes perplexity and divergence only, in
-            one process.
-        trust_remote_code: where transformers runs a model, run the code in its folder that config.json's ``auto_map``
-            names.
-        device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
-            or the CPU for a group.
+        details: also keep stretches of the texts with the tokens that models expect there, for
+            `to_html()`; they need a reference.
+        backend: what runs the models: ``own`` or ``transformers``. None is own where the family is
+            known, or else transformers, if it is installed and knows the architecture. It computes
+            perplexity and divergence only, in one process.
+        trust_remote_code: where transformers runs a model, run the code in its folder that
+            config.json's ``auto_map`` names.
+        device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if
+            there is one, or the CPU for a group.
         allow_slow: for tasks and speed, as for `quantkit.load`.
         group: the processes that share the models; all make the same call and get the same result.
         progress: called for every layer and question; None reports nothing.
 
     Returns:
-        The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
+        The figures of each model, in the order of `paths` and after the reference's; `to_json()`
+        has all of them.
 
     Raises:
         QuantkitError: for invalid arguments or models, before a model runs where possible.
@@ -116,7 +135,9 @@ def evaluate(
         as_string("text_column", text_column)
         if not files:
             raise RequestError("`text_column` goes with `texts`")
-    require_flags(speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code)
+    require_flags(
+        speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code
+    )
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
     by_positions = _checked_positions(positions, position_windows, against=against is not None)
@@ -133,12 +154,18 @@ def evaluate(
         raise RequestError("unknown value of `backend`", found=backend, expected=" or ".join(VIAS))
     if backend == "own":
         require_no_code(trust_remote_code, '`backend="own"`')
-    models = open_models(folders, against, window, group, backend, trust_remote_code=trust_remote_code)
+    models = open_models(
+        folders, against, window, group, backend, trust_remote_code=trust_remote_code
+    )
     by_others = [model for model in models if model.checkpoint.config.run_by is not None]
     for name, value in (("tasks", tasks), ("speed", speed), ("positions", by_positions)):
         if value and by_others:
             path, run_by = by_others[0].checkpoint.path, by_others[0].checkpoint.config.run_by
-            raise RequestError(f"`{name}` needs a model that quantkit runs itself", path=path, found=f"run by {run_by}")
+            raise RequestError(
+                f"`{name}` needs a model that quantkit runs itself",
+                path=path,
+                found=f"run by {run_by}",
+            )
     for checkpoint in (model.checkpoint for model in models):
         dtypes = [*([torch.float32] if tasks else []), *([own_dtype(checkpoint)] if speed else [])]
         for dtype in dtypes:
@@ -157,48 +184,81 @@ def evaluate(
     closer: dict[str, TextDetails] = {}
     with open_tasks(tasks, data, progress=progress) as questions:
         for text, cut in zip(chosen, read, strict=True):
-            listeners = {model.name: Predictions() for model in models[1:]} if details and against is not None else {}
+            listeners = (
+                {model.name: Predictions() for model in models[1:]}
+                if details and against is not None
+                else {}
+            )
             states = None if against is None else hidden
             windows = [own for _, own in cut]
-            found = _over_fixed_windows(models, windows, states, list(listeners.values()), group, progress)
+            found = _over_fixed_windows(
+                models, windows, states, list(listeners.values()), group, progress
+            )
             if listeners:
                 closer[text.name] = text_details(listeners, windows[0], models[0].tokenizer)
             buckets, more = _by_position(models, text, by_positions, hidden, group, progress)
             notes += more
-            for measured, model, (tokens, _), figures, own in zip(measures, models, cut, found, buckets, strict=True):
+            for measured, model, (tokens, _), figures, own in zip(
+                measures, models, cut, found, buckets, strict=True
+            ):
                 perplexity, divergence, ratio_error = figures
                 documents = score_documents(
-                    model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
+                    model.checkpoint,
+                    model.tokenizer,
+                    text,
+                    model.rolling_window,
+                    group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
-                )  # fmt: skip
+                )
                 measured[text.name] = TextMeasures(
-                    tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
+                    tokens,
+                    documents,
+                    perplexity.value,
+                    divergence,
+                    perplexity.error,
+                    ratio_error,
+                    own,
                 )
         placed = where, allow_slow, group
-        answers = [_answers(model, questions, *placed, progress) if tasks else ({}, []) for model in models]
+        answers = [
+            _answers(model, questions, *placed, progress) if tasks else ({}, []) for model in models
+        ]
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
         paces[index] = decoding_speed(model.checkpoint, *placed)
     errors, kind = layer_errors([model.checkpoint.path for model in models])
-    packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []), *(["transformers"] if by_others else []))
+    packages = (
+        "quantkit",
+        "torch",
+        *(["lm_eval"] if tasks else []),
+        *(["transformers"] if by_others else []),
+    )
     return Evaluation(
         rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
         reference=None if against is None else models[0].name,
         texts={text.name: _facts(text) for text in chosen},
-        window=length if chosen else None, layer_error=kind, device=where.type,
-        versions={name: importlib.metadata.version(name) for name in packages}, notes=notes, details=closer,
-    )  # fmt: skip
+        window=length if chosen else None,
+        layer_error=kind,
+        device=where.type,
+        versions={name: importlib.metadata.version(name) for name in packages},
+        notes=notes,
+        details=closer,
+    )
 
 
 def _facts(text: Text) -> TextFacts:
-    return TextFacts(text.sha256, text.is_wikitext, text.in_template, len(text.documents), text.words, text.bytes)
+    return TextFacts(
+        text.sha256, text.is_wikitext, text.in_template, len(text.documents), text.words, text.bytes
+    )
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
     """The device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
-        raise RequestError("a device goes with tasks or speed; perplexity is computed on the CPU", found=name)
+        raise RequestError(
+            "a device goes with tasks or speed; perplexity is computed on the CPU", found=name
+        )
     if group.size > 1 and name not in (None, "cpu"):
         raise RequestError("processes that share a model measure it on the CPU", found=name)
     return usable_device(name) if used and group.size == 1 else torch.device("cpu")
@@ -215,11 +275,15 @@ def _sources(texts: object) -> _Sources:
     found: dict[str, Path | Iterable[object]] = {}
     for name, one in texts.items():
         documents = is_several(one) and not isinstance(one, str)
-        found[as_string("texts", name)] = one if documents else as_path("texts", one, hint="text goes in a list")
+        found[as_string("texts", name)] = (
+            one if documents else as_path("texts", one, hint="text goes in a list")
+        )
     return found
 
 
-def _texts(sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool) -> list[Text]:
+def _texts(
+    sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
+) -> list[Text]:
     """The texts by distinct names."""
     if isinstance(sources, dict):
         texts = [read_text(source, column, chat, name) for name, source in sources.items()]
@@ -233,16 +297,24 @@ def _texts(sources: _Sources, column: str | None, chat: ModelChat, *, use_excerp
     if texts or not use_excerpt:
         return texts
     raw = EXCERPT.read_bytes()
-    note = f"No text was given: measured on the excerpt that ships with quantkit, {len(raw)} bytes of speeches."
+    note = (
+        f"No text was given: measured on the excerpt that ships with quantkit, {len(raw)} bytes of"
+        " speeches."
+    )
     return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt(), notes=(note,))]
 
 
 def _over_fixed_windows(
-    models: Sequence[Model], windows: Sequence[Tensor], hidden: Hidden | None, listeners: Sequence[Listener],
-    group: ProcessGroup, progress: Progress,
-) -> list[tuple[Estimate, Divergence | None, float | None]]:  # fmt: skip
-    """Each model's token perplexity; with `hidden`, of all but the first also the divergence from the first, and the
-    error of the ratio of perplexities."""
+    models: Sequence[Model],
+    windows: Sequence[Tensor],
+    hidden: Hidden | None,
+    listeners: Sequence[Listener],
+    group: ProcessGroup,
+    progress: Progress,
+) -> list[tuple[Estimate, Divergence | None, float | None]]:
+    """Each model's token perplexity; with `hidden`, of all but the first also the divergence from
+    the first, and the error of the ratio of perplexities.
+    """
     if hidden is None:
         alone = []
         for model, own in zip(models, windows, strict=True):
@@ -251,11 +323,19 @@ def _over_fixed_windows(
         return [(one, None, None) for one in alone]
     reference, *others = (model.checkpoint for model in models)
     found = compare(
-        reference, others, windows[0], reference_hidden=hidden, listeners=listeners, group=group,
+        reference,
+        others,
+        windows[0],
+        reference_hidden=hidden,
+        listeners=listeners,
+        group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
-    )  # fmt: skip
+    )
     first = Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)
-    rest = ((Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found)
+    rest = (
+        (Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error)
+        for one in found
+    )
     return [(first, None, None), *rest]
 
 
@@ -263,10 +343,16 @@ _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
 def _answers(
-    model: Model, questions: Sequence[Any], device: torch.device, allow_slow: bool, group: ProcessGroup,
+    model: Model,
+    questions: Sequence[Any],
+    device: torch.device,
+    allow_slow: bool,
+    group: ProcessGroup,
     progress: Progress,
-) -> _Answers:  # fmt: skip
-    """A model's scores in the tasks, and the backends of its quantized layers there; frees the model."""
+) -> _Answers:
+    """A model's scores in the tasks, and the backends of its quantized layers there; frees the
+    model.
+    """
     report = in_phase(progress, f"{model.name}: tasks")
     report("tasks", 0, len(questions), "tasks")
     lm = as_lm(model, device=device, allow_slow=allow_slow, group=group, progress=report)
@@ -274,20 +360,35 @@ def _answers(
 
 
 def _row(
-    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None, errors: dict[str, float]
+    model: Model,
+    texts: dict[str, TextMeasures],
+    answers: _Answers,
+    speed: Speed | None,
+    errors: dict[str, float],
 ) -> Row:
     found = inspect(model.checkpoint.path, tensors_only=not model.checkpoint.config.runnable)
     return Row(
-        name=model.name, megabytes=found.weight_bytes / 1e6, bits_per_weight=found.bits_per_weight,
-        rolling_window=model.rolling_window, prefix=prefix_token(model.tokenizer, model.checkpoint),
+        name=model.name,
+        megabytes=found.weight_bytes / 1e6,
+        bits_per_weight=found.bits_per_weight,
+        rolling_window=model.rolling_window,
+        prefix=prefix_token(model.tokenizer, model.checkpoint),
         adds_bos=prompt_start(model.tokenizer) == [model.tokenizer.bos_id],
-        texts=texts, tasks=answers[0], task_backends=answers[1], speed=speed, layer_errors=errors,
+        texts=texts,
+        tasks=answers[0],
+        task_backends=answers[1],
+        speed=speed,
+        layer_errors=errors,
         method=method_of(model.checkpoint.path),
-    )  # fmt: skip
+    )
 
 
-def _checked_positions(positions: object, windows: object, *, against: bool) -> tuple[int, int | None] | None:
-    """The validated tokens of a window and number of windows; None if no positions are requested."""
+def _checked_positions(
+    positions: object, windows: object, *, against: bool
+) -> tuple[int, int | None] | None:
+    """The validated tokens of a window and number of windows; None if no positions are
+    requested.
+    """
     if positions is None:
         if windows is not None:
             raise RequestError("`position_windows` goes with `positions`")
@@ -300,19 +401,32 @@ def _checked_positions(positions: object, windows: object, *, against: bool) -> 
 
 
 def _by_position(
-    models: Sequence[Model], text: Text, requested: tuple[int, int | None] | None, hidden: Hidden, group: ProcessGroup,
+    models: Sequence[Model],
+    text: Text,
+    requested: tuple[int, int | None] | None,
+    hidden: Hidden,
+    group: ProcessGroup,
     progress: Progress,
-) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:  # fmt: skip
-    """The divergence by position of each model, none of the reference, which is the first; and notes."""
+) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:
+    """The divergence by position of each model, none of the reference, which is the first; and
+    notes.
+    """
     if requested is None:
         return [{} for _ in models], []
     reference, *others = (model.checkpoint for model in models)
     tokenizer, (length, count) = models[0].tokenizer, requested
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
-    windows, notes = position_windows(text.name, ids, prompt_start(tokenizer), length, context, count)
+    windows, notes = position_windows(
+        text.name, ids, prompt_start(tokenizer), length, context, count
+    )
     report = in_phase(progress, f"{text.name}: divergence by position")
-    found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=report)
+    found = divergence_by_position(
+        reference, others, windows, reference_hidden=hidden, group=group, progress=report
+    )
     if count is not None and len(windows) < count:
-        notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were requested by position")
+        notes.append(
+            f"'{text.name}' has {len(windows)} of the {count} windows that were requested by"
+            " position"
+        )
     return [{}, *found], notes

@@ -1,4 +1,6 @@
-"""The models of an evaluation, the windows they are run on, and a cache of what the reference computes there."""
+"""The models of an evaluation, the windows they are run on, and a cache of what the reference
+computes there.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ ROLLING_WINDOW = 8192
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint, opened, with the tokenizer it is measured with, and the longest rolling window in tokens."""
+    """A checkpoint, opened, with the tokenizer it is measured with, and the longest rolling
+    window in tokens.
+    """
 
     name: str
     checkpoint: Checkpoint
@@ -52,13 +56,20 @@ class Model:
 
 
 def open_models(
-    paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE,
-    backend: Via | None = None, *, trust_remote_code: bool = False,
-) -> list[Model]:  # fmt: skip
-    """All models, the reference first and once, by their given names or the shortest distinct ends of their paths;
-    folders may be given as ``NAME=PATH``; `backend` and `trust_remote_code` are as for `open_to_run`. Raises
-    `RequestError` if there is none but the reference, two have one name, the window exceeds a context, or processes
-    cannot share a model, and `QuantkitError` if one cannot be opened."""
+    paths: Sequence[str | Path],
+    against: str | Path | None,
+    window: int | None,
+    group: ProcessGroup = SINGLE,
+    backend: Via | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> list[Model]:
+    """All models, the reference first and once, by their given names or the shortest distinct ends
+    of their paths; folders may be given as ``NAME=PATH``; `backend` and `trust_remote_code` are as
+    for `open_to_run`. Raises `RequestError` if there is none but the reference, two have one name,
+    the window exceeds a context, or processes cannot share a model, and `QuantkitError` if one
+    cannot be opened.
+    """
     requested = named(paths)
     if against is not None:
         name, path = named([against])[0]
@@ -70,7 +81,9 @@ def open_models(
     ends = short_names([path for _, path in requested])
     names = [name or end for (name, _), end in zip(requested, ends, strict=True)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
+        raise RequestError(
+            "two models have one name", found=twice[0], hint="give each another, as NAME=PATH"
+        )
     models = []
     for name, (_, path) in zip(names, requested, strict=True):
         checkpoint = open_to_run(path, via=backend, trust_remote_code=trust_remote_code)
@@ -78,11 +91,15 @@ def open_models(
             require_runnable(checkpoint)
             require_shareable(checkpoint, group)
         elif group.size > 1:
-            raise RequestError("several processes cannot share a model that transformers runs", path=path)
+            raise RequestError(
+                "several processes cannot share a model that transformers runs", path=path
+            )
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             expected = f"2 to {context} tokens"
-            raise RequestError("windows do not fit the model", path=path, found=window, expected=expected)
+            raise RequestError(
+                "windows do not fit the model", path=path, found=window, expected=expected
+            )
         rolling = window or min(context, ROLLING_WINDOW)
         models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
     return models
@@ -90,27 +107,37 @@ def open_models(
 
 def backend_names(model: Decoder) -> list[str]:
     """Backends of a model's quantized layers; empty without quantized layers."""
-    return sorted({module.backend.name for module in model.modules() if isinstance(module, QuantLinear)})
+    return sorted(
+        {module.backend.name for module in model.modules() if isinstance(module, QuantLinear)}
+    )
 
 
-def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> list[tuple[int, Tensor]]:
-    """A text as each model reads it: the number of its tokens, and the text as one stream, cut into windows
-    [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if `same` is set and they do not all read
-    the same tokens, or if there are less than two tokens."""
+def streams(
+    models: Sequence[Model], text: Text, length: int, *, same: bool
+) -> list[tuple[int, Tensor]]:
+    """A text as each model reads it: the number of its tokens, and the text as one stream, cut into
+    windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if `same` is
+    set and they do not all read the same tokens, or if there are less than two tokens.
+    """
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
-    if same and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):
-        raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
+    if same and (
+        odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]
+    ):
+        raise RequestError(
+            f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens"
+        )
     if min(len(one) for one in ids) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")
     return [(len(one), text_windows(one, [], length)) for one in ids]
 
 
 class StateCache:
-    """`final_hidden` with a cache on disk: one file for each checkpoint and tokens. Logits, which the head computes
-    from these states, are larger by the ratio of vocabulary to width.
+    """`final_hidden` with a cache on disk: one file for each checkpoint and tokens. Logits, which
+    the head computes from these states, are larger by the ratio of vocabulary to width.
 
-    The key of a file consists of everything its states depend on: the checkpoint's files (path, name, size, time), the
-    tokens and their positions, and the versions of quantkit, torch and what else runs the model.
+    The key of a file consists of everything its states depend on: the checkpoint's files (path,
+    name, size, time), the tokens and their positions, and the versions of quantkit, torch and what
+    else runs the model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,14 +147,21 @@ class StateCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(
-        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
+        self,
+        checkpoint: Checkpoint,
+        batches: Sequence[Batch],
+        *,
+        group: ProcessGroup = SINGLE,
         progress: Progress = silent,
-    ) -> list[Tensor]:  # fmt: skip
-        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them. Raises
-        `DestinationError` if they cannot be written."""
+    ) -> list[Tensor]:
+        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them.
+        Raises `DestinationError` if they cannot be written.
+        """
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
-        wanted = [(f"{key}.{index}", tuple(batch.tokens.shape)) for index, batch in enumerate(batches)]
+        wanted = [
+            (f"{key}.{index}", tuple(batch.tokens.shape)) for index, batch in enumerate(batches)
+        ]
         with contextlib.suppress(CheckpointError):  # it is not complete
             if path.is_file():
                 file = open_file(path)
@@ -155,10 +189,19 @@ class StateCache:
 
 def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
     files = [*checkpoint.files(), *code_files(checkpoint)]
-    facts = [str(checkpoint.path.resolve()), manifest.identity(files), __version__, torch.__version__]
+    facts = [
+        str(checkpoint.path.resolve()),
+        manifest.identity(files),
+        __version__,
+        torch.__version__,
+    ]
     if checkpoint.config.run_by is not None:
         facts.append(checkpoint.config.run_by)
     digest = hashlib.sha256(json.dumps(facts).encode())
     for batch in batches:
-        digest.update(json.dumps([list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]).encode())
+        digest.update(
+            json.dumps(
+                [list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]
+            ).encode()
+        )
     return digest.hexdigest()

@@ -1,4 +1,6 @@
-"""An evaluation as a picture: what quantization costs by bits a weight, and each model's worst layers."""
+"""An evaluation as a picture: what quantization costs by bits a weight, and each model's worst
+layers.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ class _Point(NamedTuple):
 
 
 def picture(found: Evaluation, kind: str = "png") -> bytes:
-    """KL from the reference, or without one word perplexity, by bits per weight; below it the worst layers of up to
-    three models that quantkit quantized by one method.
+    """KL from the reference, or without one word perplexity, by bits per weight; below it the worst
+    layers of up to three models that quantkit quantized by one method.
 
-    `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or if there are neither
-    models to compare on a text nor manifests with comparable errors of layers.
+    `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or
+    if there are neither models to compare on a text nor manifests with comparable errors of layers.
     """
     points, rows = _points(found), [row for row in found.rows if row.layer_errors]
     if not _drawn_by_layers([row.method for row in rows]):
@@ -70,8 +72,9 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
 
 
 def require_drawable(models: Sequence[Path]) -> None:
-    """Check that there are errors of layers to draw if the models are not compared on a text. Raises `RequestError` if
-    there are none, and `QuantkitError` if a model cannot be opened."""
+    """Check that there are errors of layers to draw if the models are not compared on a text.
+    Raises `RequestError` if there are none, and `QuantkitError` if a model cannot be opened.
+    """
     folders = [open_checkpoint(model).path for model in models]
     measured = zip(folders, layer_errors(folders)[0], strict=True)
     if not _drawn_by_layers([method_of(folder) for folder, errors in measured if errors]):
@@ -81,14 +84,17 @@ def require_drawable(models: Sequence[Path]) -> None:
 def _drawn_by_layers(methods: Sequence[str]) -> bool:
     """Whether the layers of models are drawn that were quantized by these methods.
 
-    GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
-    weights would suggest the opposite of what is lost.
+    GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding,
+    the errors of its weights would suggest the opposite of what is lost.
     """
     return 0 < len(methods) <= _MAX_PANELS and len(set(methods)) == 1
 
 
 def _nothing_to_draw() -> RequestError:
-    expected = f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one method"
+    expected = (
+        f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one"
+        " method"
+    )
     return RequestError("nothing to draw", expected=expected)
 
 
@@ -97,7 +103,13 @@ def _points(found: Evaluation) -> list[_Point]:
     if found.reference is None and len(found.rows) < 2:
         return []
     return [
-        _Point(found.rows[index], cost.value, cost.error, f"C{index % 10}", _MARKS[number % len(_MARKS)])
+        _Point(
+            found.rows[index],
+            cost.value,
+            cost.error,
+            f"C{index % 10}",
+            _MARKS[number % len(_MARKS)],
+        )
         for number, index, cost in found.costs()
         if cost.value > 0
     ]
@@ -109,17 +121,28 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     for point in points:
         bar = None
         if point.error is not None and math.isfinite(point.error):
-            bar = [[min(point.error, 0.9 * point.cost)], [point.error]]  # above 0 for a logarithmic axis
+            bar = [
+                [min(point.error, 0.9 * point.cost)],
+                [point.error],
+            ]  # above 0 for a logarithmic axis
         axes.errorbar(
-            point.row.bits_per_weight, point.cost, yerr=bar, fmt=point.mark, color=point.color, markersize=6,
-            capsize=2.5, elinewidth=1,
-        )  # fmt: skip
+            point.row.bits_per_weight,
+            point.cost,
+            yerr=bar,
+            fmt=point.mark,
+            color=point.color,
+            markersize=6,
+            capsize=2.5,
+            elinewidth=1,
+        )
     costs, bits = [point.cost for point in points], [point.row.bits_per_weight for point in points]
     if found.reference is not None or max(costs) > _LOG_RATIO * min(costs):
         axes.set_yscale("log")
         axes.set_ylim(min(costs) / 1.8, max(costs) * 1.8)
         wide = max(costs) / min(costs) > 100
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
+        axes.yaxis.set_major_locator(
+            ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12)
+        )
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     else:
@@ -128,16 +151,30 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     axes.set_xlim(max(0, min(bits) - room), max(bits) + room)
     axes.minorticks_off()
     axes.set_xlabel("bits per weight", fontsize=_SIZE)
-    axes.set_ylabel("word perplexity" if found.reference is None else "KL per token, nats", fontsize=_SIZE)
+    axes.set_ylabel(
+        "word perplexity" if found.reference is None else "KL per token, nats", fontsize=_SIZE
+    )
     if found.reference is not None:
-        name, bits_per_weight = shorten(found.reference, _MAX_LABEL), significant(found.rows[0].bits_per_weight)
-        axes.set_title(f"KL from {name} ({bits_per_weight} bits a weight)", fontsize=_SIZE + 1, parse_math=False)
+        name, bits_per_weight = (
+            shorten(found.reference, _MAX_LABEL),
+            significant(found.rows[0].bits_per_weight),
+        )
+        axes.set_title(
+            f"KL from {name} ({bits_per_weight} bits a weight)",
+            fontsize=_SIZE + 1,
+            parse_math=False,
+        )
     axes.tick_params(labelsize=_SIZE)
     if len(found.texts) > 1:
         labels = [shorten(text, _MAX_LABEL).lstrip("_") for text in found.texts]
         style = {"linestyle": "", "color": "0.4"}
-        marks = [lines.Line2D([], [], marker=mark, label=label, **style) for label, mark in zip(labels, cycle(_MARKS))]
-        axes.legend(handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1)
+        marks = [
+            lines.Line2D([], [], marker=mark, label=label, **style)
+            for label, mark in zip(labels, cycle(_MARKS))
+        ]
+        axes.legend(
+            handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1
+        )
     style_axes(axes, "both")
 
 
@@ -158,16 +195,37 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
             continue
         named.add(name)
         label = axes.annotate(
-            shorten(name, _MAX_LABEL), (point.row.bits_per_weight, point.cost), (0, 0), textcoords="offset points",
-            fontsize=_SIZE - 1, color=point.color, parse_math=False, va="bottom",
-            arrowprops={"arrowstyle": "-", "color": point.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4},
-        )  # fmt: skip
+            shorten(name, _MAX_LABEL),
+            (point.row.bits_per_weight, point.cost),
+            (0, 0),
+            textcoords="offset points",
+            fontsize=_SIZE - 1,
+            color=point.color,
+            parse_math=False,
+            va="bottom",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": point.color,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+            },
+        )
         size = box(optional("matplotlib.text").Text.get_window_extent(label, renderer).padded(1))
         distances = [distance * pixels for distance in _LABEL_DISTANCES]
         width, height = size.right - size.left, size.high - size.low
-        found = place_label(tuple(place), (width, height), distances, box(axes.get_window_extent(renderer)), taken)
-        label.set_position(((found.left + 1 - place[0]) / pixels, (found.low + 1 - place[1]) / pixels))
-        gap = max(found.left - place[0], place[0] - found.right, found.low - place[1], place[1] - found.high)
+        found = place_label(
+            tuple(place), (width, height), distances, box(axes.get_window_extent(renderer)), taken
+        )
+        label.set_position(
+            ((found.left + 1 - place[0]) / pixels, (found.low + 1 - place[1]) / pixels)
+        )
+        gap = max(
+            found.left - place[0],
+            place[0] - found.right,
+            found.low - place[1],
+            place[1] - found.high,
+        )
         label.arrow_patch.set_visible(gap > distances[0] + 1)
 
 
@@ -179,13 +237,17 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
         worst = list(row.layer_errors.items())[:_NUM_WORST][::-1]
         axes.barh(range(len(worst)), [100 * error for _, error in worst], color="0.55", height=0.7)
         names = [name.removeprefix("model.layers.").replace(".", " ", 1) for name, _ in worst]
-        axes.set_yticks(range(len(worst)), [shorten(name, _MAX_LABEL) for name in names], fontsize=_SMALL - 0.5)
+        axes.set_yticks(
+            range(len(worst)), [shorten(name, _MAX_LABEL) for name in names], fontsize=_SMALL - 0.5
+        )
         axes.set_ylim(-0.6, _NUM_WORST - 0.4)
         axes.set_xlim(0, 105 * largest)
         axes.tick_params(axis="x", labelsize=_SMALL)
         axes.tick_params(axis="y", length=0)
         width = 72 // len(rows)
-        title = "\n".join(textwrap.wrap(shorten(row.name, 2 * width), width, break_on_hyphens=False))
+        title = "\n".join(
+            textwrap.wrap(shorten(row.name, 2 * width), width, break_on_hyphens=False)
+        )
         axes.set_title(title, fontsize=_SIZE - 0.5, parse_math=False)
         style_axes(axes, "x")
     part.supxlabel(f"worst {_NUM_WORST} layers: relative error of the {kind}, %", fontsize=_SIZE)
@@ -193,7 +255,9 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure, sizes in inches. Raises `RequestError` if matplotlib is not installed."""
-    return optional("matplotlib.figure").Figure(figsize=(width, height), dpi=150, layout="constrained")
+    return optional("matplotlib.figure").Figure(
+        figsize=(width, height), dpi=150, layout="constrained"
+    )
 
 
 def picture_bytes(figure: Any, kind: str) -> bytes:
@@ -239,14 +303,22 @@ class Box:
 
 
 def place_label(
-    point: tuple[float, float], size: tuple[float, float], distances: Iterable[float], within: Box, taken: list[Box]
+    point: tuple[float, float],
+    size: tuple[float, float],
+    distances: Iterable[float],
+    within: Box,
+    taken: list[Box],
 ) -> Box:
-    """The box for a label of this width and height, at one of the distances from a point, that overlaps `taken` the
-    least and stays within an area if it can. If several do, the nearest is used. It is added to `taken`."""
+    """The box for a label of this width and height, at one of the distances from a point, that
+    overlaps `taken` the least and stays within an area if it can. If several do, the nearest is
+    used. It is added to `taken`.
+    """
 
     def cost(box: Box) -> float:
         outside = size[0] * size[1] - box.overlap(within)
-        return round(sum(box.overlap(other) for other in taken) + 10 * outside, 3)  # equal where only floats differ
+        return round(
+            sum(box.overlap(other) for other in taken) + 10 * outside, 3
+        )  # equal where only floats differ
 
     candidates = []
     for distance, (right, up) in product(distances, _DIRECTIONS):

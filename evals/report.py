@@ -20,7 +20,8 @@ _DIGITS = 4
 """Of perplexities, as in papers: they are exact for this text, and have no error."""
 _QUANTILE_DIGITS = 2
 _ERRORS = (
-    "± is one standard error for these tokens as a sample of their text; another text may differ by several times that."
+    "± is one standard error for these tokens as a sample of their text; another text may differ by"
+    " several times that."
 )
 _TASK_ERRORS = "Tasks: ± is one standard error over the questions."
 _SIZE: tuple[_Column, ...] = (
@@ -29,25 +30,40 @@ _SIZE: tuple[_Column, ...] = (
     ("bits/weight", lambda row: f"{row.bits_per_weight:.2f}"),
 )
 _KEYS = {
-    "MB": "size_mb", "bits/weight": "bits_per_weight", "bits/byte": "bits_per_byte", "KL, nats/token": "kl",
-    "KL median": "kl_median", "KL 99 %": "kl_p99", "top-1, %": "top1", "tok/s": "tokens_per_second",
-}  # fmt: skip
+    "MB": "size_mb",
+    "bits/weight": "bits_per_weight",
+    "bits/byte": "bits_per_byte",
+    "KL, nats/token": "kl",
+    "KL median": "kl_median",
+    "KL 99 %": "kl_p99",
+    "top-1, %": "top1",
+    "tok/s": "tokens_per_second",
+}
 """Heads of columns for programs, where the usual ones have units or signs."""
 
 
 def markdown(found: Evaluation) -> str:
     """The whole report."""
-    lines = ["# Evaluation", "", *render(tables(found), "markdown"), "", "## How it was measured", ""]
+    lines = [
+        "# Evaluation",
+        "",
+        *render(tables(found), "markdown"),
+        "",
+        "## How it was measured",
+        "",
+    ]
     return "\n".join([*lines, *(f"- {line}" for line in method(found)), ""])
 
 
 def tables(found: Evaluation) -> list[Table]:
-    """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
+    """A table for each text, a row per model, tasks and speed in the first; then those of
+    divergence.
+    """
     rest, task_note = _task_and_speed_columns(found), _TASK_ERRORS if found.rows[0].tasks else ""
     made = []
     for text in found.texts:
-        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}".rstrip()
-        made.append(_table(title, found.rows, [*_SIZE, *_text_columns(text), *rest]))
+        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}"
+        made.append(_table(title.rstrip(), found.rows, [*_SIZE, *_text_columns(text), *rest]))
         rest, task_note = [], ""
     if not found.texts:
         made.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
@@ -67,7 +83,9 @@ def side_by_side(found: Evaluation) -> list[Table]:
         rest = []
     if means := _means(found):
         head = "model", "KL, nats/token", "top-1, %", "ppl ratio"
-        rows: list[tuple[str, ...]] = [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]
+        rows: list[tuple[str, ...]] = [
+            (name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means
+        ]
         made.append(Table(f"Mean of {len(found.texts)} texts", head, rows))
     return made or [_table(None, found.rows, [*_SIZE, *rest])]
 
@@ -84,14 +102,21 @@ def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     if text is not None:
         divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
         columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
-        columns = [columns[0], ("text", lambda row: text), *columns[1:], *_position_columns(found, text)]
+        columns = [
+            columns[0],
+            ("text", lambda row: text),
+            *columns[1:],
+            *_position_columns(found, text),
+        ]
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
 def _counted(found: Evaluation, text: str) -> str:
     """A text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in found.rows}
-    return f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
+    return (
+        f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
+    )
 
 
 def _text_columns(text: str) -> list[_Column]:
@@ -112,8 +137,9 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
     made = [part(text) for text in found.texts]
     texts = ", ".join(_counted(found, text) for text in found.texts)
     title = (
-        f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model), its median and 99th"
-        f" percentile; tokens whose likeliest is the same; ratio of token ppl. {_ERRORS}"
+        f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model),"
+        " its median and 99th percentile; tokens whose likeliest is the same; ratio of token ppl."
+        f" {_ERRORS}"
         + (" That of a mean is from the spread between the texts." if len(found.texts) > 2 else "")
     )
     return Table(title, made[0].head, [*(row for one in made for row in one.rows), *_means(found)])
@@ -122,16 +148,24 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
 def _means(found: Evaluation) -> list[tuple[str, ...]]:
     """Rows of the divergence table, of three texts or more."""
     return [
-        (row.name, f"mean of {len(found.texts)}", str(over.kl), NONE, NONE, str(over.top1_agreement.times(100)),
-         str(over.perplexity_ratio))
+        (
+            row.name,
+            f"mean of {len(found.texts)}",
+            str(over.kl),
+            NONE,
+            NONE,
+            str(over.top1_agreement.times(100)),
+            str(over.perplexity_ratio),
+        )
         for row in found.rows
         if (over := found.over_texts(row)) is not None
-    ]  # fmt: skip
+    ]
 
 
 def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
-    """Figures of models compared with the reference; the reference's cells are empty. `share` is the value of all
-    tokens in the column of top-1 agreement."""
+    """Figures of models compared with the reference; the reference's cells are empty. `share` is
+    the value of all tokens in the column of top-1 agreement.
+    """
 
     def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
         def cell(row: Row) -> str:
@@ -142,13 +176,20 @@ def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> 
 
     def ratio(row: Row) -> str:
         value, error = found.perplexity_ratio(row, text), row.texts[text].perplexity_ratio_error
-        return NONE if value is None or row.texts[text].divergence is None else str(Estimate(value, error))
+        return (
+            NONE
+            if value is None or row.texts[text].divergence is None
+            else str(Estimate(value, error))
+        )
 
     return [
         column("KL, nats/token", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
         column("KL median", lambda apart: significant(apart.kl_median, _QUANTILE_DIGITS)),
         column("KL 99 %", lambda apart: significant(apart.kl_p99, _QUANTILE_DIGITS)),
-        column("top-1, %", lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(share))),
+        column(
+            "top-1, %",
+            lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(share)),
+        ),
         ("ppl ratio", ratio),
     ]
 
@@ -158,18 +199,31 @@ def _task_and_speed_columns(found: Evaluation) -> list[_Column]:
         return str(row.tasks[task].estimate)
 
     columns: list[_Column] = []
-    columns += [(f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()]
+    columns += [
+        (f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()
+    ]
     if found.rows[0].speed is not None:
-        columns.append(("tok/s", lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second)))
+        columns.append(
+            (
+                "tok/s",
+                lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second),
+            )
+        )
     return columns
 
 
 def _table(title: str | None, rows: Sequence[Row], columns: Sequence[_Column]) -> Table:
-    return Table(title, tuple(head for head, _ in columns), [tuple(cell(row) for _, cell in columns) for row in rows])
+    return Table(
+        title,
+        tuple(head for head, _ in columns),
+        [tuple(cell(row) for _, cell in columns) for row in rows],
+    )
 
 
 def method(evaluation: Evaluation) -> list[str]:
-    """Lines of Markdown: units, errors, BOS, windows, strides, hashes of texts, dtypes and backends."""
+    """Lines of Markdown: units, errors, BOS, windows, strides, hashes of texts, dtypes and
+    backends.
+    """
 
     def each(describe: Callable[..., str], *args: str) -> str:
         """What all models share, or what each has."""
@@ -180,19 +234,32 @@ def method(evaluation: Evaluation) -> list[str]:
             return next(iter(names))
         return "; ".join(f"{', '.join(models)}: {value}" for value, models in names.items())
 
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(Path(__file__).with_name("method.jinja").read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(
+        Path(__file__).with_name("method.jinja").read_text(encoding="utf-8")
+    )
     text = template.render(
-        evaluation=evaluation, each=each, windows_by_position=_windows_by_position(evaluation), runs=RUNS,
+        evaluation=evaluation,
+        each=each,
+        windows_by_position=_windows_by_position(evaluation),
+        runs=RUNS,
         device={"cpu": "the CPU", "cuda": "a GPU"}.get(evaluation.device, evaluation.device),
-        new_tokens=NEW_TOKENS, prompt_tokens=PROMPT,
-    )  # fmt: skip
+        new_tokens=NEW_TOKENS,
+        prompt_tokens=PROMPT,
+    )
     return [line for line in text.split("\n") if line]
 
 
 def position_tables(found: Evaluation) -> dict[str, Table]:
-    """A table by text: a row per model and bucket, and one with the change of divergence with the position."""
-    return {text: _position_table(found, text, *extent) for text, extent in _windows_by_position(found).items()}
+    """A table by text: a row per model and bucket, and one with the change of divergence with
+    the position.
+    """
+    return {
+        text: _position_table(found, text, *extent)
+        for text, extent in _windows_by_position(found).items()
+    }
 
 
 def _position_table(found: Evaluation, text: str, length: int, windows: int) -> Table:
@@ -200,23 +267,34 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
     for row in found.rows:
         if caches := row.texts[text].positions:
             for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
-                cells = [cell for one in buckets for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}")]
+                cells = [
+                    cell
+                    for one in buckets
+                    for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}")
+                ]
                 rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
-            rises = [NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES]
+            rises = [
+                NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES
+            ]
             rows.append((row.name, "last / first", NONE, rises[0], NONE, rises[1], NONE))
     title = (
         f"By position, against {found.reference}, on {text} ({windows} x {length} tokens):"
-        f" KL({found.reference} || model) in nats/token, and tokens whose likeliest is the same, with keys and values"
-        f" in a float and in an int8 cache ({found.reference}'s are floats). last / first is the KL of the last"
-        " positions over that of the first: above 1, divergence rises with the position."
+        f" KL({found.reference} || model) in nats/token, and tokens whose likeliest is the same,"
+        f" with keys and values in a float and in an int8 cache ({found.reference}'s are floats)."
+        " last / first is the KL of the last positions over that of the first: above 1, divergence"
+        " rises with the position."
     )
     heads = [head for cache in CACHES for head in (f"KL, {cache} cache", "top-1, %")]
     return Table(title, ("model", "positions", "tokens", *heads), rows)
 
 
 def _position_columns(found: Evaluation, text: str) -> list[_Column]:
-    """For programs, columns for each bucket and cache of all texts; cells of a text without the bucket are empty."""
-    every = (of_text.positions.get(FLOAT, []) for row in found.rows for of_text in row.texts.values())
+    """For programs, columns for each bucket and cache of all texts; cells of a text without the
+    bucket are empty.
+    """
+    every = (
+        of_text.positions.get(FLOAT, []) for row in found.rows for of_text in row.texts.values()
+    )
     buckets = {(one.start, one.stop): one.name for some in every for one in some}
 
     def cell(cache: str, name: str, field: str, row: Row) -> str:

@@ -23,8 +23,9 @@ _MIN_TEXTS = 3
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that was measured on. WikiText is detokenized, conversations are in the chat template of the first model
-    (`in_template`), others are read as they are; counts are of the raw text."""
+    """A text that was measured on. WikiText is detokenized, conversations are in the chat template
+    of the first model (`in_template`), others are read as they are; counts are of the raw text.
+    """
 
     sha256: str
     is_wikitext: bool
@@ -44,9 +45,11 @@ class TextMeasures:
         token_perplexity: over fixed windows.
         divergence: from the reference, over the same windows; None for the reference itself.
         token_perplexity_error: its standard error, with the text's tokens as a sample.
-        perplexity_ratio_error: the same for the ratio of token perplexities; None for the reference itself.
-        positions: the divergence from the reference by position, with keys and values in a "float" cache and in an
-            "int8" one; the reference has a float cache both times. Empty if not requested, and for the reference.
+        perplexity_ratio_error: the same for the ratio of token perplexities; None for the reference
+            itself.
+        positions: the divergence from the reference by position, with keys and values in a "float"
+            cache and in an "int8" one; the reference has a float cache both times. Empty if not
+            requested, and for the reference.
     """
 
     tokens: int
@@ -60,8 +63,9 @@ class TextMeasures:
 
 @dataclass(frozen=True)
 class OverTexts:
-    """A model's distance from the reference as the mean of its texts, with equal weights; the ratio is the geometric
-    mean. Errors are from the spread between the texts."""
+    """A model's distance from the reference as the mean of its texts, with equal weights; the ratio
+    is the geometric mean. Errors are from the spread between the texts.
+    """
 
     kl: Estimate
     top1_agreement: Estimate
@@ -79,9 +83,10 @@ class Row:
         prefix: the token that a document's first is predicted from.
         adds_bos: whether the tokenizer begins a text with BOS.
         texts, tasks: measures by name.
-        task_backends: backends of the quantized layers in the tasks; empty without quantized layers.
-        layer_errors: relative errors of its quantized layers by name, worst first, from its manifest; of their outputs,
-            if all manifests with errors have those.
+        task_backends: backends of the quantized layers in the tasks; empty without quantized
+            layers.
+        layer_errors: relative errors of its quantized layers by name, worst first, from its
+            manifest; of their outputs, if all manifests with errors have those.
         method: how it was quantized, ``rtn`` or ``gptq``; empty if its manifest does not state it.
     """
 
@@ -108,7 +113,8 @@ class Evaluation:
         reference: its name.
         texts: what was measured on, by name.
         window: the fixed windows' length in tokens; None where no text was measured on.
-        layer_error: which errors of layers the rows have: ``output_error`` or ``relative_error``; empty where none.
+        layer_error: which errors of layers the rows have: ``output_error`` or ``relative_error``;
+            empty where none.
         device: on which tasks ran and speed was measured.
         versions: of the packages used.
         notes: remarks on the figures.
@@ -132,19 +138,25 @@ class Evaluation:
             RequestError: if nothing was measured on a text of this name.
         """
         if text not in self.texts:
-            raise RequestError("no such text was measured on", found=shown(text), expected=", ".join(self.texts))
+            raise RequestError(
+                "no such text was measured on", found=shown(text), expected=", ".join(self.texts)
+            )
         if self.reference is None:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
 
     def costs(self) -> Iterator[tuple[int, int, Estimate]]:
-        """By the indices of text and row: KL from the reference or, without one, word perplexity; finite ones only."""
+        """By the indices of text and row: KL from the reference or, without one, word
+        perplexity; finite ones only.
+        """
         for number, text in enumerate(self.texts):
             for index, measures in enumerate(row.texts[text] for row in self.rows):
                 cost = Estimate(measures.documents.word_perplexity)
                 if self.reference is not None:
                     apart = measures.divergence
-                    cost = Estimate(math.nan) if apart is None else Estimate(apart.kl, apart.kl_error)
+                    cost = (
+                        Estimate(math.nan) if apart is None else Estimate(apart.kl, apart.kl_error)
+                    )
                 if math.isfinite(cost.value):
                     yield number, index, cost
 
@@ -156,7 +168,8 @@ class Evaluation:
         return render(tables(self), "terminal")
 
     def to_html(self) -> str:
-        """A page that needs nothing else: tables, charts, and texts with their tokens coloured by divergence.
+        """A page that needs nothing else: tables, charts, and texts with their tokens coloured by
+        divergence.
 
         The texts are included only if `evaluate` was called with `details` and a reference.
         """
@@ -169,13 +182,18 @@ class Evaluation:
         found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
         if len(found) < _MIN_TEXTS:
             return None
-        ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
+        ratios = [
+            ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None
+        ]
         logarithms = [math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]
         kl, top1 = _mean([one.kl for one in found]), _mean([one.top1_agreement for one in found])
         return OverTexts(kl, top1, _mean(logarithms).exp())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with None for infinite ones. The last model's ``layer_errors`` are at the top level too."""
+        """Plain values, with None for infinite ones.
+
+        The last model's ``layer_errors`` are at the top level too.
+        """
         value = {**asdict(replace(self, details={})), "layer_errors": self.rows[-1].layer_errors}
         del value["details"]
         for row, plain in zip(self.rows, value["rows"], strict=True):
@@ -190,4 +208,6 @@ class Evaluation:
 def _mean(values: Sequence[float]) -> Estimate:
     """The mean of independent figures."""
     count, mean = len(values), sum(values) / len(values)
-    return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count))
+    return Estimate(
+        mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    )

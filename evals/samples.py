@@ -22,8 +22,9 @@ _MAX_SHIFT = 16  # tokens by which a part may begin earlier, at a word
 
 @dataclass(frozen=True)
 class Guess:
-    """A model's prediction at one position of a text, the likeliest tokens first; `right` is the probability of the
-    token in the text, and `kl` is KL(reference || model) there, in nats."""
+    """A model's prediction at one position of a text, the likeliest tokens first; `right` is the
+    probability of the token in the text, and `kl` is KL(reference || model) there, in nats.
+    """
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -52,7 +53,9 @@ class TextSample:
 
 @dataclass(frozen=True)
 class TextDetails:
-    """What a page shows of a text beyond its figures: parts of it, and divergence by position for each model."""
+    """What a page shows of a text beyond its figures: parts of it, and divergence by position
+    for each model.
+    """
 
     samples: list[TextSample]
     positions: dict[str, list[PositionDivergence]]
@@ -69,33 +72,52 @@ class Predictions:
         parts = [kl]
         for log in (log_p, log_q):
             likeliest = log.topk(min(LIKELIEST, log.shape[-1]))
-            parts += [likeliest.indices.int(), likeliest.values.exp(), log.gather(-1, right).squeeze(-1).exp()]
+            parts += [
+                likeliest.indices.int(),
+                likeliest.values.exp(),
+                log.gather(-1, right).squeeze(-1).exp(),
+            ]
         self._found.append(tuple(parts))
 
     def gathered(self) -> tuple[Tensor, ...]:
-        """KL [N]; then for reference and model: tokens [N, K], probabilities [N, K], that of the text's token [N]."""
+        """KL [N]; then for reference and model: tokens [N, K], probabilities [N, K], that of the
+        text's token [N].
+        """
         return tuple(torch.cat(parts) for parts in zip(*self._found, strict=True))
 
 
-def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer) -> TextDetails:
-    """Samples and divergence by position from the predictions of the models, by name, on one text, whose token ids are
-    in `windows` [W, T] one after the other."""
+def text_details(
+    predictions: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer
+) -> TextDetails:
+    """Samples and divergence by position from the predictions of the models, by name, on one text,
+    whose token ids are in `windows` [W, T] one after the other.
+    """
     found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
-    samples = [_sample(found, windows, some, tokenizer) for some in _parts(kls, windows.flatten().tolist(), tokenizer)]
+    samples = [
+        _sample(found, windows, some, tokenizer)
+        for some in _parts(kls, windows.flatten().tolist(), tokenizer)
+    ]
     buckets = {}
     for name, tensors in found.items():
         agreed = tensors[1][:, 0] == tensors[4][:, 0]
-        buckets[name] = position_buckets(kls[name].view_as(windows), agreed.view_as(windows), _FIRST_POSITIONS)
+        buckets[name] = position_buckets(
+            kls[name].view_as(windows), agreed.view_as(windows), _FIRST_POSITIONS
+        )
     return TextDetails(samples, buckets)
 
 
 def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
-    """The beginning of a text, and the later part where models, equally weighted, diverge most; a short text whole."""
+    """The beginning of a text, and the later part where models, equally weighted, diverge most;
+    a short text whole.
+    """
     count = len(ids)
     if count <= 2 * SAMPLE_TOKENS:
         return [range(count)]
-    total = sum((kl / max(kl.mean().item(), 1e-30) for kl in kls.values()), torch.zeros(count, dtype=torch.float64))
+    total = sum(
+        (kl / max(kl.mean().item(), 1e-30) for kl in kls.values()),
+        torch.zeros(count, dtype=torch.float64),
+    )
     before = torch.cat([torch.zeros(1, dtype=torch.float64), total.cumsum(0)])
     sums = before[SAMPLE_TOKENS:] - before[:-SAMPLE_TOKENS]
     worst = SAMPLE_TOKENS + int(sums[SAMPLE_TOKENS:].argmax())
@@ -107,7 +129,9 @@ def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> 
     return [range(SAMPLE_TOKENS), range(worst, worst + SAMPLE_TOKENS)]
 
 
-def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer) -> TextSample:
+def _sample(
+    found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
+) -> TextSample:
     """One part; a token is predicted one position before it, except the first of a window."""
     length, ids = windows.shape[1], windows.flatten()
     rows = [place - 1 if place % length else None for place in places]
@@ -116,11 +140,19 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
         if row is None:
             return None
         tokens, probabilities, right = (tensor[row] for tensor in of_model)
-        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item(), max(kls[row].item(), 0.0))
+        return Guess(
+            tuple(tokens.tolist()),
+            tuple(probabilities.tolist()),
+            right.item(),
+            max(kls[row].item(), 0.0),
+        )
 
     kl, *first = next(iter(found.values()))[:4]
     reference = tuple(guess(torch.zeros_like(kl), first, row) for row in rows)
-    models = {name: tuple(guess(tensors[0], tensors[4:7], row) for row in rows) for name, tensors in found.items()}
+    models = {
+        name: tuple(guess(tensors[0], tensors[4:7], row) for row in rows)
+        for name, tensors in found.items()
+    }
     tokens = tuple(ids[places.start : places.stop].tolist())
     every = [one for some in (reference, *models.values()) for one in some if one is not None]
     named = [*tokens, *(token for one in every for token in one.tokens)]
@@ -130,11 +162,15 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:
     """The bytes of tokens; names for those without."""
     names = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
-    names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | ({} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"})
+    names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | (
+        {} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"}
+    )
 
     def added(token: int) -> bytes:
         if tokenizer.token_bytes is None:
             return tokenizer.decode([token]).encode()
         return tokenizer.token_bytes.of(token) or b""
 
-    return {token: names.get(token) or added(token) or f"token {token}" for token in sorted(set(tokens))}
+    return {
+        token: names.get(token) or added(token) or f"token {token}" for token in sorted(set(tokens))
+    }

@@ -30,9 +30,17 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "max_position_embeddings", "head_dim", "num_experts", "num_experts_per_tok",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+)
 """The last three for a mixture of experts, whose feed-forward is that of one expert."""
 _SHAPES = {
     "llama-160m": (768, 3072, 12, 12, 12, 32000, 2048),
@@ -52,8 +60,9 @@ _HEAD = QuantScheme(8, None)
 
 @dataclass
 class SyntheticCheckpoint:
-    """Random weights in bfloat16, generated when they are loaded, the same each time; `path` is the shape's name, and
-    modules without one of the `schemes` stay floats."""
+    """Random weights in bfloat16, generated when they are loaded, the same each time; `path` is the
+    shape's name, and modules without one of the `schemes` stay floats.
+    """
 
     path: Path
     config: ModelConfig
@@ -83,12 +92,22 @@ class SyntheticCheckpoint:
         if len(parameter.shape) == 1:
             return torch.ones(parameter.shape, dtype=torch.bfloat16)
         if scheme is None:
-            return torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
+            return torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(
+                0, _SPREAD, generator=generator
+            )
         rows, columns = parameter.shape
-        words = torch.empty(-(-rows * columns // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+        words = torch.empty(-(-rows * columns // 8), dtype=torch.int64).random_(
+            -(2**63), None, generator=generator
+        )
         codes = words.view(torch.uint8)[: rows * columns].view(rows, columns) & (scheme.levels - 1)
-        scale = torch.full((rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16)
-        zero = None if scheme.symmetric else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
+        scale = torch.full(
+            (rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16
+        )
+        zero = (
+            None
+            if scheme.symmetric
+            else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
+        )
         return QuantTensor(codes, scale, zero, scheme)
 
     def files(self) -> list[SourceFile]:
@@ -99,34 +118,49 @@ class SyntheticCheckpoint:
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:
-    """A checkpoint of a named shape. `scheme` is that of the decoder's linears, None for floats; `head` is that of the
-    head where the linears have one, int8 by default. Raises `RequestError` for an unknown shape or scheme."""
+    """A checkpoint of a named shape. `scheme` is that of the decoder's linears, None for floats;
+    `head` is that of the head where the linears have one, int8 by default. Raises `RequestError`
+    for an unknown shape or scheme.
+    """
     if shape not in _SHAPES:
         raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
     sizes = dict(zip(_SIZES, _SHAPES[shape], strict=False))
     raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1,
-        "eos_token_id": None, **sizes, "max_position_embeddings": max(sizes["max_position_embeddings"], _MIN_CONTEXT),
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        **sizes,
+        "max_position_embeddings": max(sizes["max_position_embeddings"], _MIN_CONTEXT),
+    }
     if "num_experts" in sizes:
         raw |= {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "norm_topk_prob": True,
             "moe_intermediate_size": sizes["intermediate_size"],
-        }  # fmt: skip
+        }
     config = config_from_hf(raw, shape)
     name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)
     return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 
 
 def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
-    """A checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named shape.
+    """A checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named
+    shape.
 
     Args:
-        scheme: of the linears where there are no weights; see `synthetic`. None is that of the config.
+        scheme: of the linears where there are no weights; see `synthetic`. None is that of the
+            config.
 
     Raises:
-        RequestError: if there are weights, which have their schemes, or for an unknown shape or scheme.
+        RequestError: if there are weights, which have their schemes, or for an unknown shape or
+            scheme.
         QuantkitError: as opening a folder does.
     """
     folder = as_path("path", source)
@@ -135,7 +169,9 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     path = folder / "config.json"
     if HF.present(folder) or not path.is_file():
         if scheme is not None:
-            raise RequestError("a folder of weights defines its schemes", path=folder, found=f"scheme {scheme}")
+            raise RequestError(
+                "a folder of weights defines its schemes", path=folder, found=f"scheme {scheme}"
+            )
         return open_checkpoint(folder)
     raw = read_settings(path)
     config = config_from_hf(raw, path)
@@ -144,7 +180,9 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     return SyntheticCheckpoint(folder, config, _schemes(config, scheme))
 
 
-def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -> dict[str, QuantScheme]:
+def _schemes(
+    config: ModelConfig, scheme: str | None, head: str | None = None
+) -> dict[str, QuantScheme]:
     if scheme is None:
         return {}
     of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))

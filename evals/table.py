@@ -1,4 +1,6 @@
-"""Tables of figures: for a terminal, in Markdown, LaTeX and CSV; and the names of models in them."""
+"""Tables of figures: for a terminal, in Markdown, LaTeX and CSV; and the names of models in
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,31 @@ WIDTH = 100
 _GAP = "  "
 _NUMBER = re.compile(r"[-+±(]*\d")
 _PLUS_MINUS = re.compile(r"(?P<open>\(?)(?P<value>\S+) ± (?P<error>.*?)\)?(?P<exponent>e[-+]\d+)?")
-_FIGURE = re.compile(r"(?P<digits>\(?[-+]?\d+(\.\d+)?( ± \d+(\.\d+)?)?\)?)(e(?P<exponent>[-+]?\d+))?")
+_FIGURE = re.compile(
+    r"(?P<digits>\(?[-+]?\d+(\.\d+)?( ± \d+(\.\d+)?)?\)?)(e(?P<exponent>[-+]?\d+))?"
+)
 _PERCENT = re.compile(r"\d+(\.\d+)?%")
-_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"} | {
-    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
-} | {sign: "\\" + sign for sign in "&%$#_{}"}  # fmt: skip
+_ESCAPES = (
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+    }
+    | {
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+    }
+    | {sign: "\\" + sign for sign in "&%$#_{}"}
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads; a figure with its error is written ``0.0123 ± 0.0004``, a missing one as `NONE`."""
+    """Rows under heads; a figure with its error is written ``0.0123 ± 0.0004``, a missing one as
+    `NONE`.
+    """
 
     title: str | None
     head: tuple[str, ...]
@@ -45,15 +62,19 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
     The first column and those without numbers are left-aligned.
 
     Args:
-        style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the caption; CSV has no
-            titles, heads in snake case, and a separate column for errors.
-        width: of the terminal; where a table is wider, its heads are wrapped, or it is split into several,
-            each with the first column.
+        style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the
+            caption; CSV has no titles, heads in snake case, and a separate column for errors.
+        width: of the terminal; where a table is wider, its heads are wrapped, or it is split into
+            several, each with the first column.
     """
     if style == "terminal":
         blocks = [_terminal(table, width) for table in tables]
     else:
-        writers: dict[str, Callable[[Table], list[str]]] = {"markdown": _markdown, "latex": _latex, "csv": _csv}
+        writers: dict[str, Callable[[Table], list[str]]] = {
+            "markdown": _markdown,
+            "latex": _latex,
+            "csv": _csv,
+        }
         blocks = [writers[style](table) for table in tables]
     return [line for block in blocks for line in (*block, "")][:-1]
 
@@ -74,7 +95,10 @@ def _terminal(table: Table, width: int) -> list[str]:
         rows = list(zip(*(columns[place] for place in some), strict=True))
         for row in (rows[0], ["-" * wide for wide in widths], *rows[1:]):
             for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-                cells = [_padded(*one) for one in zip(parts, widths, (to_right[place] for place in some), strict=True)]
+                cells = [
+                    _padded(*one)
+                    for one in zip(parts, widths, (to_right[place] for place in some), strict=True)
+                ]
                 lines.append(_GAP.join(cells).rstrip())
     return lines
 
@@ -92,7 +116,9 @@ def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def _wrapped(column: Sequence[str], width: int) -> list[str]:
-    """A column whose cells are broken between words; a word that is longer than the width, also at hyphens."""
+    """A column whose cells are broken between words; a word that is longer than the width, also
+    at hyphens.
+    """
 
     def lines(cell: str) -> list[str]:
         longest = max(map(len, cell.split()), default=0)
@@ -104,7 +130,10 @@ def _wrapped(column: Sequence[str], width: int) -> list[str]:
 def _narrow(column: Sequence[str]) -> list[str]:
     """A column whose head is no wider than its cells or its longest word."""
     head, *cells = column
-    return [*_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])), *cells]
+    return [
+        *_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])),
+        *cells,
+    ]
 
 
 def _total(columns: Sequence[Sequence[str]]) -> int:
@@ -122,13 +151,17 @@ def _markdown(table: Table) -> list[str]:
         "| " + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True)) + " |"
         for row in zip(*columns, strict=True)
     ]
-    rule = ["-" * (wide - right) + ":" * right for wide, right in zip(widths, to_right, strict=True)]
+    rule = [
+        "-" * (wide - right) + ":" * right for wide, right in zip(widths, to_right, strict=True)
+    ]
     title = [] if table.title is None else [table.title, ""]
     return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 
 def _latex(table: Table) -> list[str]:
-    head, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True))
+    head, *rows = (
+        " & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True)
+    )
     alignment = "".join("r" if right else "l" for right in columns_to_right(table))
     begin, end = rf"\begin{{tabular}}{{{alignment}}}", r"\end{tabular}"
     body = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
@@ -166,11 +199,16 @@ def _csv(table: Table) -> list[str]:
                 for cell, one in zip(cells, found, strict=True)
             ]
             spread = any(error.endswith("%") for error in errors)
-            columns += [[key, *values], _without_percent(f"{key}_{'spread' if spread else 'error'}", errors)]
+            columns += [
+                [key, *values],
+                _without_percent(f"{key}_{'spread' if spread else 'error'}", errors),
+            ]
         else:
             columns.append(_without_percent(key, cells))
     out = io.StringIO()
-    rows = zip(*([("" if cell == NONE else cell) for cell in column] for column in columns), strict=True)
+    rows = zip(
+        *([("" if cell == NONE else cell) for cell in column] for column in columns), strict=True
+    )
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().splitlines()
 
@@ -185,13 +223,18 @@ def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
 
 def _columns(table: Table) -> list[list[str]]:
     """The cells of each column, its head first, each on one line."""
-    return [[" ".join(cell.split()) for cell in column] for column in zip(table.head, *table.rows, strict=True)]
+    return [
+        [" ".join(cell.split()) for cell in column]
+        for column in zip(table.head, *table.rows, strict=True)
+    ]
 
 
 def columns_to_right(table: Table) -> list[bool]:
     """Which columns are right-aligned: those of numbers, except the first."""
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
-    numbers = [all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns]
+    numbers = [
+        all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns
+    ]
     return [False, *numbers[1:]]
 
 
@@ -200,7 +243,9 @@ def _padded(text: str, width: int, to_right: bool) -> str:
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """The shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a ``b/int4`` too."""
+    """The shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a
+    ``b/int4`` too.
+    """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     return [_end(own, {other for other in parts if other != own}) for own in parts]
 
@@ -213,7 +258,9 @@ def _end(own: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
 
 
 def named(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
-    """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole string."""
+    """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole
+    string.
+    """
     found: list[tuple[str | None, Path]] = []
     for text in map(str, texts):
         name, _, path = text.partition("=")

@@ -68,20 +68,26 @@ class TaskScore:
 
 
 def require_tasks(names: Sequence[str]) -> None:
-    """Check that the harness is installed, and knows all tasks. Raises `RequestError` if not; the message suggests
-    similar names."""
+    """Check that the harness is installed, and knows all tasks. Raises `RequestError` if not; the
+    message suggests similar names.
+    """
     optional("lm_eval")
     index = _manager().task_index
     if unknown := [name for name in names if name not in index]:
         near = difflib.get_close_matches(unknown[0], index, 3)
         raise RequestError(
-            "unknown task", found=unknown[0][:60],
-            hint=f"did you mean {' or '.join(near)}?" if near else "python -m lm_eval ls tasks lists all of them",
-        )  # fmt: skip
+            "unknown task",
+            found=unknown[0][:60],
+            hint=f"did you mean {' or '.join(near)}?"
+            if near
+            else "python -m lm_eval ls tasks lists all of them",
+        )
 
 
 @contextlib.contextmanager
-def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = silent) -> Iterator[list[Any]]:
+def open_tasks(
+    names: Sequence[str], data: Path | None, *, progress: Progress = silent
+) -> Iterator[list[Any]]:
     """Load tasks by name, with their data, for `run_tasks` within the context.
 
     Random numbers are seeded as in the harness; the caller's state is restored afterwards.
@@ -91,7 +97,8 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
             the fields that the task expects. Others come from the hub or its cache.
 
     Raises:
-        RequestError: if the harness is not installed, a task is unknown, or its data are missing or do not fit it.
+        RequestError: if the harness is not installed, a task is unknown, or its data are missing or
+            do not fit it.
     """
     if not names:
         yield []
@@ -100,7 +107,9 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
     local = _local_files(names, data)
     if (absent := [name for name in names if name not in local]) and not _hub_answers():
         hint = f"give them as {absent[0]}.jsonl in a folder named with `task_data`"
-        raise RequestError(f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint)
+        raise RequestError(
+            f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint
+        )
     with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
         loaded = []
         for index, name in enumerate(names):
@@ -110,9 +119,10 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
 
 
 def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
-    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name. Raises `RequestError` if
-    the harness fails, as with fewer documents than it needs examples, and `NonFiniteError` if the model's logits are
-    NaN or Inf."""
+    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name. Raises
+    `RequestError` if the harness fails, as with fewer documents than it needs examples, and
+    `NonFiniteError` if the model's logits are NaN or Inf.
+    """
     evaluator, seeds = optional("lm_eval.evaluator"), optional("lm_eval.defaults")
     loaded = _manager().load(list(tasks))
     for task in loaded["tasks"].values():
@@ -127,9 +137,15 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
     except Exception as error:  # whatever the harness or a task's own code raise
         for task in loaded["tasks"].values():
             if place := _unusable(task):
-                raise RequestError(f"does not fit the task: {error!r}", path=place[0], found=place[1]) from error
+                raise RequestError(
+                    f"does not fit the task: {error!r}", path=place[0], found=place[1]
+                ) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
-    values, shots, samples = {**found["results"], **found.get("groups", {})}, found["n-shot"], found["n-samples"]
+    values, shots, samples = (
+        {**found["results"], **found.get("groups", {})},
+        found["n-shot"],
+        found["n-samples"],
+    )
     names = [one.task_name if hasattr(one, "task_name") else one.name for one in tasks]
     return {name: _score(values[name], shots.get(name), samples.get(name)) for name in names}
 
@@ -137,13 +153,25 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
     figures = {key: float(value) for key, value in values.items() if isinstance(value, float)}
     metrics = {key: value for key, value in figures.items() if "_stderr" not in key}
-    error_keys = {key: "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr" for key in metrics}
-    errors = {key: figures[of] for key, of in error_keys.items() if math.isfinite(figures.get(of, math.nan))}
+    error_keys = {
+        key: "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr"
+        for key in metrics
+    }
+    errors = {
+        key: figures[of]
+        for key, of in error_keys.items()
+        if math.isfinite(figures.get(of, math.nan))
+    }
     metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
     return TaskScore(
-        metric.removesuffix(",none"), metrics[metric], metrics, shots if isinstance(shots, int) else None,
-        samples["effective"] if samples else None, errors.get(metric), errors,
-    )  # fmt: skip
+        metric.removesuffix(",none"),
+        metrics[metric],
+        metrics,
+        shots if isinstance(shots, int) else None,
+        samples["effective"] if samples else None,
+        errors.get(metric),
+        errors,
+    )
 
 
 @cache
@@ -157,12 +185,19 @@ def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
     if not data.is_dir():
         raise RequestError("is no folder with data of tasks", path=data)
     paths = {name: [data / (name + suffix) for suffix in _READERS] for name in names}
-    return {name: found[0] for name in names if (found := [path for path in paths[name] if path.is_file()])}
+    return {
+        name: found[0]
+        for name in names
+        if (found := [path for path in paths[name] if path.is_file()])
+    }
 
 
 def _hub_answers() -> bool:
     """Whether a download can be tried; with the hub declared offline, only its cache is read."""
-    if {os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")} & {"1", "TRUE"}:
+    if {os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")} & {
+        "1",
+        "TRUE",
+    }:
         return True
     request = urllib.request.Request(os.environ.get("HF_ENDPOINT", _HUB), method="HEAD")
     try:
@@ -189,25 +224,47 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
         raise
     except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
         if file is not None:
-            line, cause = _first_bad_line(name, file, scratch), error.__cause__ or error  # datasets wraps its reader's
-            raise RequestError(f"does not fit the task: {cause!r}", path=file, found=line) from error
+            line, cause = (
+                _first_bad_line(name, file, scratch),
+                error.__cause__ or error,
+            )  # datasets wraps its reader's
+            raise RequestError(
+                f"does not fit the task: {cause!r}", path=file, found=line
+            ) from error
         hint = f"give them as {name}.jsonl in `task_data`"
-        raise RequestError(f"the data of task '{name}' cannot be had: {error!r}", hint=hint) from error
-    return [loaded["groups"][name]] if name in loaded.get("groups", {}) else list(loaded["tasks"].values())
+        raise RequestError(
+            f"the data of task '{name}' cannot be had: {error!r}", hint=hint
+        ) from error
+    return (
+        [loaded["groups"][name]]
+        if name in loaded.get("groups", {})
+        else list(loaded["tasks"].values())
+    )
 
 
 def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
     """A task of the harness, its data taken from one file instead."""
     files: dict[str, Any] = {"data_files": {_SPLIT: str(file)}, "cache_dir": scratch}
-    splits = {"training_split": None, "validation_split": None, "test_split": _SPLIT, "fewshot_split": _SPLIT}
+    splits = {
+        "training_split": None,
+        "validation_split": None,
+        "test_split": _SPLIT,
+        "fewshot_split": _SPLIT,
+    }
     task = {"task": name, "dataset_path": _READERS[file.suffix], "dataset_name": None, **splits}
     if name == "wikitext" and file.suffix == ".txt":
-        return {**task, "dataset_kwargs": {**files, "sample_by": "document"}, "process_docs": _pages}
+        return {
+            **task,
+            "dataset_kwargs": {**files, "sample_by": "document"},
+            "process_docs": _pages,
+        }
     return {**task, "dataset_kwargs": files}
 
 
 def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
-    """The first line of a file that its task cannot load, by bisection; None if no single line is the cause."""
+    """The first line of a file that its task cannot load, by bisection; None if no single line
+    is the cause.
+    """
     if file.suffix != ".jsonl":
         return None
     lines = file.read_bytes().split(b"\n")
@@ -217,7 +274,9 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
         part.write_bytes(b"\n".join(lines[start:end]))
         try:
             with _quiet():
-                _manager().load([{"group": "local data", "task": [_local_task(name, part, scratch)]}])
+                _manager().load(
+                    [{"group": "local data", "task": [_local_task(name, part, scratch)]}]
+                )
         except Exception:  # as in `_load`
             return False
         return True
@@ -231,10 +290,16 @@ def _unusable(task: Any) -> tuple[Path, str] | None:
     files = (task.config.dataset_kwargs or {}).get("data_files", {})
     if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
         return None
-    made_by = (task.config.doc_to_choice, task.doc_to_choice), (task.config.doc_to_target, task.doc_to_target)
+    made_by = (
+        (task.config.doc_to_choice, task.doc_to_choice),
+        (task.config.doc_to_target, task.doc_to_target),
+    )
     for number, document in enumerate(task.eval_docs, 1):
         try:
-            for make in (task.doc_to_text, *(make for setting, make in made_by if setting is not None)):
+            for make in (
+                task.doc_to_text,
+                *(make for setting, make in made_by if setting is not None),
+            ):
                 make(document)
         except Exception:  # whatever a task's own code raises
             return Path(files[_SPLIT]), f"line {number}"
@@ -248,7 +313,9 @@ def _pages(data: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings and progress bars of the harness and of `datasets`, and its errors about bad files."""
+    """Suppress warnings and progress bars of the harness and of `datasets`, and its errors about
+    bad files.
+    """
     with contextlib.ExitStack() as undo:
         for name, level in (("lm_eval", logging.ERROR), ("datasets", logging.CRITICAL)):
             logger = logging.getLogger(name)

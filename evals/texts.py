@@ -1,4 +1,6 @@
-"""Texts to measure on, as in lm-evaluation-harness: read, tokenized, and the perplexity of their documents."""
+"""Texts to measure on, as in lm-evaluation-harness: read, tokenized, and the perplexity of their
+documents.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ _LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
 
 @dataclass(frozen=True)
 class Text:
-    """A text as it is in its file, `raw`, with the file's sha256 and a name for tables; and its documents.
+    """A text as it is in its file, `raw`, with the file's sha256 and a name for tables; and its
+    documents.
 
-    WikiText's raw form, known by its title lines (`` = Title = ``), is one document per article, as in the data set of
-    lm-evaluation-harness's task; any other plain text is one document. JSON lines, Parquet and folders of `datasets`
-    have `rows`; `in_template` is set if these are conversations in a chat template. `notes` are for the user.
+    WikiText's raw form, known by its title lines (`` = Title = ``), is one document per article, as
+    in the data set of lm-evaluation-harness's task; any other plain text is one document. JSON
+    lines, Parquet and folders of `datasets` have `rows`; `in_template` is set if these are
+    conversations in a chat template. `notes` are for the user.
     """
 
     name: str
@@ -76,17 +80,24 @@ class Text:
         """A note on figures per word for texts with few spaces, as in Chinese or Thai."""
         if self.bytes <= _LONG_WORDS * self.words:
             return None
-        return f"the text '{self.name}' has few spaces, so word ppl is not meaningful for it; see bits/byte"
+        return (
+            f"the text '{self.name}' has few spaces, so word ppl is not meaningful for it; see"
+            " bits/byte"
+        )
 
 
 def read_text(
-    source: Path | Iterable[object], column: str | None = None, chat: ModelChat | None = None, name: str | None = None
+    source: Path | Iterable[object],
+    column: str | None = None,
+    chat: ModelChat | None = None,
+    name: str | None = None,
 ) -> Text:
-    """A text from a file or folder, or under a name from a dataset, strings or rows; `column` and `chat` are those of
-    `read_documents`.
+    """A text from a file or folder, or under a name from a dataset, strings or rows; `column` and
+    `chat` are those of `read_documents`.
 
     Raises:
-        RequestError: if it cannot be read, is not what its suffix says, or has nothing but white space.
+        RequestError: if it cannot be read, is not what its suffix says, or has nothing but white
+            space.
     """
     own = name or (source.stem if isinstance(source, Path) else "text")
     if isinstance(source, Path) and column is None and not has_documents(source):
@@ -108,11 +119,16 @@ def articles(raw: str) -> list[str]:
     starts = [match.start() for match in _TITLE.finditer(raw)]
     ends = [start - 1 for start in starts[1:]] + [len(raw)]
     lead = raw[: starts[0] - 1] if starts and starts[0] else ""
-    return [*([lead] if lead.strip() else []), *(raw[a:b] for a, b in zip(starts, ends, strict=True))]
+    return [
+        *([lead] if lead.strip() else []),
+        *(raw[a:b] for a, b in zip(starts, ends, strict=True)),
+    ]
 
 
 def detokenize(text: str) -> str:
-    """Undo WikiText's tokenization, step by step in the order of lm-evaluation-harness's wikitext task."""
+    """Undo WikiText's tokenization, step by step in the order of lm-evaluation-harness's
+    wikitext task.
+    """
     text = text.replace("s '", "s'")
     text = re.sub(r"/' [0-9]/", "/'[0-9]/", text)  # meant otherwise there, but figures depend on it
     for mark in "-,.":
@@ -124,17 +140,22 @@ def detokenize(text: str) -> str:
         text = re.sub(inner, rf"{opening}\1{closing}", text)
     for level in (4, 3, 2):
         text = text.replace(" ".join("=" * level), "=" * level)
-    for spaced, tight in ((" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 ")):
+    for spaced, tight in (
+        (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+    ):
         text = text.replace(spaced, tight)
     return text.replace(" 's", "'s")
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write. Raises `CheckpointError` if
-    there is none, it is damaged, or it knows more tokens than the embedding.
+    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write. Raises
+    `CheckpointError` if there is none, it is damaged, or it knows more tokens than the embedding.
 
-    A text may spell special tokens, as WikiText does with ``<unk>``. transformers encodes them as these tokens, and so
-    must what is compared with it; sentencepiece cannot.
+    A text may spell special tokens, as WikiText does with ``<unk>``. transformers encodes them as
+    these tokens, and so must what is compared with it; sentencepiece cannot.
     """
     tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     if tokenizer.kind != "sentencepiece":
@@ -145,13 +166,16 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids as in transformers: BOS first where the model expects it, and special tokens for strings that spell them."""
+    """Ids as in transformers: BOS first where the model expects it, and special tokens for
+    strings that spell them.
+    """
     return tokenizer.encode(text, specials=True)
 
 
 def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
-    """The token that the first token of a text is predicted from: BOS, or EOS in a model without BOS. Raises
-    `CheckpointError` if the tokenizer has neither."""
+    """The token that the first token of a text is predicted from: BOS, or EOS in a model without
+    BOS. Raises `CheckpointError` if the tokenizer has neither.
+    """
     found = [token for token in (tokenizer.bos_id, *tokenizer.eos_ids) if token is not None]
     if not found:
         raise CheckpointError("the tokenizer has neither BOS nor EOS", path=checkpoint.path)
@@ -168,27 +192,43 @@ class DocumentScore:
 
 
 def score_documents(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, text: Text, window: int, *, group: ProcessGroup = SINGLE,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    text: Text,
+    window: int,
+    *,
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
-) -> DocumentScore:  # fmt: skip
-    """The log probability of a text's documents, in rolling windows, per word and byte of the raw text. Raises
-    `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with, and `NonFiniteError` if the model's logits
-    are NaN or Inf."""
+) -> DocumentScore:
+    """The log probability of a text's documents, in rolling windows, per word and byte of the raw
+    text. Raises `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with, and
+    `NonFiniteError` if the model's logits are NaN or Inf.
+    """
     prefix = prefix_token(tokenizer, checkpoint)
-    pairs = (pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window))
-    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)  # each length is a batch
+    pairs = (
+        pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window)
+    )
+    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(
+        list
+    )  # each length is a batch
     for pair in pairs:
         by_length[len(pair[0])].append(pair)
-    windows = [Windows(*(torch.tensor(part) for part in zip(*own, strict=True))) for own in by_length.values()]
+    windows = [
+        Windows(*(torch.tensor(part) for part in zip(*own, strict=True)))
+        for own in by_length.values()
+    ]
     loss = log_loss(checkpoint, windows, group=group, progress=progress)
-    return DocumentScore(perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2))
+    return DocumentScore(
+        perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2)
+    )
 
 
 def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int], list[int]]]:
-    """Windows over a document that predict every token once: ids, and targets at the same positions.
+    """Windows over a document that predict every token once: ids, and targets at the same
+    positions.
 
-    Windows are adjacent; the last one reaches back to full length and scores only the remaining tokens
-    (lm-evaluation-harness, one token of context).
+    Windows are adjacent; the last one reaches back to full length and scores only the remaining
+    tokens (lm-evaluation-harness, one token of context).
     """
     source = [prefix, *ids]
     pairs = []

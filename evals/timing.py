@@ -31,7 +31,9 @@ from quantkit.tensors.finite import finite_logits
 PROMPT = 16  # tokens before decoding
 NEW_TOKENS, RUNS = 32, 3  # of `decoding_speed`
 _PROBE_BYTES = 1 << 29
-_MIN_RUN_SECONDS = 0.1  # calls are repeated for so long that a wake-up of another process counts little
+_MIN_RUN_SECONDS = (
+    0.1  # calls are repeated for so long that a wake-up of another process counts little
+)
 PROC_STAT = Path("/proc/stat")
 
 
@@ -54,9 +56,13 @@ class Rate:
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
-def rate(tokens: int, timed_call: Callable[[], float], runs: int, group: ProcessGroup = SINGLE) -> Rate:
-    """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and returns its seconds.
-    Processes that share the model make as many calls, since the first one's time counts for all."""
+def rate(
+    tokens: int, timed_call: Callable[[], float], runs: int, group: ProcessGroup = SINGLE
+) -> Rate:
+    """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and
+    returns its seconds. Processes that share the model make as many calls, since the first one's
+    time counts for all.
+    """
     timed_call()
     return Rate.of([tokens / _mean_seconds(timed_call, group) for _ in range(runs)])
 
@@ -74,7 +80,11 @@ class OtherProcesses:
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
-        self._started, self._own, self._all = time.perf_counter(), time.process_time(), _cpu_seconds()
+        self._started, self._own, self._all = (
+            time.perf_counter(),
+            time.process_time(),
+            _cpu_seconds(),
+        )
 
     def cores(self) -> float:
         """Busy cores on average; the load at the start if the system does not count CPU time."""
@@ -88,7 +98,9 @@ class OtherProcesses:
 def _cpu_seconds() -> float | None:
     """CPU time of all processes and of other guests of the host since boot; None if not counted."""
     try:
-        user, nice, system, _idle, _iowait, *rest = map(int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
+        user, nice, system, _idle, _iowait, *rest = map(
+            int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9]
+        )
     except (OSError, ValueError):
         return None
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
@@ -96,8 +108,9 @@ def _cpu_seconds() -> float | None:
 
 @contextmanager
 def use_threads(count: int = 1) -> Iterator[None]:
-    """Compute on one thread, or a number of them. Several are slower for a small model, much slower on a busy
-    machine."""
+    """Compute on one thread, or a number of them. Several are slower for a small model, much slower
+    on a busy machine.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -115,45 +128,69 @@ def seconds(run: Callable[[], object]) -> float:
 
 def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(
+        model.device
+    )
 
 
-def prefill_once(model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None) -> None:
-    """A random prompt, up to its first new token. Raises `NonFiniteError` if the model's logits are NaN or Inf."""
+def prefill_once(
+    model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None
+) -> None:
+    """A random prompt, up to its first new token.
+
+    Raises `NonFiniteError` if the model's logits are NaN or Inf.
+    """
     engine = Engine(model, length, cache_dtype=cache_dtype, compiled=compiled)
     finite_logits(_read(engine, 0, _random(model, 1, length)[0])).argmax().item()
 
 
 def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Read a prompt [T] into a slot from a position on, a chunk at a time; logits [1, V] of the next token."""
+    """Read a prompt [T] into a slot from a position on, a chunk at a time; logits [1, V] of the
+    next token.
+    """
     length, logits = len(prompt), torch.empty(0)
     for begin in range(start, length, engine.chunk):
         positions = range(begin, min(begin + engine.chunk, length))
         wanted = [len(positions) - 1] if positions.stop == length else []
-        logits = engine.step(prompt[begin : positions.stop], [slot] * len(positions), positions, wanted)
+        logits = engine.step(
+            prompt[begin : positions.stop], [slot] * len(positions), positions, wanted
+        )
     return logits
 
 
 class Decoding:
     """Greedy decoding of several sequences after a random prompt, repeatable.
 
-    The prompts differ only in their last `PROMPT` tokens: one is read in full, the others begin with a copy of it.
+    The prompts differ only in their last `PROMPT` tokens: one is read in full, the others begin
+    with a copy of it.
     """
 
     def __init__(
-        self, model: Decoder, batch: int, new: int, compiled: bool | None, *, prompt: int = PROMPT,
-        cache_dtype: torch.dtype | None = None, group: ProcessGroup = SINGLE,
-    ) -> None:  # fmt: skip
-        """In a run, `new` tokens of each sequence are decoded after `prompt` ones, `PROMPT` at least. Raises
-        `RequestError` if these exceed the model's context, or the cache does not fit in memory."""
-        self.engine = Engine(model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled)
+        self,
+        model: Decoder,
+        batch: int,
+        new: int,
+        compiled: bool | None,
+        *,
+        prompt: int = PROMPT,
+        cache_dtype: torch.dtype | None = None,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        """In a run, `new` tokens of each sequence are decoded after `prompt` ones, `PROMPT` at
+        least. Raises `RequestError` if these exceed the model's context, or the cache does not fit
+        in memory.
+        """
+        self.engine = Engine(
+            model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled
+        )
         self._new, self._prompts, self._group = new, _random(model, batch, prompt), group
         self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
         self._first: torch.Tensor | None = None
 
     def fill(self) -> float:
-        """Read all prompts into their slots; returns the seconds of the first one. Raises `NonFiniteError` if the
-        model's logits are NaN or Inf."""
+        """Read all prompts into their slots; returns the seconds of the first one. Raises
+        `NonFiniteError` if the model's logits are NaN or Inf.
+        """
         whole, chunk = self._prompts[0], self.engine.chunk
         warm_up = 2 * chunk + (len(whole) % chunk or chunk)  # each kind of step once
         _read(self.engine, 0, whole[:warm_up]).argmax().item()
@@ -186,8 +223,9 @@ class Decoding:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes read for each token: all weights except the embedding, unless it is tied to the head, and of a mixture's
-    experts those of one token."""
+    """Bytes read for each token: all weights except the embedding, unless it is tied to the head,
+    and of a mixture's experts those of one token.
+    """
     left_out = 0 if model.config.tied_embeddings else loaded_bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
@@ -202,7 +240,9 @@ def loaded_bytes(module: nn.Module) -> int:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best of several sums over a large tensor, or of several copies on a GPU."""
+    """Bytes a second: the best of several sums over a large tensor, or of several copies on a
+    GPU.
+    """
     probe = torch.ones(_PROBE_BYTES // 4, device=device)
     if device.type != "cuda":
         return probe.nbytes / min(seconds(probe.sum) for _ in range(5))
@@ -233,9 +273,12 @@ class Speed:
     threads: int
 
 
-def decoding_speed(checkpoint: Checkpoint, device: torch.device, allow_slow: bool, group: ProcessGroup) -> Speed:
-    """Measure a model as `bench` does, with one sequence. Raises `RequestError` if the model's context is too short or
-    there are no kernels, and `NonFiniteError` if its logits are NaN or Inf."""
+def decoding_speed(
+    checkpoint: Checkpoint, device: torch.device, allow_slow: bool, group: ProcessGroup
+) -> Speed:
+    """Measure a model as `bench` does, with one sequence. Raises `RequestError` if the model's
+    context is too short or there are no kernels, and `NonFiniteError` if its logits are NaN or Inf.
+    """
     model = load_model(checkpoint, device=device, allow_slow=allow_slow, group=group)
     with torch.inference_mode():
         found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None, group=group).run, RUNS, group)
@@ -258,8 +301,8 @@ class AtContext:
         prompt_rate: tokens a second of prefill, which is the context without the new tokens.
         together: decoding; the tokens of all sequences count.
         cache_bytes: keys and values of all sequences.
-        peak_bytes: peak memory meanwhile, including weights, of the process or on the GPU; None if the system does not
-            report it.
+        peak_bytes: peak memory meanwhile, including weights, of the process or on the GPU; None if
+            the system does not report it.
     """
 
     context: int
@@ -277,14 +320,20 @@ class AtContext:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A context that could not be measured, with a number of sequences, or with any if `batch` is None; and why."""
+    """A context that could not be measured, with a number of sequences, or with any if `batch`
+    is None; and why.
+    """
 
     context: int
     batch: int | None
     reason: str
 
     def __str__(self) -> str:
-        row = "" if self.batch is None else f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
+        row = (
+            ""
+            if self.batch is None
+            else f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
+        )
         return f"context {self.context}{row}: {self.reason}"
 
 
@@ -297,13 +346,20 @@ def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
 
 
 def measure_contexts(
-    model: Decoder, rows: Sequence[tuple[int, int]], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
-    group: ProcessGroup, step: Callable[[], None],
-) -> tuple[list[AtContext], list[LeftOut]]:  # fmt: skip
+    model: Decoder,
+    rows: Sequence[tuple[int, int]],
+    *,
+    compiled: bool | None,
+    cache_dtype: torch.dtype,
+    runs: int,
+    group: ProcessGroup,
+    step: Callable[[], None],
+) -> tuple[list[AtContext], list[LeftOut]]:
     """Measure the rows that fit in memory; the second list has the others.
 
     Args:
-        rows: tokens of each sequence, including new ones, and the number of sequences that are decoded at once.
+        rows: tokens of each sequence, including new ones, and the number of sequences that are
+            decoded at once.
         step: called before each row.
 
     Raises:
@@ -313,13 +369,17 @@ def measure_contexts(
     found, left_out = [], []
     for context, batch in rows:
         step()
-        reason = group.broadcast_from_rank0(_too_large(model, context, batch, cache_dtype, group.size))
+        reason = group.broadcast_from_rank0(
+            _too_large(model, context, batch, cache_dtype, group.size)
+        )
         if reason is not None:
             left_out.append(LeftOut(context, batch, reason))
             continue
         try:
             with enough_memory(None):
-                found.append(_measure_context(model, context, batch, compiled, cache_dtype, runs, group))
+                found.append(
+                    _measure_context(model, context, batch, compiled, cache_dtype, runs, group)
+                )
         except RequestError as error:
             if group.size > 1:  # the others would wait
                 raise
@@ -328,9 +388,14 @@ def measure_contexts(
 
 
 def _measure_context(
-    model: Decoder, context: int, batch: int, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
+    model: Decoder,
+    context: int,
+    batch: int,
+    compiled: bool | None,
+    cache_dtype: torch.dtype,
+    runs: int,
     group: ProcessGroup,
-) -> AtContext:  # fmt: skip
+) -> AtContext:
     device = model.device
     if compiled or device.type == "cuda":
         torch.compiler.reset()  # graphs for another cache would count toward the limit
@@ -340,7 +405,9 @@ def _measure_context(
         torch.cuda.reset_peak_memory_stats(device)
     counted = on_gpu or reset_peak()
     prompt = context - CONTEXT_NEW
-    decoding = Decoding(model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype, group=group)
+    decoding = Decoding(
+        model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype, group=group
+    )
     prompt_rate = prompt / decoding.fill()
     together = rate(batch * CONTEXT_NEW, decoding.run, runs, group)
     peak = max_bytes(device) if counted else None
@@ -352,7 +419,9 @@ def max_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
 
 
-def _too_large(model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int) -> str | None:
+def _too_large(
+    model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int
+) -> str | None:
     """Why the sequences do not fit in free memory; None if they fit."""
     needed, free = cache_bytes(model.config, batch, context, cache_dtype), free_bytes(model.device)
     if model.device.type == "cpu":

@@ -10,9 +10,13 @@ import quantkit
 folder, format = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 model, tokenizer = quantkit.load(folder)
 session = quantkit.ChatSession(
-    model, tokenizer, quantkit.chat_format(folder, tokenizer, format),
-    system="You answer in one sentence.", max_new_tokens=200, **quantkit.sampling_defaults(folder),
-)  # fmt: skip
+    model,
+    tokenizer,
+    quantkit.chat_format(folder, tokenizer, format),
+    system="You answer in one sentence.",
+    max_new_tokens=200,
+    **quantkit.sampling_defaults(folder),
+)
 
 print("> ", end="", flush=True)
 for question in sys.stdin:

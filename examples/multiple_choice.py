@@ -9,9 +9,16 @@ CHOICES = [" Paris.", " Berlin.", " banana."]
 
 model, tokenizer = quantkit.load(sys.argv[1])
 found = quantkit.generate_batch(
-    model, [QUESTION + choice for choice in CHOICES], tokenizer=tokenizer, max_new_tokens=0, echo=True, logprobs=0
+    model,
+    [QUESTION + choice for choice in CHOICES],
+    tokenizer=tokenizer,
+    max_new_tokens=0,
+    echo=True,
+    logprobs=0,
 )
-question = len(tokenizer.encode(QUESTION))  # choices begin with a space, so its tokens are the same before each
+question = len(
+    tokenizer.encode(QUESTION)
+)  # choices begin with a space, so its tokens are the same before each
 scores = []
 for choice, one in zip(CHOICES, found, strict=True):
     scores.append(sum(one.logprobs.tokens[question:]) / len(choice.encode()))

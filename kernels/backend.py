@@ -1,4 +1,5 @@
-"""The interface of kernel backends: products, and whatever else a backend provides, such as whole decoder blocks.
+"""The interface of kernel backends: products, and whatever else a backend provides, such as whole
+decoder blocks.
 
 B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts.
 """
@@ -29,15 +30,18 @@ Prepared = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rounding:
-    """The allowed error of a product of activations x and a row w, relative to the product of norms ``|x| |w|``.
+    """The allowed error of a product of activations x and a row w, relative to the product of norms
+    ``|x| |w|``.
 
     Errors of float32 sums and of rounding the result to its dtype are added.
 
     Attributes:
-        activations: from rounding activations, except *even* ones, which are taken exactly: of each `EVEN_COLUMNS`
-            columns, integers up to `EVEN`, that among them, times a power of two; or zeros.
+        activations: from rounding activations, except *even* ones, which are taken exactly: of each
+            `EVEN_COLUMNS` columns, integers up to `EVEN`, that among them, times a power of two; or
+            zeros.
         weights: from rounding weights.
-        result: steps of its dtype that the result may be off by; half of one is rounding to the nearest.
+        result: steps of its dtype that the result may be off by; half of one is rounding to the
+            nearest.
     """
 
     activations: float
@@ -47,8 +51,10 @@ class Rounding:
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype. *Stacked*, a linear of
-    every expert of a layer: weights [E, ...], and the bias [E, O] in float32."""
+    """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype.
+    *Stacked*, a linear of every expert of a layer: weights [E, ...], and the bias [E, O] in
+    float32.
+    """
 
     prepared: Prepared
     scheme: QuantScheme
@@ -78,10 +84,12 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their offset.
+    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their
+    offset.
 
     Attributes:
-        input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after them.
+        input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after
+            them.
         qkv, gate_up: linears that share an input, as one.
         q_norm, k_norm: of queries and keys, of each head [Dh] or the whole width.
         sinks: float32 [H].
@@ -151,11 +159,11 @@ class BlockKernel:
     """A kernel for whole decoder blocks.
 
     Attributes:
-        prepare: converts the blocks of a model, once, at load, for hidden states of a dtype; returns None if it does
-            not support one of them.
-        features: what it supports besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
-            names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
-            Models with other features run without it.
+        prepare: converts the blocks of a model, once, at load, for hidden states of a dtype;
+            returns None if it does not support one of them.
+        features: what it supports besides RMS norms before both branches, rotary grouped-query
+            attention and SwiGLU: names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig`
+            that may differ from their defaults. Models with other features run without it.
         dtype: of hidden states; None is the model's.
         max_tokens: largest supported B * T of a step; None is any number.
         needs_cache: it supports only steps over a cache.
@@ -169,41 +177,59 @@ class BlockKernel:
 
 
 ScoredAttention = Callable[
-    [Tensor, CachedRows, CachedRows, Tensor, Tensor | None, int | None, float | None, float | None, Tensor | None],
+    [
+        Tensor,
+        CachedRows,
+        CachedRows,
+        Tensor,
+        Tensor | None,
+        int | None,
+        float | None,
+        float | None,
+        Tensor | None,
+    ],
     Tensor,
 ]
-"""Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh]; the queries' positions, [T]
-or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores the scale, None
-for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
+"""Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh]; the
+queries' positions, [T] or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None
+for all; and of the scores the scale, None for 1 over the root of Dh, the soft cap or None, and the
+heads' sinks [H] or None. To [B, T, H * Dh].
+"""
 
 
 @dataclass(frozen=True)
 class ExpertKernel:
-    """A kernel for the experts of a layer. It reads the weights of the chosen experts only, and can be captured.
+    """A kernel for the experts of a layer. It reads the weights of the chosen experts only, and can
+    be captured.
 
     Attributes:
         stack: stacks one of the tensors that `prepare` returned for each expert to [E, ...].
-        run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts, each one's gate and up
-            side by side, and down, both stacked, the activation and its limit as in `ModelConfig`: the weighted sums
-            [N, D] in the dtype of the rows.
+        run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts,
+            each one's gate and up side by side, and down, both stacked, the activation and its
+            limit as in `ModelConfig`: the weighted sums [N, D] in the dtype of the rows.
     """
 
     stack: Callable[[list[Tensor]], Tensor]
-    run: Callable[[Tensor, Tensor, Tensor, PreparedLinear, PreparedLinear, str, float | None], Tensor]
+    run: Callable[
+        [Tensor, Tensor, Tensor, PreparedLinear, PreparedLinear, str, float | None], Tensor
+    ]
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What a backend provides for the rest of a model, in addition to linears; None where it provides nothing.
+    """What a backend provides for the rest of a model, in addition to linears; None where it
+    provides nothing.
 
     Attributes:
         cached_attention: see `ScoredAttention`.
-        cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
-        float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the weight's.
+        cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None
+            is any number.
+        float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the
+            weight's.
         block: for whole decoder blocks.
         experts: for mixtures of experts.
-        single_threaded: a context in which torch's operations run on the calling thread. Threads that torch wakes
-            up spin for milliseconds on processors that the kernels need.
+        single_threaded: a context in which torch's operations run on the calling thread. Threads
+            that torch wakes up spin for milliseconds on processors that the kernels need.
     """
 
     cached_attention: ScoredAttention | None = None
@@ -217,20 +243,24 @@ class Operations:
 class Backend:
     """One way to multiply activations by a quantized weight.
 
-    This one, the reference, dequantizes as `QuantTensor` defines it and multiplies in float32: correct everywhere, and
-    slow. The others override all methods and are tested against it.
+    This one, the reference, dequantizes as `QuantTensor` defines it and multiplies in float32:
+    correct everywhere, and slow. The others override all methods and are tested against it.
     """
 
     name: str = "reference"
 
-    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(
+        self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
         """Why it does not support this case; None if it does."""
         if scheme.of_small_floats:
             return "multiplies integers"
         return None if dtype.is_floating_point else f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        """The allowed error of products of activations of `dtype`; the self-test at load checks it."""
+        """The allowed error of products of activations of `dtype`; the self-test at load checks
+        it.
+        """
         return Rounding(0, 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
@@ -239,23 +269,35 @@ class Backend:
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to the head."""
-        return QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme).take(index).dequantize()
+        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to
+        the head.
+        """
+        return (
+            QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+            .take(index)
+            .dequantize()
+        )
 
     def operations(self) -> Operations | None:
         """What else it provides; None if nothing."""
         return None
 
-    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
         """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
-        weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme).dequantize()
+        weight = QuantTensor(
+            prepared["codes"], prepared["scale"], prepared.get("zero"), scheme
+        ).dequantize()
         return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 REFERENCE = Backend()
 
 
-def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA) -> Tensor:
+def gated(
+    gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA
+) -> Tensor:
     """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
     if activation == "silu":
         return F.silu(gate, inplace=not gate.requires_grad).mul_(up)

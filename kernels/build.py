@@ -1,6 +1,7 @@
 """Compile the C++ kernels on first use, into a cache, where quantkit comes without compiled ones.
 
-They are functions of C that know nothing of torch or Python, so a library serves all versions of both.
+They are functions of C that know nothing of torch or Python, so a library serves all versions of
+both.
 """
 
 from __future__ import annotations
@@ -27,24 +28,36 @@ NATIVE = "native"
 
 _SOURCES = Path(str(files("quantkit.kernels"))) / "csrc"
 _FLAGS = (
-    "-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-w",
-    "-fno-trapping-math", "-fno-math-errno",  # change no result; without them exp stays scalar
-)  # fmt: skip
-_NATIVE_FLAGS = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-w",
+    "-fno-trapping-math",
+    "-fno-math-errno",  # change no result; without them exp stays scalar
+)
+_NATIVE_FLAGS = (
+    ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+)
 _HINT = "name one for C++20 in CXX"
 _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache folder."""
+    """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache
+    folder.
+    """
     if named := os.environ.get("QUANTKIT_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit"
 
 
 def compiled(name: str) -> Path:
-    """The library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is in the cache. Raises
-    `UnsupportedError` if there is no compiler, it fails, or the cache can't be written."""
+    """The library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is in the
+    cache. Raises `UnsupportedError` if there is no compiler, it fails, or the cache can't be
+    written.
+    """
     command, target = _library(name)
     if intact(target):
         return target
@@ -56,20 +69,26 @@ def compiled(name: str) -> Path:
                 _log.info("compiling the CPU kernels, once for this machine")
                 for left in target.parent.glob(f"{target.stem}.*/"):
                     shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
-                with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=target.parent) as folder:
+                with tempfile.TemporaryDirectory(
+                    prefix=f"{target.stem}.", dir=target.parent
+                ) as folder:
                     made = Path(folder, "made.so")
                     compile_library(command, made)
                     seal(made, target)
     except OSError as error:
         raise UnsupportedError(
-            f"the cache of compiled kernels can't be written: {error.strerror}", path=target.parent,
+            f"the cache of compiled kernels can't be written: {error.strerror}",
+            path=target.parent,
             hint="name another folder in QUANTKIT_CACHE",
-        ) from error  # fmt: skip
+        ) from error
     return target
 
 
 def is_compiled(name: str) -> bool:
-    """Whether `compiled` finds the library in the cache. Raises `UnsupportedError` if there is no compiler."""
+    """Whether `compiled` finds the library in the cache.
+
+    Raises `UnsupportedError` if there is no compiler.
+    """
     return intact(_library(name)[1])
 
 
@@ -80,9 +99,14 @@ def seal(made: Path, target: Path) -> None:
 
 
 def intact(library: Path) -> bool:
-    """Whether a library is there as `seal` left it: a truncated one would end the process when it is loaded."""
+    """Whether a library is there as `seal` left it: a truncated one would end the process when
+    it is loaded.
+    """
     try:
-        return library.with_suffix(".sha256").read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+        return (
+            library.with_suffix(".sha256").read_text()
+            == hashlib.sha256(library.read_bytes()).hexdigest()
+        )
     except (OSError, ValueError):
         return False
 
@@ -92,7 +116,9 @@ def _library(name: str) -> tuple[list[str], Path]:
     found = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
     compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
     if not compiler:
-        raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
+        raise UnsupportedError(
+            "there is no C++ compiler", hint="install g++ or clang++, or name one in CXX"
+        )
     command = [*compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
     known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
     sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
@@ -101,8 +127,9 @@ def _library(name: str) -> tuple[list[str], Path]:
 
 
 def compile_library(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels with a compiler and its flags for an instruction set. Raises `UnsupportedError` if it
-    fails."""
+    """Compile the kernels with a compiler and its flags for an instruction set. Raises
+    `UnsupportedError` if it fails.
+    """
     objects = {str(source): f"{target}.{source.stem}.o" for source in _SOURCES.glob("*.cpp")}
     _run(*([*command, *_FLAGS, "-c", source, "-o", made] for source, made in objects.items()))
     _run([*command, "-shared", "-pthread", *objects.values(), "-o", str(target)])
@@ -113,7 +140,9 @@ def _run(*commands: list[str]) -> str:
     running: list[tuple[str, subprocess.Popen[str]]] = []
     for command in commands:
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             running.append((command[0], process))
         except OSError as error:
             problem = f"the C++ compiler does not start: {error.strerror}"
@@ -122,7 +151,11 @@ def _run(*commands: list[str]) -> str:
     for (compiler, process), (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
             full = os.strerror(errno.ENOSPC) in errors
-            hint = "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR" if full else _HINT
+            hint = (
+                "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR"
+                if full
+                else _HINT
+            )
             lines = [line for line in errors.splitlines() if "error" in line] or ["no reason given"]
             raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=compiler, hint=hint)
     return printed[-1][0]

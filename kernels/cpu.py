@@ -1,7 +1,7 @@
 """The CPU backends: fused C++ kernels over integer activations.
 
-Activations become integers with one scale per token and 32 columns: of 16 bits in the exact mode (relative error about
-2e-5), of 8 bits in the fast one (about 5e-3).
+Activations become integers with one scale per token and 32 columns: of 16 bits in the exact mode
+(relative error about 2e-5), of 8 bits in the fast one (about 5e-3).
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import backend
-from quantkit.kernels.backend import Backend, BlockKernel, ExpertKernel, Operations, Prepared, PreparedLinear, Rounding
+from quantkit.kernels.backend import (
+    Backend,
+    BlockKernel,
+    ExpertKernel,
+    Operations,
+    Prepared,
+    PreparedLinear,
+    Rounding,
+)
 from quantkit.kernels.cpu_operators import BlockOperands, Operators
 from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows
@@ -28,22 +36,41 @@ from quantkit.tensors.scheme import QuantScheme
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
 _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
-BLOCK_FEATURES = frozenset({
-    "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "clip_qkv", "window", "rotary", "query_scaling_beta",
-    "attention_scale", "attention_softcap", "sinks", "norms", "residual_multiplier", "activation", "activation_limit",
-    "experts",
-})  # fmt: skip
+BLOCK_FEATURES = frozenset(
+    {
+        "qkv_bias",
+        "output_bias",
+        "mlp_bias",
+        "qk_norm",
+        "clip_qkv",
+        "window",
+        "rotary",
+        "query_scaling_beta",
+        "attention_scale",
+        "attention_softcap",
+        "sinks",
+        "norms",
+        "residual_multiplier",
+        "activation",
+        "activation_limit",
+        "experts",
+    }
+)
 
 
 class CpuBackend(Backend):
-    """Products of integers, with the weight packed once into rows side by side; `exact` is with 16-bit activations."""
+    """Products of integers, with the weight packed once into rows side by side; `exact` is with
+    16-bit activations.
+    """
 
     def __init__(self, name: str, *, exact: bool) -> None:
         self.name = name
         self._exact = exact
         self._operators: Any = None  # once `unsupported_reason` has found that they can be had
 
-    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(
+        self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
         if device.type != "cpu":
             return "runs on CPUs"
         if dtype not in _DTYPES:
@@ -59,21 +86,26 @@ class CpuBackend(Backend):
         return None
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        # Where m is the largest of 32 activations, each is off by m / (2 max) at most, and their product with w by
-        # m / (2 max) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all columns, Cauchy and Schwarz.
+        # Where m is the largest of 32 activations, each is off by m / (2 max) at most, and their
+        # product with w by m / (2 max) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all
+        # columns, Cauchy and Schwarz.
         largest = _EXACT_MAX if self._exact else _FAST_MAX
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
-        zero = None if weight.zero is None else weight.zero.contiguous()  # parts of a sharded weight have gaps
+        zero = (
+            None if weight.zero is None else weight.zero.contiguous()
+        )  # parts of a sharded weight have gaps
         return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         found: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
         return found
 
-    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
         added = None if bias is None else bias.to(x.dtype)
         product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
         return product
@@ -82,28 +114,44 @@ class CpuBackend(Backend):
         operators = self._operators
 
         def cached_attention(
-            queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
-            window: int | None, scale: float | None, softcap: float | None, sinks: Tensor | None,
-        ) -> Tensor:  # fmt: skip
+            queries: Tensor,
+            keys: CachedRows,
+            values: CachedRows,
+            positions: Tensor,
+            slots: Tensor | None,
+            window: int | None,
+            scale: float | None,
+            softcap: float | None,
+            sinks: Tensor | None,
+        ) -> Tensor:
             scale = queries.shape[-1] ** -0.5 if scale is None else scale
             sinks = None if sinks is None else sinks.float()
             scores = window or 0, scale, softcap, sinks
-            mixed: Tensor = operators.cached_attention(queries, *keys, *values, positions, slots, *scores)
+            mixed: Tensor = operators.cached_attention(
+                queries, *keys, *values, positions, slots, *scores
+            )
             return mixed
 
         def experts(
-            rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: PreparedLinear, down: PreparedLinear,
-            activation: str, limit: float | None,
-        ) -> Tensor:  # fmt: skip
+            rows: Tensor,
+            weights: Tensor,
+            chosen: Tensor,
+            gate_up: PreparedLinear,
+            down: PreparedLinear,
+            activation: str,
+            limit: float | None,
+        ) -> Tensor:
             linears = gate_up.prepared["packed"], gate_up.bias, down.prepared["packed"], down.bias
             summed: Tensor = operators.experts(rows, weights, chosen, *linears, activation, limit)
             return summed
 
         return Operations(
-            cached_attention, float_linear=operators.float_linear,
+            cached_attention,
+            float_linear=operators.float_linear,
             block=BlockKernel(partial(prepare_blocks, operators), BLOCK_FEATURES, torch.float32),
-            experts=ExpertKernel(operators.stack, experts), single_threaded=_single_threaded,
-        )  # fmt: skip
+            experts=ExpertKernel(operators.stack, experts),
+            single_threaded=_single_threaded,
+        )
 
 
 @contextmanager
@@ -124,20 +172,37 @@ def _single_threaded() -> Iterator[None]:
 
 
 def prepare_blocks(
-    operators: Operators, layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]], dtype: torch.dtype
+    operators: Operators,
+    layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]],
+    dtype: torch.dtype,
 ) -> backend.RunBlocks:
     """See `BlockKernel`; hidden states are float32 [B, T, D], updated in place."""
-    blocks = operators.prepare_blocks([_operands(weights, settings) for weights, settings in layers])
+    blocks = operators.prepare_blocks(
+        [_operands(weights, settings) for weights, settings in layers]
+    )
     turned = [settings.rotary for _, settings in layers]
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
         angles: list[Tensor] = []
         for rotary, (cosine, sine) in zip(turned, step.angles, strict=True):
-            angles += (cosine, sine) if rotary else (torch.ones_like(cosine), torch.zeros_like(sine))
-        cached = [] if step.cached is None else [
-            one for rows in step.cached for part in rows for one in part if one is not None
-        ]  # fmt: skip
-        operators.run_blocks(x, blocks.number, angles, step.query_scale, step.positions, step.slots, cached, step.first)
+            angles += (
+                (cosine, sine) if rotary else (torch.ones_like(cosine), torch.zeros_like(sine))
+            )
+        cached = (
+            []
+            if step.cached is None
+            else [one for rows in step.cached for part in rows for one in part if one is not None]
+        )
+        operators.run_blocks(
+            x,
+            blocks.number,
+            angles,
+            step.query_scale,
+            step.positions,
+            step.slots,
+            cached,
+            step.first,
+        )
         return x
 
     return run
@@ -146,19 +211,40 @@ def prepare_blocks(
 def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> BlockOperands:
     """The weights of attention and of the feed-forward, and the settings."""
     attention = [
-        weights.input_norm, *_packed(weights.qkv), weights.q_norm, weights.k_norm, weights.sinks, *_packed(weights.out),
+        weights.input_norm,
+        *_packed(weights.qkv),
+        weights.q_norm,
+        weights.k_norm,
+        weights.sinks,
+        *_packed(weights.out),
         weights.attention_output_norm,
-    ]  # fmt: skip
+    ]
     inside, routing = [*_packed(weights.gate_up), *_packed(weights.down)], (0, True)
     if (experts := weights.experts) is not None:
-        banks = (bank for own in (experts.gate_up, experts.down) for bank in (own.prepared["packed"], own.bias))
+        banks = (
+            bank
+            for own in (experts.gate_up, experts.down)
+            for bank in (own.prepared["packed"], own.bias)
+        )
         inside = [experts.router, experts.router_bias, *banks, *inside, experts.shared_gate]
         routing = experts.per_token, experts.normalized
     return (
-        attention, [weights.mlp_norm, *inside, weights.mlp_output_norm],
-        (own.num_heads, own.num_kv_heads, own.window or 0, own.attention_scale, own.attention_softcap, own.clip_qkv,
-         own.activation, own.activation_limit, own.norm_eps, own.residual_multiplier, *routing),
-    )  # fmt: skip
+        attention,
+        [weights.mlp_norm, *inside, weights.mlp_output_norm],
+        (
+            own.num_heads,
+            own.num_kv_heads,
+            own.window or 0,
+            own.attention_scale,
+            own.attention_softcap,
+            own.clip_qkv,
+            own.activation,
+            own.activation_limit,
+            own.norm_eps,
+            own.residual_multiplier,
+            *routing,
+        ),
+    )
 
 
 def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,6 @@
-"""GPTQ's work on single weights in C++: a vector takes neighbouring outputs, and a thread some vectors."""
+"""GPTQ's work on single weights in C++: a vector takes neighbouring outputs, and a thread some
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,18 @@ _FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def search_scales(
-    weight: Tensor, importance: Tensor, size: int, levels: int, symmetric: bool, scale_dtype: torch.dtype,
-    coarse: Sequence[float], fine: Sequence[float],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 where codes are not symmetric, of groups of `size`
-    inputs: the best of some steps, in units of what spans the group, then of those next to it.
+    weight: Tensor,
+    importance: Tensor,
+    size: int,
+    levels: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    coarse: Sequence[float],
+    fine: Sequence[float],
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 where codes are not symmetric, of
+    groups of `size` inputs: the best of some steps, in units of what spans the group, then of those
+    next to it.
 
     Args:
         weight: [I, O] float32.
@@ -35,24 +44,46 @@ def search_scales(
     scale = torch.empty(inputs // size, outputs, dtype=scale_dtype)
     zero = None if symmetric else torch.empty_like(scale, dtype=torch.uint8)
     _functions().quantkit_search_scales(
-        *_sizes(inputs, outputs, size, levels), _floats(weight), _floats(importance),
-        (c_float * len(coarse))(*coarse), c_int64(len(coarse)), (c_float * len(fine))(*fine), c_int64(len(fine)),
-        c_int64(_FLOAT_TYPES[scale_dtype]), _pointer(scale, scale_dtype),
-        None if zero is None else _pointer(zero, torch.uint8), torch.get_num_threads(),
-    )  # fmt: skip
+        *_sizes(inputs, outputs, size, levels),
+        _floats(weight),
+        _floats(importance),
+        (c_float * len(coarse))(*coarse),
+        c_int64(len(coarse)),
+        (c_float * len(fine))(*fine),
+        c_int64(len(fine)),
+        c_int64(_FLOAT_TYPES[scale_dtype]),
+        _pointer(scale, scale_dtype),
+        None if zero is None else _pointer(zero, torch.uint8),
+        torch.get_num_threads(),
+    )
     return scale, zero
 
 
 def _in_turn(
-    name: str, start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-    levels: int, size: int, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
+    name: str,
+    start: Tensor,
+    other: Tensor,
+    ratios: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    levels: int,
+    size: int,
+    codes: Tensor,
+    errors: Tensor,
+) -> None:
     read = [one.contiguous() for one in (start, other, ratios)]  # held until the call is over
     getattr(_functions(), name)(
-        *_sizes(*codes.shape, size, levels), c_int64(len(start)), *(_floats(one) for one in read),
-        _pointer(columns, torch.int64), _floats(scale), None if zero is None else _floats(zero), _floats(codes),
-        _floats(errors), torch.get_num_threads(),
-    )  # fmt: skip
+        *_sizes(*codes.shape, size, levels),
+        c_int64(len(start)),
+        *(_floats(one) for one in read),
+        _pointer(columns, torch.int64),
+        _floats(scale),
+        None if zero is None else _floats(zero),
+        _floats(codes),
+        _floats(errors),
+        torch.get_num_threads(),
+    )
 
 
 round_in_turn = partial(_in_turn, "quantkit_round_in_turn")
@@ -77,5 +108,7 @@ def _floats(tensor: Tensor) -> c_void_p:
 def _pointer(tensor: Tensor, dtype: torch.dtype) -> c_void_p:
     """The address of a tensor; raises `ValueError` for one that C++ would read wrongly."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}")
+        raise ValueError(
+            f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}"
+        )
     return c_void_p(tensor.data_ptr())

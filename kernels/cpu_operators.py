@@ -1,7 +1,9 @@
-"""The C++ kernels on torch's tensors: each operator allocates what it returns and calls a function of C.
+"""The C++ kernels on torch's tensors: each operator allocates what it returns and calls a function
+of C.
 
-B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts. An operator raises `RuntimeError`
-with the kernels' reason for operands that do not fit. In a graph that `torch.compile` traces it is a torch operator.
+B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts. An operator
+raises `RuntimeError` with the kernels' reason for operands that do not fit. In a graph that
+`torch.compile` traces it is a torch operator.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4, torch.int64: 5}
+_TYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+    torch.uint8: 4,
+    torch.int64: 5,
+}
 _OTHER = len(_TYPES)
 _LIBRARY: Any = torch.library.Library  # whose methods have no types
 _DIMS = 4
@@ -29,8 +38,9 @@ _HUGE_PAGE = 2 << 20  # bytes
 _HEAD = 64  # bytes before a packed weight's numbers, which say how it is packed
 
 BlockOperands = tuple[Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
-"""Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its settings in that of
-``quantkit_add_block``."""
+"""Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its
+settings in that of ``quantkit_add_block``.
+"""
 
 
 class Operators:
@@ -43,7 +53,9 @@ class Operators:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.library, self.name = library, name
-        self._functions = {one: _function(library, one, *types) for one, types in _FUNCTIONS.items()}
+        self._functions = {
+            one: _function(library, one, *types) for one, types in _FUNCTIONS.items()
+        }
         library.quantkit_instructions.restype = ctypes.c_char_p
         library.quantkit_new_blocks.restype = ctypes.c_void_p
         library.quantkit_free_blocks.argtypes = [ctypes.c_void_p]
@@ -72,9 +84,12 @@ class Operators:
         name: bytes = self.library.quantkit_instructions()
         return name.decode()
 
-    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool) -> Tensor:
-        """A weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O, G]; `exact` is for
-        activations of 16 bits."""
+    def pack(
+        self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool
+    ) -> Tensor:
+        """A weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O, G];
+        `exact` is for activations of 16 bits.
+        """
         count, weight = ctypes.c_int64(), (codes, scale, zero, bits, exact)
         self._call("packed_bytes", *weight, ctypes.addressof(count))
         packed = _allocate(count.value)
@@ -95,17 +110,38 @@ class Operators:
         return y
 
     def cached_attention(
-        self, queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-        positions: Tensor, slots: Tensor | None, window: int, scale: float, softcap: float | None = None,
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        key_scales: Tensor | None,
+        values: Tensor,
+        value_scales: Tensor | None,
+        positions: Tensor,
+        slots: Tensor | None,
+        window: int,
+        scale: float,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See `ScoredAttention`; a window of 0 is all."""
         batch, heads, tokens, size = queries.shape
         out = queries.new_empty((batch, tokens, heads * size))
         self._call(
-            "cached_attention", queries.contiguous(), keys, key_scales, values, value_scales, positions, slots, window,
-            scale, softcap, sinks, torch.get_num_threads(), out,
-        )  # fmt: skip
+            "cached_attention",
+            queries.contiguous(),
+            keys,
+            key_scales,
+            values,
+            value_scales,
+            positions,
+            slots,
+            window,
+            scale,
+            softcap,
+            sinks,
+            torch.get_num_threads(),
+            out,
+        )
         return out
 
     def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -118,47 +154,87 @@ class Operators:
     def stack(self, packed: Sequence[Tensor]) -> Tensor:
         """Packed weights of one shape, one after the other: [E, bytes]."""
         first = packed[0]
-        if any(one.shape != first.shape or not torch.equal(one[:_HEAD], first[:_HEAD]) for one in packed):
+        if any(
+            one.shape != first.shape or not torch.equal(one[:_HEAD], first[:_HEAD])
+            for one in packed
+        ):
             raise RuntimeError("weights of different shapes or schemes")
         stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
         return torch.stack(list(packed), out=stacked)
 
     def experts(
-        self, x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
-        down_bias: Tensor | None, activation: str, limit: float | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        shares: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activation: str,
+        limit: float | None,
+    ) -> Tensor:
         """See `ExpertKernel`."""
         y = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._call(
-            "experts", x.float().contiguous(), shares, chosen, gate_up, gate_up_bias, down, down_bias, activation,
-            limit, torch.get_num_threads(), y,
-        )  # fmt: skip
+            "experts",
+            x.float().contiguous(),
+            shares,
+            chosen,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            activation,
+            limit,
+            torch.get_num_threads(),
+            y,
+        )
         return y.to(x.dtype)
 
     def prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
         """Blocks that follow each other, checked once."""
-        prepared = Blocks(next(self._numbers), [one for operands in blocks for half in operands[:2] for one in half])
+        prepared = Blocks(
+            next(self._numbers),
+            [one for operands in blocks for half in operands[:2] for one in half],
+        )
         pointer = ctypes.c_void_p(self.library.quantkit_new_blocks())
         self._blocks[prepared.number] = pointer, len(blocks)
         weakref.finalize(prepared, self._forget, prepared.number).atexit = False
         for attention, feed_forward, settings in blocks:
-            self._call("add_block", pointer, attention, len(attention), feed_forward, len(feed_forward), *settings)
+            self._call(
+                "add_block",
+                pointer,
+                attention,
+                len(attention),
+                feed_forward,
+                len(feed_forward),
+                *settings,
+            )
         return prepared
 
     def _forget(self, number: int) -> None:
         self.library.quantkit_free_blocks(self._blocks.pop(number)[0])
 
     def run_blocks(
-        self, x: Tensor, blocks: int, angles: Sequence[Tensor], query_scale: Tensor | None, positions: Tensor,
-        slots: Tensor | None, cached: Sequence[Tensor], prefill: bool,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        blocks: int,
+        angles: Sequence[Tensor],
+        query_scale: Tensor | None,
+        positions: Tensor,
+        slots: Tensor | None,
+        cached: Sequence[Tensor],
+        prefill: bool,
+    ) -> None:
         """Update hidden states, float32 [B, T, D].
 
         Args:
             blocks: their number.
             angles: of each block, cosine and sine.
             query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `first`.
-            cached: of each block keys and values, in int8 each with its scales; empty without a cache.
+            cached: of each block keys and values, in int8 each with its scales; empty without a
+                cache.
         """
         pointer, count = self._blocks[blocks]
         stored = list[Tensor | None](cached)
@@ -167,9 +243,17 @@ class Operators:
         if len(angles) != 2 * count or len(stored) not in (0, 4 * count):
             raise RuntimeError(f"expected angles and cached rows of {count} blocks")
         self._call(
-            "run_blocks", pointer, x, angles, query_scale, positions, slots, stored or None, prefill,
+            "run_blocks",
+            pointer,
+            x,
+            angles,
+            query_scale,
+            positions,
+            slots,
+            stored or None,
+            prefill,
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
 
     def _call(self, name: str, *arguments: Any) -> None:
         error = self._functions[name](*arguments)
@@ -178,7 +262,8 @@ class Operators:
 
 
 class Blocks:
-    """Blocks that a library has checked; it reads their tensors for as long as they are referred to.
+    """Blocks that a library has checked; it reads their tensors for as long as they are referred
+    to.
 
     Attributes:
         number: of these blocks, for `Operators.run_blocks`.
@@ -196,8 +281,9 @@ def _traceable(run: Callable[..., Any], operator: Any) -> Callable[..., Any]:
 
 
 class _View:
-    """What ``tensor.h`` says about a tensor or None. ctypes calls `from_param`, and keeps the result until the function
-    returns."""
+    """What ``tensor.h`` says about a tensor or None. ctypes calls `from_param`, and keeps the
+    result until the function returns.
+    """
 
     @staticmethod
     def from_param(tensor: Tensor | None) -> bytes | None:
@@ -207,7 +293,9 @@ class _View:
         if not (tensor.is_cpu and tensor.is_contiguous() and dims <= _DIMS):
             found = f"{tuple(tensor.shape)} in steps of {tensor.stride()} on {tensor.device}"
             raise RuntimeError(f"expected a tensor without gaps on the CPU, found {found}")
-        return _VIEWS[dims].pack(tensor.data_ptr(), _TYPES.get(tensor.dtype, _OTHER), dims, *tensor.shape)
+        return _VIEWS[dims].pack(
+            tensor.data_ptr(), _TYPES.get(tensor.dtype, _OTHER), dims, *tensor.shape
+        )
 
 
 class _Views:
@@ -215,7 +303,11 @@ class _Views:
 
     @staticmethod
     def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
-        return None if tensors is None else b"".join([_View.from_param(one) or _MISSING for one in tensors])
+        return (
+            None
+            if tensors is None
+            else b"".join([_View.from_param(one) or _MISSING for one in tensors])
+        )
 
 
 class _Output:
@@ -241,8 +333,9 @@ class _Text:
 
 
 def _allocate(count: int) -> Tensor:
-    """Memory for packed weights, on huge pages where the system gives them, so that it takes few address
-    translations."""
+    """Memory for packed weights, on huge pages where the system gives them, so that it takes few
+    address translations.
+    """
     if count < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=torch.uint8)
     memory = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -263,11 +356,18 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "experts": (*[_View] * 7, _Text, _Optional, _THREADS, _Output),
     "float_linear": (_View, _View, _THREADS, _Output),
     "add_block": (
-        ctypes.c_void_p, *[_Views, _INT] * 2, *[_INT] * 3, *[_Optional] * 3, _Text, _Optional, *[_FLOAT] * 2, _INT,
+        ctypes.c_void_p,
+        *[_Views, _INT] * 2,
+        *[_INT] * 3,
+        *[_Optional] * 3,
+        _Text,
+        _Optional,
+        *[_FLOAT] * 2,
+        _INT,
         _FLAG,
     ),
     "run_blocks": (ctypes.c_void_p, _View, _Views, *[_View] * 3, _Views, _FLAG, _THREADS),
-}  # fmt: skip
+}
 """What the functions of ``operators.cpp`` that return an error's message take."""
 
 
@@ -287,8 +387,11 @@ _TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda packed, index, columns: packed.new_empty(*index.shape, columns, dtype=torch.float32),
     ),
     "cached_attention": (
-        "(Tensor queries, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales, Tensor positions, "
-        "Tensor? slots, int window, float scale, float? softcap=None, Tensor? sinks=None) -> Tensor",
+        (
+            "(Tensor queries, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales,"
+            " Tensor positions, Tensor? slots, int window, float scale, float? softcap=None,"
+            " Tensor? sinks=None) -> Tensor"
+        ),
         lambda q, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3]),
     ),
     "float_linear": (
@@ -296,13 +399,17 @@ _TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
     ),
     "experts": (
-        "(Tensor x, Tensor shares, Tensor chosen, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-        "Tensor? down_bias, str activation, float? limit) -> Tensor",
+        (
+            "(Tensor x, Tensor shares, Tensor chosen, Tensor gate_up, Tensor? gate_up_bias, Tensor"
+            " down, Tensor? down_bias, str activation, float? limit) -> Tensor"
+        ),
         lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     ),
     "run_blocks": (
-        "(Tensor(a!) x, int blocks, Tensor[] angles, Tensor? query_scale, Tensor positions, Tensor? slots, "
-        "Tensor(b!)[] cached, bool prefill) -> ()",
+        (
+            "(Tensor(a!) x, int blocks, Tensor[] angles, Tensor? query_scale, Tensor positions,"
+            " Tensor? slots, Tensor(b!)[] cached, bool prefill) -> ()"
+        ),
         lambda *_: None,
     ),
 }

@@ -1,7 +1,7 @@
 """Selects a backend: the first of those allowed that supports a case and passes a self-test.
 
-Kernels are compiled where they run, by compilers that no test has used. So a backend first multiplies a small weight: a
-miscompiled kernel must be found before it changes a model's output.
+Kernels are compiled where they run, by compilers that no test has used. So a backend first
+multiplies a small weight: a miscompiled kernel must be found before it changes a model's output.
 """
 
 from __future__ import annotations
@@ -28,28 +28,43 @@ BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values(
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
-_SUMS = torch.finfo(torch.float32).eps  # what a term adds to the rounding of a sum in float32, at most
+_SUMS = torch.finfo(
+    torch.float32
+).eps  # what a term adds to the rounding of a sum in float32, at most
 _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
 
 def require_backend(name: str | None) -> None:
     """Raise `RequestError` if no backend has the name; None stands for any backend."""
     if name is not None and name not in [backend.name for backend in BACKENDS]:
-        raise RequestError("unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS))
+        raise RequestError(
+            "unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS)
+        )
 
 
 def allowed_backends(name: str | None = None, *, allow_slow: bool = False) -> tuple[Backend, ...]:
-    """The backends that may run a model, fastest first: the named one, or all with kernels if `name` is None; with
-    `allow_slow` also the reference, for layers that these do not support. Raises `RequestError` for an unknown name."""
+    """The backends that may run a model, fastest first: the named one, or all with kernels if
+    `name` is None; with `allow_slow` also the reference, for layers that these do not support.
+    Raises `RequestError` for an unknown name.
+    """
     require_backend(name)
-    return tuple(one for one in BACKENDS if one.name == name or (allow_slow if one is REFERENCE else name is None))
+    return tuple(
+        one
+        for one in BACKENDS
+        if one.name == name or (allow_slow if one is REFERENCE else name is None)
+    )
 
 
 def select_backend(
-    scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, allowed: Sequence[Backend]
+    scheme: QuantScheme,
+    device: torch.device,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    allowed: Sequence[Backend],
 ) -> Backend:
-    """The first of the allowed backends for activations of `dtype` on `device` and weights of `scheme` with scales of
-    `scale_dtype`. If it is the reference, for lack of kernels, a warning says so.
+    """The first of the allowed backends for activations of `dtype` on `device` and weights of
+    `scheme` with scales of `scale_dtype`. If it is the reference, for lack of kernels, a warning
+    says so.
 
     Raises:
         RequestError: if none supports the case, with every backend's reason.
@@ -66,13 +81,21 @@ def select_backend(
         reasons.setdefault(reason, []).append(backend.name)
     raise RequestError(
         f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_listed(reasons)}",
-        hint=None if REFERENCE in allowed else f"`allow_slow=True` runs it without kernels ({_slower(device)})",
+        hint=None
+        if REFERENCE in allowed
+        else f"`allow_slow=True` runs it without kernels ({_slower(device)})",
     )
 
 
 def _slower(device: torch.device) -> str:
-    """How the reference compares with kernels; docs/kernels.md has the measurements, which are of CPUs."""
-    return "new tokens 20 to 200 times slower, prompts 5 times slower" if device.type == "cpu" else "much slower"
+    """How the reference compares with kernels; docs/kernels.md has the measurements, which are
+    of CPUs.
+    """
+    return (
+        "new tokens 20 to 200 times slower, prompts 5 times slower"
+        if device.type == "cpu"
+        else "much slower"
+    )
 
 
 def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
@@ -80,8 +103,9 @@ def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """A GPU backend's operations for a model without quantized layers; None on a CPU, where kernels would have to be
-    compiled first."""
+    """A GPU backend's operations for a model without quantized layers; None on a CPU, where kernels
+    would have to be compiled first.
+    """
     if device.type == "cpu":
         return None
     for backend in BACKENDS:
@@ -98,9 +122,10 @@ def _warn_once(reasons: str, problem: str) -> None:
 
 
 class _Size(NamedTuple):
-    """The size of an example: rows and (about) columns of the weight; numbers of tokens, each of which may have a
-    separate kernel; a limit on the number of activations for very large groups; whether the columns are a multiple of
-    nothing that kernels count in."""
+    """The size of an example: rows and (about) columns of the weight; numbers of tokens, each of
+    which may have a separate kernel; a limit on the number of activations for very large groups;
+    whether the columns are a multiple of nothing that kernels count in.
+    """
 
     rows: int
     columns: int
@@ -110,32 +135,47 @@ class _Size(NamedTuple):
 
 
 SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
-# Large enough that loops repeat, rows are split, and there are many tiles; and columns as most models have them.
+# Large enough that loops repeat, rows are split, and there are many tiles; and columns as most
+# models have them.
 ON_GPUS = (
-    _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22), _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False)
-)  # fmt: skip
+    _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22),
+    _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False),
+)
 
 
 @functools.cache
 def self_test(
-    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype
+    backend: Backend,
+    scheme: QuantScheme,
+    device: torch.device,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
 ) -> str | None:
-    """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
-    `scale_dtype`; None if each is within the backend's `Rounding`."""
+    """What is wrong with a backend's products of activations of `dtype` with weights whose scales
+    are of `scale_dtype`; None if each is within the backend's `Rounding`.
+    """
     for size in ON_GPUS if device.type == "cuda" else (SMALL,):
         try:
             wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
         except Exception as error:  # drivers and compilers have their own exception types
-            return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
+            return (
+                f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[
+                    :300
+                ]
+            )
         if wrong is not None:
             return f"its products of {wrong} tokens are wrong on this machine"
     return None
 
 
 def _wrong_tokens(
-    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype,
+    backend: Backend,
+    scheme: QuantScheme,
+    device: torch.device,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
     size: _Size,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """A number of tokens whose products with an example are wrong."""
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)
@@ -149,22 +189,29 @@ def _wrong_tokens(
             found = backend.linear(x, prepared, scheme, size.rows, added)
             right = x.double() @ wide.t() + (0 if added is None else added.double())
             off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
-            if not within(found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result):
+            if not within(
+                found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result
+            ):
                 return tokens
     return None
 
 
 def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
-    """Whether each number is right, up to its slack and `steps` steps of its dtype; false if one is not finite."""
+    """Whether each number is right, up to its slack and `steps` steps of its dtype; false if one
+    is not finite.
+    """
     own = torch.finfo(found.dtype)
     smallest = own.smallest_normal * own.eps  # a step of the smallest numbers
     rounding = steps * own.eps * (right.abs() + slack) + smallest
-    return found.shape == right.shape and bool(((found.double() - right).abs() <= slack + rounding).all())
+    return found.shape == right.shape and bool(
+        ((found.double() - right).abs() <= slack + rounding).all()
+    )
 
 
 def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> QuantTensor:
-    """A weight with every code in it, all zero points, and scales of either sign and of many sizes; in an odd number
-    of groups, or in columns that fill no word of kernels."""
+    """A weight with every code in it, all zero points, and scales of either sign and of many sizes;
+    in an odd number of groups, or in columns that fill no word of kernels.
+    """
     rows, group = size.rows, scheme.group_size
     if size.ragged:
         columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
@@ -176,16 +223,22 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
     scale = torch.where(wave < 0, -1, 1) * 2 ** (-4 - 8 * wave.abs())
     zero = None
     if not scheme.symmetric:
-        zero = ((torch.arange(rows * groups) * 5 + 3) % scheme.levels).to(torch.uint8).view(rows, groups)
-    return QuantTensor(codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme)
+        zero = (
+            ((torch.arange(rows * groups) * 5 + 3) % scheme.levels)
+            .to(torch.uint8)
+            .view(rows, groups)
+        )
+    return QuantTensor(
+        codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme
+    )
 
 
 def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:
     """Even activations [T, I], see `Rounding`, and then others, for weights [O, I].
 
-    The first leans towards all rows and each of the others towards one, every second of them in one group only: so
-    products are as large as they can be, and each row's and each group's mistakes are visible among permitted
-    rounding errors.
+    The first leans towards all rows and each of the others towards one, every second of them in one
+    group only: so products are as large as they can be, and each row's and each group's mistakes
+    are visible among permitted rounding errors.
     """
     rows, columns = wide.shape
     index = torch.arange(tokens, device=wide.device)

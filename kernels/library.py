@@ -1,4 +1,5 @@
-"""Loads the C++ kernels: those that a wheel has for this machine, or else those that its compiler makes.
+"""Loads the C++ kernels: those that a wheel has for this machine, or else those that its compiler
+makes.
 
 Choosing and compiling them does not import torch.
 """
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SETTING = "QUANTKIT_CPU"
-"""Environment variable that chooses the kernels: ``native``, which are compiled for this machine, or those for one of
-`VARIANTS`. Without it they are the fastest that come with quantkit, or else native."""
+"""Environment variable that chooses the kernels: ``native``, which are compiled for this machine,
+or those for one of `VARIANTS`. Without it they are the fastest that come with quantkit, or else
+native.
+"""
 
 
 def load_kernels(name: str | None = None) -> Operators:
-    """The kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none of that name, and
-    `UnsupportedError` if they do not run here or cannot be compiled."""
+    """The kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none of that
+    name, and `UnsupportedError` if they do not run here or cannot be compiled.
+    """
     found = _load_once(_chosen(name))
     if isinstance(found, UnsupportedError):
         raise found
@@ -39,7 +43,10 @@ def load_kernels(name: str | None = None) -> Operators:
 
 
 def describe_kernels() -> str:
-    """Which kernels `load_kernels` chooses and where they come from, or why there are none. Compiles nothing."""
+    """Which kernels `load_kernels` chooses and where they come from, or why there are none.
+
+    Compiles nothing.
+    """
     try:
         name = _chosen(None)
         if _shipped(name):
@@ -50,18 +57,26 @@ def describe_kernels() -> str:
 
 
 def _chosen(name: str | None) -> str:
-    name = name or os.environ.get(SETTING) or next(filter(_shipped, filter(runs_here, VARIANTS)), NATIVE)
+    name = (
+        name
+        or os.environ.get(SETTING)
+        or next(filter(_shipped, filter(runs_here, VARIANTS)), NATIVE)
+    )
     if name not in (NATIVE, *VARIANTS):
         expected = ", ".join((NATIVE, *VARIANTS))
         raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
     if name != NATIVE and not runs_here(name):
-        raise UnsupportedError(f"the processor does not have the instructions of the {name} kernels")
+        raise UnsupportedError(
+            f"the processor does not have the instructions of the {name} kernels"
+        )
     return name
 
 
 def compile_ahead() -> Thread:
-    """Compile the kernels that `load_kernels` will choose, if need be, while the process does something else; the end
-    of the process does not wait for it. What is wrong is for `load_kernels` to say."""
+    """Compile the kernels that `load_kernels` will choose, if need be, while the process does
+    something else; the end of the process does not wait for it. What is wrong is for `load_kernels`
+    to say.
+    """
 
     def work() -> None:
         with suppress(QuantkitError):
@@ -91,13 +106,17 @@ def _open(path: Path, name: str) -> Operators:
 
     operators = Operators(ctypes.CDLL(str(path)), name)
     if name != NATIVE and operators.instructions() != name:
-        raise UnsupportedError("these are other kernels", path=path, found=operators.instructions(), expected=name)
+        raise UnsupportedError(
+            "these are other kernels", path=path, found=operators.instructions(), expected=name
+        )
     return operators
 
 
 @functools.cache
 def _shipped(name: str) -> Path | None:
-    """The library that this installation of quantkit has; None if it has none, or, with a warning, a damaged one."""
+    """The library that this installation of quantkit has; None if it has none, or, with a
+    warning, a damaged one.
+    """
     path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"
     if intact(path):
         return path

@@ -1,12 +1,14 @@
 """Attention of a few queries over the live part of a static cache, in Triton.
 
-The live part, from the first position that a query sees to the last, is cut into spans. Programs take one each,
-with a separate softmax, and a second kernel joins them by their maxima and sums (2112.05682), in a fixed order.
-Where the live part ends is read from the positions on the device: the grid depends on shapes alone, so a step can
-be recorded, and programs whose span lies beyond it end at once.
+The live part, from the first position that a query sees to the last, is cut into spans. Programs
+take one each, with a separate softmax, and a second kernel joins them by their maxima and sums
+(2112.05682), in a fixed order. Where the live part ends is read from the positions on the device:
+the grid depends on shapes alone, so a step can be recorded, and programs whose span lies beyond it
+end at once.
 
-B batch, H heads, K KV heads, T queries, S positions of the cache, Dh head size. The H / K * T queries [rows]
-that share a KV head lie side by side and are handled together, so its keys are read once.
+B batch, H heads, K KV heads, T queries, S positions of the cache, Dh head size. The H / K * T
+queries [rows] that share a KV head lie side by side and are handled together, so its keys are read
+once.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of 
 _MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
 MAX_CODE = tl.constexpr(127.0)
-"""Of int8. Times a row's scale it is the row's largest value, which float16 holds where it does not hold the scale."""
+"""Of int8.
+
+Times a row's scale it is the row's largest value, which float16 holds where it does not hold the
+scale.
+"""
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Exponentials are to the base of 2."""
 
 
 class Tile(NamedTuple):
-    """What one program holds: queries, positions of the cache, columns of both; and the stages of its loads."""
+    """What one program holds: queries, positions of the cache, columns of both; and the stages
+    of its loads.
+    """
 
     block_m: int
     block_n: int
@@ -44,8 +52,18 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first position that a query sees, the first beyond those seen, and how many make a span."""
+def live(
+    positions,
+    tokens,
+    length,
+    window,
+    TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The first position that a query sees, the first beyond those seen, and how many make a
+    span.
+    """
     token = tl.arange(0, TOKENS)
     position = tl.load(positions + tl.where(token < tokens, token, 0)).to(tl.int32)
     first = tl.maximum(tl.min(position, 0) + 1 - window, 0)
@@ -55,9 +73,13 @@ def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.cons
 
 @triton.jit
 def cached(rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not inside."""
+    """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not
+    inside.
+    """
     column = tl.arange(0, BLOCK_D)[None, :]
-    values = tl.load(rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0)
+    values = tl.load(
+        rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0
+    )
     if WIDEN and rows.dtype.element_ty == tl.int8:
         values = values.to(tl.float32)  # Triton's interpreter makes no bfloat16 of integers
     return values.to(DTYPE)
@@ -71,16 +93,38 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_span(
-    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
-    window, kv_heads, stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum;
-    nothing for one that lies beyond the live part.
+    queries,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    positions,
+    slots,
+    mixed,
+    largest,
+    total,
+    tokens,
+    rows,
+    length,
+    window,
+    kv_heads,
+    stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the
+    exponentials' sum; nothing for one that lies beyond the live part.
 
-    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e. Codes are multiplied
-    as they are: scales of keys are for their scores, and those of values for the weights.
+    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
+    Codes are multiplied as they are: scales of keys are for their scores, and those of values for
+    the weights.
     """
     DTYPE: tl.constexpr = queries.dtype.element_ty
     CODES: tl.constexpr = keys.dtype.element_ty == tl.int8
@@ -117,7 +161,9 @@ def attend_span(
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # of a query that has seen nothing yet
+            base = tl.where(
+                higher == float("-inf"), 0.0, higher
+            )  # of a query that has seen nothing yet
             weights = tl.exp2(scores - base[:, None])
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
@@ -125,8 +171,9 @@ def attend_span(
                 weights *= tl.load(value_scales + at, mask=at < last, other=0)[None, :] * MAX_CODE
             value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
             if CODES and BLOCK_M < 64 and not WIDEN:
-                # By one: a dot that takes what was loaded, converted only, gathers codes one by one from shared memory;
-                # of products it takes pairs, transposed on the way. Of 64 rows it always does.
+                # By one: a dot that takes what was loaded, converted only, gathers codes one by one
+                # from shared memory; of products it takes pairs, transposed on the way. Of 64 rows
+                # it always does.
                 value *= (at < last).to(DTYPE)[:, None]
             weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
@@ -135,19 +182,41 @@ def attend_span(
         part = line * SPANS + tl.program_id(0)
         tl.store(largest + part, high, mask=row < rows)
         tl.store(total + part, sums, mask=row < rows)
-        tl.store(mixed + part[:, None] * SIZE + column, weighted, mask=(row < rows)[:, None] & (column < SIZE))
+        tl.store(
+            mixed + part[:, None] * SIZE + column,
+            weighted,
+            mask=(row < rows)[:, None] & (column < SIZE),
+        )
 
 
 @triton.jit
 def join_line(
-    line, positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
-    SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    line,
+    positions,
+    mixed,
+    largest,
+    total,
+    sinks,
+    out,
+    tokens,
+    heads,
+    length,
+    window,
+    stride,
+    SINKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
-    COLUMNS: tl.constexpr = min(BLOCK_D, 64)  # at a time: no more fit in registers next to attention's
+    COLUMNS: tl.constexpr = min(
+        BLOCK_D, 64
+    )  # at a time: no more fit in registers next to attention's
     span = tl.arange(0, BLOCK_S)
     there = first + span * each < last  # nothing was written for the others
     part = line * SPANS + span
@@ -165,38 +234,120 @@ def join_line(
     for start in tl.static_range(0, BLOCK_D, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = there[:, None] & (column < SIZE)[None, :]
-        parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0, cache_modifier=".cg")
+        parts = tl.load(
+            mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0, cache_modifier=".cg"
+        )
         joined = tl.sum(parts * share[:, None], 0) / sums
         tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit
 def join_spans(
-    positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
-    SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    positions,
+    mixed,
+    largest,
+    total,
+    sinks,
+    out,
+    tokens,
+    heads,
+    length,
+    window,
+    stride,
+    SINKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """A query for each program; see `join_line`."""
     join_line(
-        tl.program_id(0).to(tl.int64), positions, mixed, largest, total, sinks, out, tokens, heads, length, window,
-        stride, SINKS, SIZE, TOKENS, SPANS, BLOCK_N, BLOCK_S, BLOCK_D,
-    )  # fmt: skip
+        tl.program_id(0).to(tl.int64),
+        positions,
+        mixed,
+        largest,
+        total,
+        sinks,
+        out,
+        tokens,
+        heads,
+        length,
+        window,
+        stride,
+        SINKS,
+        SIZE,
+        TOKENS,
+        SPANS,
+        BLOCK_N,
+        BLOCK_S,
+        BLOCK_D,
+    )
 
 
 @triton.jit
 def attend_and_join(
-    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, sinks, out, arrived,
-    tokens, rows, heads, length, window, kv_heads, stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    queries,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    positions,
+    slots,
+    mixed,
+    largest,
+    total,
+    sinks,
+    out,
+    arrived,
+    tokens,
+    rows,
+    heads,
+    length,
+    window,
+    kv_heads,
+    stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """A span for each program, which the last of them to arrive joins."""
     attend_span(
-        queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
-        window, kv_heads, stride,
-        SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        queries,
+        keys,
+        key_scales,
+        values,
+        value_scales,
+        positions,
+        slots,
+        mixed,
+        largest,
+        total,
+        tokens,
+        rows,
+        length,
+        window,
+        kv_heads,
+        stride,
+        SCALE,
+        SOFTCAP,
+        SLOTS,
+        SIZE,
+        TOKENS,
+        SPANS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+    )
     pair = tl.program_id(2).to(tl.int64)
     own = positions + pair // kv_heads * stride
     first, last, each = live(own, tokens, length, window, TOKENS, SPANS, BLOCK_N)
@@ -206,21 +357,53 @@ def attend_and_join(
             start = tl.program_id(1) * BLOCK_M
             for row in tl.range(start, tl.minimum(start + BLOCK_M, rows)):
                 join_line(
-                    pair * rows + row, positions, mixed, largest, total, sinks, out, tokens, heads, length, window,
-                    stride, SINKS, SIZE, TOKENS, SPANS, BLOCK_N, BLOCK_S, BLOCK_D,
-                )  # fmt: skip
+                    pair * rows + row,
+                    positions,
+                    mixed,
+                    largest,
+                    total,
+                    sinks,
+                    out,
+                    tokens,
+                    heads,
+                    length,
+                    window,
+                    stride,
+                    SINKS,
+                    SIZE,
+                    TOKENS,
+                    SPANS,
+                    BLOCK_N,
+                    BLOCK_S,
+                    BLOCK_D,
+                )
 
 
-@operator("cached_attention", lambda q, *_: q.new_empty(len(q), q.shape[2], q.shape[1] * q.shape[3]), ("arrived",))
+@operator(
+    "cached_attention",
+    lambda q, *_: q.new_empty(len(q), q.shape[2], q.shape[1] * q.shape[3]),
+    ("arrived",),
+)
 def cached_attention(
-    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-    positions: Tensor, slots: Tensor | None, window: int | None,
-    scale: float | None, softcap: float | None, sinks: Tensor | None, arrived: Tensor | None, spans: int | None,
-) -> Tensor:  # fmt: skip
-    """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
+    queries: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    values: Tensor,
+    value_scales: Tensor | None,
+    positions: Tensor,
+    slots: Tensor | None,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    arrived: Tensor | None,
+    spans: int | None,
+) -> Tensor:
+    """Grouped-query attention; each query sees the positions cached in its sequence's slot up to
+    its own.
 
-    What lies in the cache before or beyond all that the queries see is never read. Products are of the queries'
-    dtype, sums and the softmax of float32.
+    What lies in the cache before or beyond all that the queries see is never read. Products are of
+    the queries' dtype, sums and the softmax of float32.
 
     Args:
         queries: [B, H, T, Dh], for a few T.
@@ -232,7 +415,8 @@ def cached_attention(
         scale: of products of queries and keys; None is 1 over the root of Dh.
         softcap: what scores are bent to stay below; None for no bound.
         sinks: a score of each head that has no value, [H]; None for none.
-        arrived: from `attention_counters`, for one launch, in which the last program joins the spans; None is two.
+        arrived: from `attention_counters`, for one launch, in which the last program joins the
+            spans; None is two.
         spans: at most as many parts of the cache; None is as many as suit the GPU.
 
     Returns:
@@ -250,34 +434,80 @@ def cached_attention(
     stride = 0 if positions.dim() == 1 else tokens
     scale = size**-0.5 if scale is None else scale
     constants = {
-        "SIZE": size, "TOKENS": triton.next_power_of_2(tokens), "SPANS": spans,
-        "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
-    }  # fmt: skip
+        "SIZE": size,
+        "TOKENS": triton.next_power_of_2(tokens),
+        "SPANS": spans,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": tile.block_d,
+    }
     of_spans = {
-        "SCALE": scale if softcap else scale * LOG2_E.value, "SOFTCAP": softcap or 0.0, "SLOTS": slots is not None,
-        "BLOCK_M": tile.block_m, "num_stages": tile.stages,
-    }  # fmt: skip
+        "SCALE": scale if softcap else scale * LOG2_E.value,
+        "SOFTCAP": softcap or 0.0,
+        "SLOTS": slots is not None,
+        "BLOCK_M": tile.block_m,
+        "num_stages": tile.stages,
+    }
     of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
     grid = spans, triton.cdiv(rows, tile.block_m), pairs
     keys, values = keys.contiguous(), values.contiguous()
     given = (
-        queries.contiguous(), keys, keys if key_scales is None else key_scales.contiguous(), values,
-        values if value_scales is None else value_scales.contiguous(), positions, positions if slots is None else slots,
-    )  # fmt: skip
+        queries.contiguous(),
+        keys,
+        keys if key_scales is None else key_scales.contiguous(),
+        values,
+        values if value_scales is None else value_scales.contiguous(),
+        positions,
+        positions if slots is None else slots,
+    )
     sinks = mixed if sinks is None else sinks
     if arrived is not None:
         wrap_triton(attend_and_join)[grid](
-            *given, *parts, sinks, out, arrived, tokens, rows, heads, length, seen, kv_heads, stride,
-            **of_spans, **of_join, **constants, num_warps=4,
-        )  # fmt: skip
+            *given,
+            *parts,
+            sinks,
+            out,
+            arrived,
+            tokens,
+            rows,
+            heads,
+            length,
+            seen,
+            kv_heads,
+            stride,
+            **of_spans,
+            **of_join,
+            **constants,
+            num_warps=4,
+        )
         return out
     wrap_triton(attend_span)[grid](
-        *given, *parts, tokens, rows, length, seen, kv_heads, stride, **of_spans, **constants, num_warps=4
+        *given,
+        *parts,
+        tokens,
+        rows,
+        length,
+        seen,
+        kv_heads,
+        stride,
+        **of_spans,
+        **constants,
+        num_warps=4,
     )
     wrap_triton(join_spans)[(pairs * rows,)](
-        positions, *parts, sinks, out, tokens, heads, length, seen, stride, **of_join, **constants, num_warps=4,
+        positions,
+        *parts,
+        sinks,
+        out,
+        tokens,
+        heads,
+        length,
+        seen,
+        stride,
+        **of_join,
+        **constants,
+        num_warps=4,
         num_stages=1,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -286,7 +516,12 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
     stages = min(3, max(1, (gpu.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
-    return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
+    return Tile(
+        min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))),
+        min(128, max(16, block_n)),
+        block_d,
+        stages,
+    )
 
 
 def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
@@ -296,6 +531,8 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> i
 
 
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
-    """Counters of the programs that have arrived, for up to `tokens` tokens: int32 zeros before and after a launch."""
+    """Counters of the programs that have arrived, for up to `tokens` tokens: int32 zeros before
+    and after a launch.
+    """
     count = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
     return torch.zeros(count, dtype=torch.int32, device=device)

@@ -20,7 +20,14 @@ from quantkit.kernels.backend import (
     gated,
 )
 from quantkit.kernels.build import cache_folder
-from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, gpu_spec, measured_configs, save_configs
+from quantkit.kernels.triton_tiles import (
+    CACHED_FILE,
+    TOKENS,
+    UNIT,
+    gpu_spec,
+    measured_configs,
+    save_configs,
+)
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -29,24 +36,34 @@ TUNE_SETTING = "QUANTKIT_TUNE"
 """Environment variable: 1 measures tile configs at load for shapes that have none."""
 
 BLOCKS_SETTING = "QUANTKIT_BLOCKS"
-"""Environment variable: 0 runs the modules of all blocks instead of the kernels for whole blocks."""
+"""Environment variable: 0 runs the modules of all blocks instead of the kernels for whole
+blocks.
+"""
 
 _TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
 _FEW_TOKENS = 16  # up to which attention is bound by reading the cache
-_PARTS = 1.0  # steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by default
-_TRUNCATES = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter truncates floats to bfloat16
+# steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by
+# default
+_PARTS = 1.0
+_TRUNCATES = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # the interpreter truncates floats to bfloat16
 _MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
 
 class TritonBackend(Backend):
-    """Words of codes, multiplied as they are or converted to floats in registers, whichever is faster for the shape."""
+    """Words of codes, multiplied as they are or converted to floats in registers, whichever is
+    faster for the shape.
+    """
 
     name = "triton"
 
-    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(
+        self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
         interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not interpreted:
             return "runs on GPUs"
@@ -61,12 +78,16 @@ class TritonBackend(Backend):
             found = torch.cuda.get_device_capability(device)
             if found < _MIN_CAPABILITY[dtype]:
                 needed = ".".join(map(str, _MIN_CAPABILITY[dtype]))
-                return f"{dtype} needs compute capability {needed}, this GPU has {'.'.join(map(str, found))}"
+                return (
+                    f"{dtype} needs compute capability {needed}, this GPU has"
+                    f" {'.'.join(map(str, found))}"
+                )
         return None
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        # Activations stay as they are. Weights become floats of their dtype, each off by half a step of that at most,
-        # unless the path keeps them exact. With float32, torch's matmul may use TF32 for weights and activations.
+        # Activations stay as they are. Weights become floats of their dtype, each off by half a
+        # step of that at most, unless the path keeps them exact. With float32, torch's matmul may
+        # use TF32 for weights and activations.
         if dtype == torch.float32:
             return Rounding(0, 2**-10)
         steps = 1.0 if _TRUNCATES and dtype == torch.bfloat16 else 0.5
@@ -79,7 +100,12 @@ class TritonBackend(Backend):
 
         words, scale = pack(weight.codes, weight.scheme.bits), _padded(weight.scale, weight)
         zero = {} if weight.zero is None else {"zero": _padded(weight.zero, weight)}
-        prepared = {"words": words, "scale": scale, **zero, "arrived": counters(len(words), words.device)}
+        prepared = {
+            "words": words,
+            "scale": scale,
+            **zero,
+            "arrived": counters(len(words), words.device),
+        }
         if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _TUNE_WORDS:
             _tune_shape(prepared, weight)
         return prepared
@@ -87,31 +113,53 @@ class TritonBackend(Backend):
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         from quantkit.kernels.triton_words import unpack
 
-        codes, groups = unpack(prepared["words"][index], scheme.bits)[:, :columns], scheme.groups(columns)
+        codes, groups = (
+            unpack(prepared["words"][index], scheme.bits)[:, :columns],
+            scheme.groups(columns),
+        )
         zero = prepared["zero"][index, :groups] if "zero" in prepared else None
-        return QuantTensor(codes.contiguous(), prepared["scale"][index, :groups], zero, scheme).dequantize()
+        return QuantTensor(
+            codes.contiguous(), prepared["scale"][index, :groups], zero, scheme
+        ).dequantize()
 
     def operations(self) -> Operations:
-        from quantkit.kernels import triton_attention, triton_experts  # noqa: F401  (registers the operators)
+        # Importing these modules registers their operators.
+        from quantkit.kernels import triton_attention, triton_experts  # noqa: F401
         from quantkit.kernels.triton_block import FEATURES, prepare_blocks
         from quantkit.kernels.triton_projections import MAX_TOKENS
 
         blocks = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
         block = None if os.environ.get(BLOCKS_SETTING) == "0" else blocks
-        return Operations(_cached_attention, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts))
+        return Operations(
+            _cached_attention, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
+        )
 
-    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
         product: Tensor = torch.ops.quantkit_triton.linear(
-            x.reshape(-1, x.shape[-1]), prepared["words"], prepared["scale"], prepared.get("zero"), bias,
-            scheme.group_size, prepared["arrived"],
-        )  # fmt: skip
+            x.reshape(-1, x.shape[-1]),
+            prepared["words"],
+            prepared["scale"],
+            prepared.get("zero"),
+            bias,
+            scheme.group_size,
+            prepared["arrived"],
+        )
         return product.view(*x.shape[:-1], rows)
 
 
 def _cached_attention(
-    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
-    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: CachedRows,
+    values: CachedRows,
+    positions: Tensor,
+    slots: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `ScoredAttention`."""
     operands = queries, *keys, *values, positions, slots, window, scale, softcap, sinks
     mixed: Tensor = torch.ops.quantkit_triton.cached_attention(*operands, None, None)
@@ -119,9 +167,14 @@ def _cached_attention(
 
 
 def _experts(
-    rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: PreparedLinear, down: PreparedLinear, activation: str,
+    rows: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: PreparedLinear,
+    down: PreparedLinear,
+    activation: str,
     limit: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See `ExpertKernel`."""
     gate, up = _of_chosen(rows, chosen, gate_up).chunk(2, dim=-1)
     given = _of_chosen(gated(gate, up, activation, limit), chosen, down)
@@ -129,29 +182,46 @@ def _experts(
 
 
 def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
-    """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N, K, I]."""
-    words, scale, zero = linear.prepared["words"], linear.prepared["scale"], linear.prepared.get("zero")
+    """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N,
+    K, I].
+    """
+    words, scale, zero = (
+        linear.prepared["words"],
+        linear.prepared["scale"],
+        linear.prepared.get("zero"),
+    )
     operands = x, words, scale, zero, linear.bias, chosen, linear.scheme.group_size
     product: Tensor = torch.ops.quantkit_triton.grouped_linear(*operands)
     return product
 
 
 def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
-    """Scales or zero points [O, G], padded with zeros for the groups that fill the last unit of words."""
+    """Scales or zero points [O, G], padded with zeros for the groups that fill the last unit of
+    words.
+    """
     size = weight.scheme.group_size
     missing = 0 if size is None else -weight.shape[1] % UNIT // size
     return F.pad(values, (0, missing)).contiguous()
 
 
 def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
-    """Measure tile configs for a shape that has none on this GPU, and keep them in the cache folder."""
+    """Measure tile configs for a shape that has none on this GPU, and keep them in the cache
+    folder.
+    """
     from quantkit.kernels.triton_tune import tune
 
     rows, columns = weight.shape
     scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
     gpu = gpu_spec(weight.codes.device)
     if f"{rows}x{columns}" not in measured_configs().get(gpu.name, {}).get(scheme, {}):
-        save_configs(cache_folder() / CACHED_FILE, gpu, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
+        save_configs(
+            cache_folder() / CACHED_FILE,
+            gpu,
+            scheme,
+            rows,
+            columns,
+            tune(prepared, scheme, columns, TOKENS),
+        )
 
 
 TRITON = TritonBackend()

@@ -1,5 +1,7 @@
-"""Decoder blocks of up to 16 tokens in five launches each: queries, keys and values; attention; its output; gate and
-up; down. Weights lie as the linears have them, so that larger steps may run the modules."""
+"""Decoder blocks of up to 16 tokens in five launches each: queries, keys and values; attention; its
+output; gate and up; down. Weights lie as the linears have them, so that larger steps may run the
+modules.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.kernels.backend import BlockSettings, BlockStep, BlockWeights, PreparedLinear, RunBlocks
+from quantkit.kernels.backend import (
+    BlockSettings,
+    BlockStep,
+    BlockWeights,
+    PreparedLinear,
+    RunBlocks,
+)
 from quantkit.kernels.triton_attention import attention_counters, cached_attention
-from quantkit.kernels.triton_projections import ACTIVATIONS, MAX_TOKENS, added_product, gated_product, weighted_states
+from quantkit.kernels.triton_projections import (
+    ACTIVATIONS,
+    MAX_TOKENS,
+    added_product,
+    gated_product,
+    weighted_states,
+)
 from quantkit.kernels.triton_qkv import projected_heads
 
-FEATURES = frozenset({
-    "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "clip_qkv", "window", "rotary", "query_scaling_beta",
-    "attention_scale", "attention_softcap", "sinks", "residual_multiplier", "activation", "activation_limit",
-    "activation_alpha",
-})  # fmt: skip
+FEATURES = frozenset(
+    {
+        "qkv_bias",
+        "output_bias",
+        "mlp_bias",
+        "qk_norm",
+        "clip_qkv",
+        "window",
+        "rotary",
+        "query_scaling_beta",
+        "attention_scale",
+        "attention_softcap",
+        "sinks",
+        "residual_multiplier",
+        "activation",
+        "activation_limit",
+        "activation_alpha",
+    }
+)
 """What they serve, see `BlockKernel`; of norms of queries and keys those of each head."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -30,17 +58,22 @@ _Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, int]
 
 
 class _Norm(NamedTuple):
-    """A norm's weights, float32 [D], divided by a power of two, so that none is above 1: nothing that they are
-    multiplied by grows beyond float16."""
+    """A norm's weights, float32 [D], divided by a power of two, so that none is above 1: nothing
+    that they are multiplied by grows beyond float16.
+    """
 
     weight: Tensor
     growth: float
 
 
 class _Block:
-    """A block's operands, and its five launches; `next_norm` is the input norm of the next block."""
+    """A block's operands, and its five launches; `next_norm` is the input norm of the next
+    block.
+    """
 
-    def __init__(self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm) -> None:
+    def __init__(
+        self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm
+    ) -> None:
         assert weights.gate_up is not None and weights.down is not None
         self._settings, self._norm, self._next_norm = settings, norm, next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
@@ -61,7 +94,13 @@ class _Block:
                     yield one
 
     def run(
-        self, number: int, states: Tensor, weighted: Tensor, squares: Tensor, step: BlockStep, batch: int
+        self,
+        number: int,
+        states: Tensor,
+        weighted: Tensor,
+        squares: Tensor,
+        step: BlockStep,
+        batch: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [M, D], weighted for the next block, and their sums of squares."""
         assert step.cached is not None
@@ -69,35 +108,69 @@ class _Block:
         keys, values = step.cached[number]
         turn = step.angles[number] if own.rotary else (None, None)
         queries = projected_heads(
-            weighted, squares, *self._qkv, own.norm_eps, self._norm.growth, self._head_norms, own.clip_qkv or 0.0,
-            *turn, step.query_scale, *where, batch, *keys, *values,
-        )  # fmt: skip
+            weighted,
+            squares,
+            *self._qkv,
+            own.norm_eps,
+            self._norm.growth,
+            self._head_norms,
+            own.clip_qkv or 0.0,
+            *turn,
+            step.query_scale,
+            *where,
+            batch,
+            *keys,
+            *values,
+        )
         mixed = cached_attention(
-            queries, *keys, *values, *where, own.window, own.attention_scale, own.attention_softcap, self._sinks,
-            self._arrived, None,
-        )  # fmt: skip
+            queries,
+            *keys,
+            *values,
+            *where,
+            own.window,
+            own.attention_scale,
+            own.attention_softcap,
+            self._sinks,
+            self._arrived,
+            None,
+        )
         mixed, after = mixed.flatten(0, 1), (self._mlp_norm.weight, own.residual_multiplier)
         states, weighted, squares = added_product(mixed, states, *self._out, *after)
         inner = gated_product(
-            weighted, squares, *self._gate_up, own.norm_eps, self._mlp_norm.growth, ACTIVATIONS.index(own.activation),
-            own.activation_limit or 0.0, own.activation_alpha,
-        )  # fmt: skip
+            weighted,
+            squares,
+            *self._gate_up,
+            own.norm_eps,
+            self._mlp_norm.growth,
+            ACTIVATIONS.index(own.activation),
+            own.activation_limit or 0.0,
+            own.activation_alpha,
+        )
         after = self._next_norm.weight, own.residual_multiplier
         found: tuple[Tensor, Tensor, Tensor] = added_product(inner, states, *self._down, *after)
         return found
 
 
-def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype) -> RunBlocks | None:
+def prepare_blocks(
+    layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype
+) -> RunBlocks | None:
     """See `BlockKernel`; the linears' tensors are those of `TritonBackend.prepare`."""
     if dtype not in _DTYPES or not all(_serves(weights, settings) for weights, settings in layers):
         return None
-    with torch.inference_mode(False), torch.no_grad():  # counters may be counted in outside of it as well
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # counters may be counted in outside of it as well
         norms = [_norm(weights.input_norm) for weights, _ in layers]
         following = [*norms[1:], norms[0]]
-        blocks = [_Block(*layer, *pair) for layer, *pair in zip(layers, norms, following, strict=True)]
+        blocks = [
+            _Block(*layer, *pair) for layer, *pair in zip(layers, norms, following, strict=True)
+        ]
     if norms[0].weight.is_cuda:
         for tensor in {id(one): one for block in blocks for one in block.tensors()}.values():
-            torch._dynamo.mark_static_address(tensor, guard=False)  # else each recorded step would copy it
+            torch._dynamo.mark_static_address(
+                tensor, guard=False
+            )  # else each recorded step would copy it
 
     def run(x: Tensor, step: BlockStep) -> Tensor:
         states = x.flatten(0, 1).contiguous()
@@ -113,11 +186,15 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
     """Whether the kernels support a block."""
     size = settings.head_dim
     return (
-        weights.experts is None and weights.attention_output_norm is None and weights.mlp_output_norm is None
-        and weights.input_norm is not None and weights.mlp_norm is not None
-        and size % _HEADS == 0 and size <= _MAX_HEAD
+        weights.experts is None
+        and weights.attention_output_norm is None
+        and weights.mlp_output_norm is None
+        and weights.input_norm is not None
+        and weights.mlp_norm is not None
+        and size % _HEADS == 0
+        and size <= _MAX_HEAD
         and (weights.q_norm is None or len(weights.q_norm) == size)
-    )  # fmt: skip
+    )
 
 
 def _operands(linear: PreparedLinear) -> _Operands:

@@ -1,8 +1,10 @@
-"""Triton kernels for mixtures of experts: the rows of each expert together, all experts in one launch.
+"""Triton kernels for mixtures of experts: the rows of each expert together, all experts in one
+launch.
 
-A *place* is one of the N * K choices of experts for tokens, in their order. Places are put into blocks of one expert
-each. How many blocks that takes depends on the choices, so there are as many as it can take at most, and those that are
-left over do nothing: nothing that is chosen is needed on the host.
+A *place* is one of the N * K choices of experts for tokens, in their order. Places are put into
+blocks of one expert each. How many blocks that takes depends on the choices, so there are as many
+as it can take at most, and those that are left over do nothing: nothing that is chosen is needed on
+the host.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_gemm import base_of, dot_order, gemm_tile
 from quantkit.kernels.triton_linear import gemv_tile
-from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, GpuSpec, TileConfig, gemm_config, gemv_config, gpu_spec
+from quantkit.kernels.triton_tiles import (
+    INTERPRETER,
+    TOKENS,
+    GpuSpec,
+    TileConfig,
+    gemm_config,
+    gemv_config,
+    gpu_spec,
+)
 from quantkit.kernels.triton_words import MAGIC, operator
 
 _MAX_TOKENS = 512  # of an expert, beyond which tiles grow no more
@@ -33,10 +43,29 @@ def block_of(places, experts, axis: tl.constexpr, m, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def grouped_gemv(
-    x, words, scale, zero, bias, out, places, experts, m, n, k, units, magic, count, per_row,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    places,
+    experts,
+    m,
+    n,
+    k,
+    units,
+    magic,
+    count,
+    per_row,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Few places of an expert; codes of 8 bits where GROUP is 0."""
     expert, place, there = block_of(places, experts, 2, m, BLOCK_M)
     if expert >= count:
@@ -49,8 +78,21 @@ def grouped_gemv(
     scale += expert * (n * groups)
     zero += expert * (n * groups)
     product = gemv_tile(
-        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        zero,
+        safe,
+        k,
+        units,
+        magic,
+        GROUP,
+        SYMMETRIC,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+        STAGES,
+    )
     if BIAS:
         product += tl.load(bias + expert * n + safe).to(tl.float32)[None, :]
     at = place[:, None].to(tl.int64) * n + row[None, :]
@@ -59,10 +101,27 @@ def grouped_gemv(
 
 @triton.jit
 def grouped_gemm(
-    x, words, scale, zero, bias, out, places, experts, m, n, units, base, count, per_row,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    places,
+    experts,
+    m,
+    n,
+    units,
+    base,
+    count,
+    per_row,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """More places of an expert; codes of 8 bits where GROUP is 0."""
     expert, place, there = block_of(places, experts, 0, m, BLOCK_M)
     if expert >= count:
@@ -75,7 +134,7 @@ def grouped_gemm(
     zero += expert * (n * groups)
     product = gemm_tile(
         x, words, scale, zero, first_row, n, units, base, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
+    )
     row = first_row + tl.arange(0, BLOCK_N)
     if BIAS:
         product += tl.load(bias + expert * n + tl.where(row < n, row, 0)).to(tl.float32)[:, None]
@@ -84,17 +143,21 @@ def grouped_gemm(
 
 
 def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Places in blocks of one expert each, int32 [blocks * size], and the experts of the blocks, int32 [blocks].
+    """Places in blocks of one expert each, int32 [blocks * size], and the experts of the blocks,
+    int32 [blocks].
 
     Args:
         chosen: of `count` experts, [N, K].
-        size: places in a block; padding is N * K, and the expert of a block without places is `count`.
+        size: places in a block; padding is N * K, and the expert of a block without places is
+            `count`.
     """
     flat = chosen.flatten()
     total = len(flat)
     if size == 1:
         return torch.arange(total, dtype=torch.int32, device=flat.device), flat.to(torch.int32)
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     padded = (counts + size - 1) // size * size
     ends = padded.cumsum(0)
     order = flat.argsort(stable=True)
@@ -108,8 +171,12 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     return places, torch.searchsorted(ends, starts, right=True).to(torch.int32)
 
 
-def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
-    """The tiles for `places` places of `count` experts with weights [rows, columns]; `wide`: see `default_config`."""
+def config_for(
+    bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
+) -> TileConfig:
+    """The tiles for `places` places of `count` experts with weights [rows, columns]; `wide`: see
+    `default_config`.
+    """
     if places <= count:  # most experts that are chosen are chosen once
         config = gemv_config(bits, 1, rows, columns, gpu)
     else:
@@ -119,9 +186,17 @@ def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide
     return replace(config, split=1, block_n=512 if gpu is INTERPRETER else config.block_n)
 
 
-@operator("grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1]))  # of `chosen`
+@operator(
+    "grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1])
+)  # of `chosen`
 def grouped_linear(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    chosen: Tensor,
+    group: int | None,
 ) -> Tensor:
     """The product of each token with each of its experts, [N, K, O] in the dtype of x.
 
@@ -141,14 +216,41 @@ def grouped_linear(
     places, experts = blocks_of(chosen, count, config.block_m)
     units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
     weight = words, scale, scale if zero is None else zero, scale if bias is None else bias
-    constants = {"GROUP": group or 0, "SYMMETRIC": zero is None, "BIAS": bias is not None, **config.constants()}
+    constants = {
+        "GROUP": group or 0,
+        "SYMMETRIC": zero is None,
+        "BIAS": bias is not None,
+        **config.constants(),
+    }
     if config.path == "gemv":
         wrap_triton(grouped_gemv)[(blocks, 1, len(experts))](
-            x.contiguous(), *weight, out, places, experts, total, n, k, units, MAGIC, count, per_row, **constants
+            x.contiguous(),
+            *weight,
+            out,
+            places,
+            experts,
+            total,
+            n,
+            k,
+            units,
+            MAGIC,
+            count,
+            per_row,
+            **constants,
         )
     else:
         wrap_triton(grouped_gemm)[(len(experts), blocks, 1)](
-            dot_order(x, bits), *weight, out, places, experts, total, n, units, base_of(x.dtype), count, per_row,
+            dot_order(x, bits),
+            *weight,
+            out,
+            places,
+            experts,
+            total,
+            n,
+            units,
+            base_of(x.dtype),
+            count,
+            per_row,
             **constants,
-        )  # fmt: skip
+        )
     return out

@@ -1,10 +1,12 @@
-"""Products of more than 16 tokens on tensor cores: codes become floats in registers, and stay where they were loaded.
+"""Products of more than 16 tokens on tensor cores: codes become floats in registers, and stay where
+they were loaded.
 
-A word holds pairs of codes, one in its lower half and one in its upper: put under an exponent, a pair is two floats.
-Less the zero point, which is exact, and times the scale, which is rounded once, they are weights in the dtype of the
-activations. Hopper's tensor cores take a tile of weights from registers, and this one is in the order in which threads
-have loaded its words: nothing moves between threads, nothing waits, and one dot takes a whole unit of columns. For that
-the rows of a tile are loaded in the order of `tile_rows`, and the activations lie in that of `dot_order`.
+A word holds pairs of codes, one in its lower half and one in its upper: put under an exponent, a
+pair is two floats. Less the zero point, which is exact, and times the scale, which is rounded once,
+they are weights in the dtype of the activations. Hopper's tensor cores take a tile of weights from
+registers, and this one is in the order in which threads have loaded its words: nothing moves
+between threads, nothing waits, and one dot takes a whole unit of columns. For that the rows of a
+tile are loaded in the order of `tile_rows`, and the activations lie in that of `dot_order`.
 """
 
 from __future__ import annotations
@@ -18,18 +20,28 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import base_bits, halves, less
 from quantkit.kernels.triton_tiles import UNIT, TileConfig
-from quantkit.kernels.triton_words import MAGIC, WIDEN, dot_add, product_buffer, sum_splits, unit_range
+from quantkit.kernels.triton_words import (
+    MAGIC,
+    WIDEN,
+    dot_add,
+    product_buffer,
+    sum_splits,
+    unit_range,
+)
 
 
 def dot_order(x: Tensor, bits: int) -> Tensor:
-    """Activations [..., I] with columns in the order in which words of codes are multiplied, zeros filling the last
-    unit: [..., ceil(I / UNIT) * UNIT]."""
+    """Activations [..., I] with columns in the order in which words of codes are multiplied, zeros
+    filling the last unit: [..., ceil(I / UNIT) * UNIT].
+    """
     *leading, columns = x.shape
     x = F.pad(x, (0, -columns % UNIT))
     if bits == 4:  # halves of a word, threads, words of a thread
         ordered = x.view(*leading, -1, 2, 4, 4).transpose(-1, -3)
     else:  # halves of a word, pairs, halves of a unit, threads, words of a thread
-        ordered = x.view(*leading, -1, 2, 2, 2, 4, 4).movedim((-3, -4, -1, -2, -5), (-5, -4, -3, -2, -1))
+        ordered = x.view(*leading, -1, 2, 2, 2, 4, 4).movedim(
+            (-3, -4, -1, -2, -5), (-5, -4, -3, -2, -1)
+        )
     return ordered.reshape(*leading, -1).contiguous()
 
 
@@ -46,7 +58,8 @@ def under(dtype):
 
 @triton.jit
 def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes in the lower and upper halves of words as floats: what lies under them plus the codes.
+    """The codes in the lower and upper halves of words as floats: what lies under them plus the
+    codes.
 
     ADD: `base` has bits where codes have some.
     """
@@ -70,15 +83,18 @@ def times(number, step):
 
 @triton.jit
 def tile_rows(first, ROWS: tl.constexpr):
-    """Which row is loaded where: of each 16 a thread of tensor cores holds one of the first eight and one of the
-    others, and of a tile it loads one of the first half and one of the second."""
+    """Which row is loaded where: of each 16 a thread of tensor cores holds one of the first eight
+    and one of the others, and of a tile it loads one of the first half and one of the second.
+    """
     index = tl.arange(0, ROWS)
     return first + index % (ROWS // 2) // 8 * 16 + index // (ROWS // 2) * 8 + index % 8
 
 
 @triton.jit
 def in_order(low, high, ROWS: tl.constexpr):
-    """Pairs [ROWS, 16] as [ROWS, 32]: rows as in the weight; of four threads with four words each, the threads last."""
+    """Pairs [ROWS, 16] as [ROWS, 32]: rows as in the weight; of four threads with four words
+    each, the threads last.
+    """
     tile = tl.reshape(tl.join(low, high), (2, ROWS // 16, 8, 4, 4, 2))
     return tl.reshape(tl.permute(tile, (1, 0, 2, 4, 3, 5)), (ROWS, 32))
 
@@ -92,9 +108,17 @@ def side_by_side(tile0, tile1, tile2, tile3, ROWS: tl.constexpr):
 
 @triton.jit
 def int4_pair(
-    words, scale, zero, group, base, NUMBER: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    words,
+    scale,
+    zero,
+    group,
+    base,
+    NUMBER: tl.constexpr,
+    PARTS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One of four tiles [ROWS, 32] of weights of 4 bits."""
     at = group + NUMBER * PARTS // 4
     lanes: tl.constexpr = 1 if DTYPE.is_fp32() else 0x10001
@@ -125,14 +149,25 @@ def int8_pair(words, base, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def pair_tile(
-    left, right, scale, zero, group, base, NUMBER: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    left,
+    right,
+    scale,
+    zero,
+    group,
+    base,
+    NUMBER: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One of the four tiles [ROWS, 32] of a unit; codes of 8 bits where GROUP is 0."""
     if GROUP == 0:
         tile = int8_pair(left if NUMBER < 2 else right, base, NUMBER % 2, DTYPE, ROWS)
     else:
-        tile = int4_pair(left, scale, zero, group, base, NUMBER, 128 // GROUP, SYMMETRIC, DTYPE, ROWS)
+        tile = int4_pair(
+            left, scale, zero, group, base, NUMBER, 128 // GROUP, SYMMETRIC, DTYPE, ROWS
+        )
     return tile
 
 
@@ -147,11 +182,24 @@ def load_tokens(x, unit, units, NUMBER: tl.constexpr, COLUMNS: tl.constexpr, UNI
 
 @triton.jit
 def gemm_tile(
-    x, words, scale, zero, first_row, n, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Products [N, M] of rows from the first one on and pointers to tokens [1, M] in `dot_order`; codes of 8 bits where
-    GROUP is 0. Weights of 4 bits are rounded to the dtype of x, codes of 8 bits are exact in it."""
+    x,
+    words,
+    scale,
+    zero,
+    first_row,
+    n,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Products [N, M] of rows from the first one on and pointers to tokens [1, M] in `dot_order`;
+    codes of 8 bits where GROUP is 0. Weights of 4 bits are rounded to the dtype of x, codes of 8
+    bits are exact in it.
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
     PARTS: tl.constexpr = 0 if GROUP == 0 else 128 // GROUP
     WIDTH: tl.constexpr = 32 if GROUP == 0 else 16
@@ -171,16 +219,36 @@ def gemm_tile(
                 for number in tl.static_range(4):
                     tokens = load_tokens(x, unit, units, number, 32, UNITS)
                     tile = pair_tile(
-                        left, right, scale, zero, group, base, number, GROUP, SYMMETRIC, DTYPE, BLOCK_N
-                    )  # fmt: skip
+                        left,
+                        right,
+                        scale,
+                        zero,
+                        group,
+                        base,
+                        number,
+                        GROUP,
+                        SYMMETRIC,
+                        DTYPE,
+                        BLOCK_N,
+                    )
                     product = dot_add(tile, tokens, product)
             else:
                 tokens = load_tokens(x, unit, units, 0, 128, UNITS)
-                tile0 = pair_tile(left, right, scale, zero, group, base, 0, GROUP, SYMMETRIC, DTYPE, BLOCK_N)
-                tile1 = pair_tile(left, right, scale, zero, group, base, 1, GROUP, SYMMETRIC, DTYPE, BLOCK_N)
-                tile2 = pair_tile(left, right, scale, zero, group, base, 2, GROUP, SYMMETRIC, DTYPE, BLOCK_N)
-                tile3 = pair_tile(left, right, scale, zero, group, base, 3, GROUP, SYMMETRIC, DTYPE, BLOCK_N)
-                product = dot_add(side_by_side(tile0, tile1, tile2, tile3, BLOCK_N), tokens, product)
+                tile0 = pair_tile(
+                    left, right, scale, zero, group, base, 0, GROUP, SYMMETRIC, DTYPE, BLOCK_N
+                )
+                tile1 = pair_tile(
+                    left, right, scale, zero, group, base, 1, GROUP, SYMMETRIC, DTYPE, BLOCK_N
+                )
+                tile2 = pair_tile(
+                    left, right, scale, zero, group, base, 2, GROUP, SYMMETRIC, DTYPE, BLOCK_N
+                )
+                tile3 = pair_tile(
+                    left, right, scale, zero, group, base, 3, GROUP, SYMMETRIC, DTYPE, BLOCK_N
+                )
+                product = dot_add(
+                    side_by_side(tile0, tile1, tile2, tile3, BLOCK_N), tokens, product
+                )
     if GROUP == 0:
         row = first_row + tl.arange(0, BLOCK_N)
         product *= tl.load(scale + tl.where(row < n, row, 0)).to(tl.float32)[:, None]
@@ -189,35 +257,67 @@ def gemm_tile(
 
 @triton.jit
 def gemm(
-    x, words, scale, zero, bias, out, m, n, units, base,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    m,
+    n,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """The transposed product; codes of 8 bits where GROUP is 0."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * (units * 128))[None, :]
     first_row = tl.program_id(1) * BLOCK_N
     product = gemm_tile(
         x, words, scale, zero, first_row, n, units, base, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
+    )
     row = first_row + tl.arange(0, BLOCK_N)
     if BIAS:
         product += tl.load(bias + tl.where(row < n, row, 0)).to(tl.float32)[:, None]
     at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[None, :] & (row < n)[:, None])
+    tl.store(
+        out + at, product.to(out.dtype.element_ty), mask=(token < m)[None, :] & (row < n)[:, None]
+    )
 
 
 def gemm_product(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group: int | None,
     config: TileConfig,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``x @ weight.T + bias``; arguments as for the operators."""
     (m, _), n, bits = x.shape, len(scale), 8 if group is None else 4
     out = product_buffer(x, n, config)
     fused = bias is not None and config.split == 1
     grid = triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split
     wrap_triton(gemm)[grid](
-        dot_order(x, bits), words, scale, scale if zero is None else zero, bias if fused else scale, out, m, n,
-        words.shape[1] // (4 * bits), base_of(x.dtype), group or 0, zero is None, fused, **config.constants(),
-    )  # fmt: skip
+        dot_order(x, bits),
+        words,
+        scale,
+        scale if zero is None else zero,
+        bias if fused else scale,
+        out,
+        m,
+        n,
+        words.shape[1] // (4 * bits),
+        base_of(x.dtype),
+        group or 0,
+        zero is None,
+        fused,
+        **config.constants(),
+    )
     return sum_splits(out, bias, x.dtype)

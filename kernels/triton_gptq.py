@@ -1,4 +1,6 @@
-"""GPTQ's rounding of some columns, one after the other: a thread takes a row, and reads back the errors it made."""
+"""GPTQ's rounding of some columns, one after the other: a thread takes a row, and reads back the
+errors it made.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,31 @@ from torch import Tensor
 
 from quantkit.kernels.triton_words import INTERPRETED
 
-_ROWS = 512 if INTERPRETED else 32  # of one program, which is a warp: a few hundred of them fill a GPU
+_ROWS = (
+    512 if INTERPRETED else 32
+)  # of one program, which is a warp: a few hundred of them fill a GPU
 _WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
 
 
 @triton.jit
 def round_columns(
-    start, wanted, ratios, inverse, columns, scale, zero, codes, errors, rows, count, size, levels,
-    SYMMETRIC: tl.constexpr, DESCEND: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    start,
+    wanted,
+    ratios,
+    inverse,
+    columns,
+    scale,
+    zero,
+    codes,
+    errors,
+    rows,
+    count,
+    size,
+    levels,
+    SYMMETRIC: tl.constexpr,
+    DESCEND: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Round some columns of ROWS rows; `errors` are those of the columns before one, too."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
@@ -27,7 +45,9 @@ def round_columns(
     for i in tl.range(0, count):
         here = tl.load(start + i * rows + row, mask=mask, other=0.0)
         for j in tl.range(0, i):  # each thread has stored these itself
-            here += tl.load(ratios + j * count + i) * tl.load(errors + j * rows + row, mask=mask, other=0.0)
+            here += tl.load(ratios + j * count + i) * tl.load(
+                errors + j * rows + row, mask=mask, other=0.0
+            )
         column = tl.load(columns + i)
         place = column * rows + row
         group = (column // size) * rows + row
@@ -53,17 +73,37 @@ def round_columns(
 
 
 def _in_turn(
-    start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor, *, descend: bool,
-) -> None:  # fmt: skip
+    start: Tensor,
+    other: Tensor,
+    ratios: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    levels: int,
+    size: int,
+    codes: Tensor,
+    errors: Tensor,
+    *,
+    descend: bool,
+) -> None:
     count, rows = start.shape
     wanted, inverse = (start, other) if descend else (other, ratios)
     read = (start, wanted, ratios, inverse, columns, scale, scale if zero is None else zero)
     with torch.cuda.device_of(start):
         round_columns[triton.cdiv(rows, _ROWS),](
-            *(one.contiguous() for one in read), codes, errors, rows, count, size, float(levels),
-            SYMMETRIC=zero is None, DESCEND=descend, ROWS=_ROWS, num_warps=1, num_stages=1,
-        )  # fmt: skip
+            *(one.contiguous() for one in read),
+            codes,
+            errors,
+            rows,
+            count,
+            size,
+            float(levels),
+            SYMMETRIC=zero is None,
+            DESCEND=descend,
+            ROWS=_ROWS,
+            num_warps=1,
+            num_stages=1,
+        )
 
 
 round_in_turn = partial(_in_turn, descend=False)

@@ -1,4 +1,5 @@
-"""Triton kernels for quantized linears: 8 bits with one scale a row, or 4 bits in groups of 32, 64 or 128 columns.
+"""Triton kernels for quantized linears: 8 bits with one scale a row, or 4 bits in groups of 32, 64
+or 128 columns.
 
 A `group` of None, and a GROUP of 0 in kernels, stands for 8 bits.
 """
@@ -16,15 +17,27 @@ from quantkit.kernels import triton_words as tw
 from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
-from quantkit.kernels.triton_words import MAGIC, biased_codes, bit_position, columns_of, load_tokens, spread, unit_range
+from quantkit.kernels.triton_words import (
+    MAGIC,
+    biased_codes,
+    bit_position,
+    columns_of,
+    load_tokens,
+    spread,
+    unit_range,
+)
 
 FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
 _ROWS = 128  # that are converted at a time, at least
 
 
 @triton.jit
-def group_of(scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Scale and zero point, float32, of one group in each unit [rows, units]; of a row of 8 bits [rows, 1]."""
+def group_of(
+    scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.constexpr, SYMMETRIC: tl.constexpr
+):
+    """Scale and zero point, float32, of one group in each unit [rows, units]; of a row of 8 bits
+    [rows, 1].
+    """
     if GROUP == 0:
         step = tl.load(scale + row).to(tl.float32)
         centre = tl.full(step.shape, 128.0, tl.float32)
@@ -41,16 +54,31 @@ def group_of(scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.conste
 @triton.jit
 def centred(words, centre, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
     """``(code - zero) * 2**bit_position`` of one plane, exact in float32."""
-    return biased_codes(words, magic, PLANE, BITS) - (8388608.0 + centre * 2.0 ** bit_position(PLANE, BITS))
+    return biased_codes(words, magic, PLANE, BITS) - (
+        8388608.0 + centre * 2.0 ** bit_position(PLANE, BITS)
+    )
 
 
 @triton.jit
 def gemv_tile(
-    x, words, scale, zero, safe, k, units, magic, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N]: each thread multiplies words of BLOCK_N rows, in
-    float32."""
+    x,
+    words,
+    scale,
+    zero,
+    safe,
+    k,
+    units,
+    magic,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N]: each thread multiplies words of
+    BLOCK_N rows, in float32.
+    """
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
     PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
     PLANES: tl.constexpr = 32 // BITS
@@ -68,7 +96,9 @@ def gemv_tile(
                 sums = tl.fma(weight, load_tokens(x, word, k, plane, BITS), sums)
         else:
             for part in tl.static_range(PARTS):
-                step, centre = group_of(scale, zero, safe[:, None], unit, units, GROUP, part, SYMMETRIC)
+                step, centre = group_of(
+                    scale, zero, safe[:, None], unit, units, GROUP, part, SYMMETRIC
+                )
                 centre = spread(centre, BLOCK_N, UNITS, BITS)
                 partial = tl.zeros((BLOCK_M, BLOCK_N, UNITS * RUN), tl.float32)
                 for plane in tl.static_range(part * PLANES // PARTS, (part + 1) * PLANES // PARTS):
@@ -83,29 +113,69 @@ def gemv_tile(
 
 @triton.jit
 def gemv(
-    x, words, scale, zero, bias, out, m, n, k, units, magic,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    units,
+    magic,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Few tokens."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
     product = gemv_tile(
-        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        zero,
+        safe,
+        k,
+        units,
+        magic,
+        GROUP,
+        SYMMETRIC,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+        STAGES,
+    )
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)[None, :]
     at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
+    tl.store(
+        out + at, product.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :]
+    )
 
 
 @triton.jit
 def floats(
-    words, scale, zero, out, n, k, units, magic,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    words,
+    scale,
+    zero,
+    out,
+    n,
+    k,
+    units,
+    magic,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """The weight [n, k] in the dtype of `out`."""
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
     PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
@@ -121,17 +191,28 @@ def floats(
         step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
         step, centre = spread(step, BLOCK_N, UNITS, BITS), spread(centre, BLOCK_N, UNITS, BITS)
         for plane in tl.static_range(part * PLANES // PARTS, (part + 1) * PLANES // PARTS):
-            weight = centred(tile, centre, magic, plane, BITS) * (step * 0.5 ** bit_position(plane, BITS))
+            weight = centred(tile, centre, magic, plane, BITS) * (
+                step * 0.5 ** bit_position(plane, BITS)
+            )
             column = columns_of(word, plane, BITS)
             mask = (column < k) & (row < n)[:, None]
-            tl.store(out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask)
+            tl.store(
+                out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask
+            )
 
 
-@tw.operator("linear", lambda x, words, scale, *_: x.new_empty(len(x), len(scale)), mutates=("arrived",))
+@tw.operator(
+    "linear", lambda x, words, scale, *_: x.new_empty(len(x), len(scale)), mutates=("arrived",)
+)
 def linear(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group: int | None,
     arrived: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
     Args:
@@ -147,9 +228,15 @@ def linear(
 
 
 def linear_product(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
-    config: TileConfig, arrived: Tensor,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group: int | None,
+    config: TileConfig,
+    arrived: Tensor,
+) -> Tensor:
     """As `linear`, in the tiles of this config."""
     (m, k), n, units = x.shape, len(scale), words.shape[1] // (32 if group is None else 16)
     if m == 0:
@@ -160,21 +247,44 @@ def linear_product(
         return gemm_product(x, words, scale, zero, bias, group, config)
     constants = {"GROUP": group or 0, "SYMMETRIC": zero is None}
     weight = words, scale, scale if zero is None else zero
-    if config.path == "matmul":  # by torch, with parts of a large weight as floats, one after the other
+    if (
+        config.path == "matmul"
+    ):  # by torch, with parts of a large weight as floats, one after the other
         products, size = [], max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
         for start in range(0, n, size):
             part = slice(start, min(start + size, n))
             weights = x.new_empty(part.stop - start, k)
-            wrap_triton(floats)[(triton.cdiv(units, config.units), triton.cdiv(len(weights), config.block_n))](
-                *(tensor[part] for tensor in weight), weights, len(weights), k, units, MAGIC, **constants,
-                BLOCK_N=config.block_n, UNITS=config.units, num_warps=config.warps, num_stages=config.stages,
-            )  # fmt: skip
+            wrap_triton(floats)[
+                (triton.cdiv(units, config.units), triton.cdiv(len(weights), config.block_n))
+            ](
+                *(tensor[part] for tensor in weight),
+                weights,
+                len(weights),
+                k,
+                units,
+                MAGIC,
+                **constants,
+                BLOCK_N=config.block_n,
+                UNITS=config.units,
+                num_warps=config.warps,
+                num_stages=config.stages,
+            )
             products.append(F.linear(x, weights, None if bias is None else bias[part]))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
     out = tw.product_buffer(x, n, config)
     fused = bias is not None and config.split == 1
     wrap_triton(gemv)[(triton.cdiv(n, config.block_n), config.split)](
-        x.contiguous(), *weight, bias if fused else scale, out, m, n, k, units, MAGIC, **constants, BIAS=fused,
+        x.contiguous(),
+        *weight,
+        bias if fused else scale,
+        out,
+        m,
+        n,
+        k,
+        units,
+        MAGIC,
+        **constants,
+        BIAS=fused,
         **config.constants(),
-    )  # fmt: skip
+    )
     return tw.sum_splits(out, bias, x.dtype)

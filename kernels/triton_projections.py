@@ -1,11 +1,12 @@
 """Products of up to 16 tokens with what follows them in a decoder block, in one launch each.
 
-An RMS norm before a product is folded into it. Whoever writes hidden states also writes them *weighted* by the weights
-of the norm that comes next, and of each block of their columns the sum of squares; the product takes the weighted ones,
-and its sums are divided by the root mean square.
+An RMS norm before a product is folded into it. Whoever writes hidden states also writes them
+*weighted* by the weights of the norm that comes next, and of each block of their columns the sum of
+squares; the product takes the weighted ones, and its sums are divided by the root mean square.
 
-Every program stores its sums, in as many parts as share a row. The last to arrive of those that share an output adds
-them up, in one order, and does what follows: one launch, and the same bits each time.
+Every program stores its sums, in as many parts as share a row. The last to arrive of those that
+share an output adds them up, in one order, and does what follows: one launch, and the same bits
+each time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import base_bits, last_to_arrive, skinny_tile
-from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, gpu_spec, skinny_config, tile_config_for
+from quantkit.kernels.triton_tiles import (
+    SKINNY_ROWS,
+    UNIT,
+    TileConfig,
+    gpu_spec,
+    skinny_config,
+    tile_config_for,
+)
 from quantkit.kernels.triton_words import operator
 
 MAX_TOKENS = 16
@@ -37,7 +45,9 @@ _SUMS = tl.constexpr(1024)  # sums of squares that a program adds up at a time
 
 @triton.jit
 def complete(arrived, PROGRAMS: tl.constexpr):
-    """Whether all of the programs that share an output have stored their sums; called at the end of a program."""
+    """Whether all of the programs that share an output have stored their sums; called at the end
+    of a program.
+    """
     if PROGRAMS == 1:
         tl.debug_barrier()
         last = True
@@ -56,7 +66,9 @@ def store_part(parts, product, m, n, row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sum_parts(parts, m, n, token, row, there, SPLIT: tl.constexpr):
-    """The sums of all parts for tokens and rows that go with each other, [A, B]; zeros for those that are not there."""
+    """The sums of all parts for tokens and rows that go with each other, [A, B]; zeros for those
+    that are not there.
+    """
     part = tl.arange(0, SPLIT)[:, None, None] * m
     at = (part + token[None, :, :]).to(tl.int64) * n + row[None, :, :]
     there = tl.broadcast_to(there[None, :, :], at.shape)
@@ -65,12 +77,18 @@ def sum_parts(parts, m, n, token, row, there, SPLIT: tl.constexpr):
 
 @triton.jit
 def inverse_rms(squares, token, there, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
-    """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m, blocks]."""
+    """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m,
+    blocks].
+    """
     CHUNK: tl.constexpr = _SUMS // TOKENS
     total = tl.zeros((TOKENS, CHUNK), tl.float32)
     for start in tl.range(0, blocks, CHUNK):
         block = (start + tl.arange(0, CHUNK))[None, :]
-        total += tl.load(squares + token[:, None] * blocks + block, mask=there[:, None] & (block < blocks), other=0)
+        total += tl.load(
+            squares + token[:, None] * blocks + block,
+            mask=there[:, None] & (block < blocks),
+            other=0,
+        )
     return tl.rsqrt(tl.sum(total, 1) / columns + EPS)
 
 
@@ -83,23 +101,65 @@ def weigh_states(x, norm, weighted, squares, k, BLOCK: tl.constexpr):
         column = start + tl.arange(0, BLOCK)
         values = tl.load(x + token * k + column, mask=column < k, other=0).to(tl.float32)
         weights = tl.load(norm + column, mask=column < k, other=0)
-        tl.store(weighted + token * k + column, (values * weights).to(weighted.dtype.element_ty), mask=column < k)
+        tl.store(
+            weighted + token * k + column,
+            (values * weights).to(weighted.dtype.element_ty),
+            mask=column < k,
+        )
         total += values * values
     tl.store(squares + token, tl.sum(total, 0))
 
 
 @triton.jit
 def add_product(
-    x, words, scale, zero, bias, states, norm, out, weighted, squares, parts, arrived, m, n, k, units, base,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, MULTIPLIER: tl.constexpr,
-    TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    states,
+    norm,
+    out,
+    weighted,
+    squares,
+    parts,
+    arrived,
+    m,
+    n,
+    k,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """Hidden states [m, n] with products added, and what the next norm needs of them."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     product = skinny_tile(
-        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        zero,
+        safe,
+        m,
+        k,
+        units,
+        base,
+        GROUP,
+        SYMMETRIC,
+        WHOLE,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+    )
     store_part(parts, product, m, n, row, BLOCK_M)
     if complete(arrived + tl.program_id(0), SPLIT):
         token = tl.arange(0, TOKENS)
@@ -120,7 +180,11 @@ def add_product(
         place = tl.program_id(0) * (BLOCK_N // SUM_ROWS) + part
         blocks = tl.cdiv(n, SUM_ROWS)
         sums = tl.where(part == 0, tl.sum(total * total, 1)[:, None], 0.0)
-        tl.store(squares + token[:, None] * blocks + place, sums, mask=(token < m)[:, None] & (place < blocks))
+        tl.store(
+            squares + token[:, None] * blocks + place,
+            sums,
+            mask=(token < m)[:, None] & (place < blocks),
+        )
 
 
 @triton.jit
@@ -138,11 +202,36 @@ def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.con
 
 @triton.jit
 def gate_product(
-    x, squares, words, scale, zero, bias, out, parts, arrived, growth, m, n, k, units, base, blocks,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    squares,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    parts,
+    arrived,
+    growth,
+    m,
+    n,
+    k,
+    units,
+    base,
+    blocks,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """Gated products [m, n] of 2 n rows, gates and then ups: a program takes as many of either."""
     HALF: tl.constexpr = BLOCK_N // 2
     index = tl.arange(0, BLOCK_N)
@@ -151,14 +240,31 @@ def gate_product(
     row = tl.where(row < n, row + index // HALF * n, 2 * n)
     safe = tl.where(row < 2 * n, row, 0)
     product = skinny_tile(
-        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        zero,
+        safe,
+        m,
+        k,
+        units,
+        base,
+        GROUP,
+        SYMMETRIC,
+        WHOLE,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+    )
     store_part(parts, product, m, 2 * n, row, BLOCK_M)
     if complete(arrived + tl.program_id(0), SPLIT):
         token = tl.arange(0, TOKENS)
         inner = start + tl.arange(0, HALF)
         there = (token < m)[:, None] & (inner < n)[None, :]
-        column, line = tl.broadcast_to(inner[None, :], (TOKENS, HALF)), tl.broadcast_to(token[:, None], (TOKENS, HALF))
+        column, line = (
+            tl.broadcast_to(inner[None, :], (TOKENS, HALF)),
+            tl.broadcast_to(token[:, None], (TOKENS, HALF)),
+        )
         factor = inverse_rms(squares, token, token < m, blocks, k, EPS, TOKENS)[:, None] * growth
         gate = sum_parts(parts, m, 2 * n, line, column, there, SPLIT) * factor
         up = sum_parts(parts, m, 2 * n, line, column + n, there, SPLIT) * factor
@@ -170,7 +276,9 @@ def gate_product(
 
 
 def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
-    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of at most `block_n` rows."""
+    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of at
+    most `block_n` rows.
+    """
     (tokens, columns), gpu = x.shape, gpu_spec(x.device)
     name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
     config = tile_config_for(name, tokens, rows, columns, x.dtype, gpu)
@@ -179,12 +287,18 @@ def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> 
     return replace(config, block_n=min(config.block_n, block_n or config.block_n))
 
 
-def tile_constants(x: Tensor, group: int, zero: Tensor | None, config: TileConfig) -> dict[str, int | bool]:
+def tile_constants(
+    x: Tensor, group: int, zero: Tensor | None, config: TileConfig
+) -> dict[str, int | bool]:
     """The constants of the kernels to multiply x [M, K]."""
     return {
-        "GROUP": group, "SYMMETRIC": zero is None, "WHOLE": x.shape[1] % (UNIT * config.units) == 0,
-        "TOKENS": triton.next_power_of_2(len(x)), "SPLIT": config.split, **config.constants(),
-    }  # fmt: skip
+        "GROUP": group,
+        "SYMMETRIC": zero is None,
+        "WHOLE": x.shape[1] % (UNIT * config.units) == 0,
+        "TOKENS": triton.next_power_of_2(len(x)),
+        "SPLIT": config.split,
+        **config.constants(),
+    }
 
 
 def parts_of(x: Tensor, rows: int, config: TileConfig) -> Tensor:
@@ -197,27 +311,44 @@ def units_of(words: Tensor, group: int) -> int:
     return words.shape[1] // (16 if group else 32)
 
 
-@operator("weighted_states", lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)))
+@operator(
+    "weighted_states",
+    lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)),
+)
 def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their squares, float32 [M, 1]."""
+    """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their
+    squares, float32 [M, 1].
+    """
     weighted, squares = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
-    wrap_triton(weigh_states)[(len(x),)](x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4)
+    wrap_triton(weigh_states)[(len(x),)](
+        x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4
+    )
     return weighted, squares
 
 
-def _empty_states(x: Tensor, states: Tensor, words: object, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_states(
+    x: Tensor, states: Tensor, words: object, scale: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     squares = states.new_empty(len(x), triton.cdiv(len(scale), SKINNY_ROWS), dtype=torch.float32)
     return torch.empty_like(states), torch.empty_like(states), squares
 
 
 @operator("added_product", _empty_states, mutates=("arrived",))
 def added_product(
-    x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
-    group: int, norm: Tensor, multiplier: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; these weighted; and sums of squares,
-    float32 [M, blocks], that make up those of each.
+    x: Tensor,
+    states: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    arrived: Tensor,
+    group: int,
+    norm: Tensor,
+    multiplier: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; these weighted; and
+    sums of squares, float32 [M, blocks], that make up those of each.
 
     Args:
         words, scale, zero, bias, arrived: as for `skinny_product`.
@@ -228,18 +359,50 @@ def added_product(
     config = config_for(x, n, group)
     out, weighted, squares = _empty_states(x, states, words, scale)
     wrap_triton(add_product)[(triton.cdiv(n, config.block_n), config.split)](
-        x, words, scale, scale if zero is None else zero, scale if bias is None else bias, states, norm, out, weighted,
-        squares, parts_of(x, n, config), arrived, m, n, k, units_of(words, group), base_bits(x.dtype),
-        BIAS=bias is not None, MULTIPLIER=multiplier, **tile_constants(x, group, zero, config),
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        scale if zero is None else zero,
+        scale if bias is None else bias,
+        states,
+        norm,
+        out,
+        weighted,
+        squares,
+        parts_of(x, n, config),
+        arrived,
+        m,
+        n,
+        k,
+        units_of(words, group),
+        base_bits(x.dtype),
+        BIAS=bias is not None,
+        MULTIPLIER=multiplier,
+        **tile_constants(x, group, zero, config),
+    )
     return out, weighted, squares
 
 
-@operator("gated_product", lambda x, _, words, scale, *rest: x.new_empty(len(x), len(scale) // 2), mutates=("arrived",))
+@operator(
+    "gated_product",
+    lambda x, _, words, scale, *rest: x.new_empty(len(x), len(scale) // 2),
+    mutates=("arrived",),
+)
 def gated_product(
-    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
-    group: int, eps: float, growth: float, activation: int, limit: float, alpha: float,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    squares: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    arrived: Tensor,
+    group: int,
+    eps: float,
+    growth: float,
+    activation: int,
+    limit: float,
+    alpha: float,
+) -> Tensor:
     """Gated inner states [M, F] of normed hidden states.
 
     Args:
@@ -254,9 +417,27 @@ def gated_product(
     config = config_for(x, 2 * n, group)
     out = x.new_empty(m, n)
     wrap_triton(gate_product)[(triton.cdiv(n, config.block_n // 2), config.split)](
-        x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias, out,
-        parts_of(x, 2 * n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
-        squares.shape[1], BIAS=bias is not None, ACTIVATION=activation, LIMIT=limit, ALPHA=alpha, EPS=eps,
+        x,
+        squares,
+        words,
+        scale,
+        scale if zero is None else zero,
+        scale if bias is None else bias,
+        out,
+        parts_of(x, 2 * n, config),
+        arrived,
+        growth,
+        m,
+        n,
+        k,
+        units_of(words, group),
+        base_bits(x.dtype),
+        squares.shape[1],
+        BIAS=bias is not None,
+        ACTIVATION=activation,
+        LIMIT=limit,
+        ALPHA=alpha,
+        EPS=eps,
         **tile_constants(x, group, zero, config),
-    )  # fmt: skip
+    )
     return out

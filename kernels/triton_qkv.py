@@ -1,7 +1,9 @@
-"""Queries, keys and values of up to 16 tokens in one launch: the product, and for each head what follows it.
+"""Queries, keys and values of up to 16 tokens in one launch: the product, and for each head what
+follows it.
 
-The last program to arrive of those that share a head adds up its sums, applies the norm that came before the product,
-bias, limits, the head's own norm and rotary positions, and stores a query, or a key or value in the cache.
+The last program to arrive of those that share a head adds up its sums, applies the norm that came
+before the product, bias, limits, the head's own norm and rotary positions, and stores a query, or a
+key or value in the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def codes_of(values, step):
 
 @triton.jit
 def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.constexpr):
-    """As `store_halves`, to a cache: floats, or codes and their scales as `cached_rows` has them."""
+    """As `store_halves`, to a cache: floats, or codes and their scales as `cached_rows` has
+    them.
+    """
     if stored.dtype.element_ty == tl.int8:
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
@@ -57,19 +61,78 @@ def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.cons
 
 @triton.jit
 def project_heads(
-    x, squares, words, scale, zero, bias, norms, cosine, sine, query_scale, positions, slots, queries, keys,
-    key_scales, values, value_scales, parts, arrived, growth, m, n, k, units, base, blocks, tokens, heads, kv_heads,
-    length, stride,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, NORMS: tl.constexpr,
-    ROTARY: tl.constexpr, QUERY_SCALE: tl.constexpr, SLOTS: tl.constexpr, CLIP: tl.constexpr, EPS: tl.constexpr,
-    SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Rows of one head; those of queries come first, then keys, then values. EACH tokens are finished at a time."""
+    x,
+    squares,
+    words,
+    scale,
+    zero,
+    bias,
+    norms,
+    cosine,
+    sine,
+    query_scale,
+    positions,
+    slots,
+    queries,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    parts,
+    arrived,
+    growth,
+    m,
+    n,
+    k,
+    units,
+    base,
+    blocks,
+    tokens,
+    heads,
+    kv_heads,
+    length,
+    stride,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NORMS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CLIP: tl.constexpr,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    EACH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Rows of one head; those of queries come first, then keys, then values.
+
+    EACH tokens are finished at a time.
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     product = skinny_tile(
-        x, words, scale, zero, row, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
+        x,
+        words,
+        scale,
+        zero,
+        row,
+        m,
+        k,
+        units,
+        base,
+        GROUP,
+        SYMMETRIC,
+        WHOLE,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+    )
     store_part(parts, product, m, n, row, BLOCK_M)
     head = tl.program_id(0) // (SIZE // BLOCK_N)
     if complete(arrived + head, SIZE // BLOCK_N * SPLIT):
@@ -83,10 +146,15 @@ def project_heads(
             line = tl.broadcast_to(token[:, None], (EACH, HALF))
             factor = inverse_rms(squares, token, there, blocks, k, EPS, EACH)[:, None] * growth
             first = sum_parts(parts, m, n, line, head * SIZE + column, inside, SPLIT) * factor
-            second = sum_parts(parts, m, n, line, head * SIZE + SIZE // 2 + column, inside, SPLIT) * factor
+            second = (
+                sum_parts(parts, m, n, line, head * SIZE + SIZE // 2 + column, inside, SPLIT)
+                * factor
+            )
             if BIAS:
                 first += tl.load(bias + head * SIZE + column, mask=inside, other=0).to(tl.float32)
-                second += tl.load(bias + head * SIZE + SIZE // 2 + column, mask=inside, other=0).to(tl.float32)
+                second += tl.load(bias + head * SIZE + SIZE // 2 + column, mask=inside, other=0).to(
+                    tl.float32
+                )
             if CLIP > 0:
                 first, second = limited(first, CLIP), limited(second, CLIP)
             if NORMS:
@@ -105,11 +173,17 @@ def project_heads(
                 second += low * tl.load(sine + angle + SIZE // 2, mask=turns, other=0)
             if head < heads:
                 if QUERY_SCALE:
-                    scaled = tl.load(query_scale + sequence * stride + place, mask=there, other=1)[:, None]
+                    scaled = tl.load(query_scale + sequence * stride + place, mask=there, other=1)[
+                        :, None
+                    ]
                     first, second = first * scaled, second * scaled
-                store_halves(queries, (sequence * heads + head) * tokens + place, first, second, inside, SIZE)
+                store_halves(
+                    queries, (sequence * heads + head) * tokens + place, first, second, inside, SIZE
+                )
             else:
-                position = tl.load(positions + sequence * stride + place, mask=there, other=0).to(tl.int64)
+                position = tl.load(positions + sequence * stride + place, mask=there, other=0).to(
+                    tl.int64
+                )
                 slot = sequence.to(tl.int64)
                 if SLOTS:
                     slot = tl.load(slots + sequence, mask=there, other=0).to(tl.int64)
@@ -123,22 +197,48 @@ def project_heads(
 
 def _empty_queries(x: Tensor, squares: object, words: object, scale: Tensor, *rest: Any) -> Tensor:
     batch, keys = rest[-5:-3]
-    return x.new_empty(batch, len(scale) // keys.shape[3] - 2 * keys.shape[1], len(x) // batch, keys.shape[3])
+    return x.new_empty(
+        batch, len(scale) // keys.shape[3] - 2 * keys.shape[1], len(x) // batch, keys.shape[3]
+    )
 
 
-@operator("projected_heads", _empty_queries, mutates=("keys", "key_scales", "values", "value_scales", "arrived"))
+@operator(
+    "projected_heads",
+    _empty_queries,
+    mutates=("keys", "key_scales", "values", "value_scales", "arrived"),
+)
 def projected_heads(
-    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
-    group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
-    sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
-    keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    squares: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    arrived: Tensor,
+    group: int,
+    eps: float,
+    growth: float,
+    norms: Tensor | None,
+    clip: float,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    query_scale: Tensor | None,
+    positions: Tensor,
+    slots: Tensor | None,
+    batch: int,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    values: Tensor,
+    value_scales: Tensor | None,
+) -> Tensor:
     """Queries [B, H, T, Dh] of normed hidden states; their keys and values go into the cache.
 
     Args:
         x: hidden states weighted by the norm's weights, [B * T, D].
-        squares: sums of squares, float32 [B * T, blocks], that make up those of each one's hidden states.
-        words, scale, zero, bias, arrived, group: of queries, keys and values, as for `added_product`.
+        squares: sums of squares, float32 [B * T, blocks], that make up those of each one's hidden
+            states.
+        words, scale, zero, bias, arrived, group: of queries, keys and values, as for
+            `added_product`.
         eps, growth: of the norm, and what its weights were divided by.
         norms: weights of the norms of queries' and keys' heads, float32 [2, Dh], or None.
         clip: the largest absolute value of queries, keys and values; 0 for any.
@@ -154,16 +254,52 @@ def projected_heads(
     queries = x.new_empty(batch, heads, tokens, size)
     half = triton.next_power_of_2(size // 2)
     each = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
-    stored = keys, keys if key_scales is None else key_scales, values, values if value_scales is None else value_scales
+    stored = (
+        keys,
+        keys if key_scales is None else key_scales,
+        values,
+        values if value_scales is None else value_scales,
+    )
     stride = 0 if positions.dim() == 1 else tokens
     wrap_triton(project_heads)[(n // config.block_n, config.split)](
-        x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias,
-        scale if norms is None else norms, scale if cosine is None else cosine, scale if sine is None else sine,
-        scale if query_scale is None else query_scale, positions, positions if slots is None else slots, queries,
-        *stored, projections.parts_of(x, n, config), arrived, growth, m, n, k, projections.units_of(words, group),
-        base_bits(x.dtype), squares.shape[1], tokens, heads, kv_heads, length, stride, BIAS=bias is not None,
-        NORMS=norms is not None, ROTARY=cosine is not None, QUERY_SCALE=query_scale is not None,
-        SLOTS=slots is not None, CLIP=clip, EPS=eps, SIZE=size, HALF=half, EACH=each,
+        x,
+        squares,
+        words,
+        scale,
+        scale if zero is None else zero,
+        scale if bias is None else bias,
+        scale if norms is None else norms,
+        scale if cosine is None else cosine,
+        scale if sine is None else sine,
+        scale if query_scale is None else query_scale,
+        positions,
+        positions if slots is None else slots,
+        queries,
+        *stored,
+        projections.parts_of(x, n, config),
+        arrived,
+        growth,
+        m,
+        n,
+        k,
+        projections.units_of(words, group),
+        base_bits(x.dtype),
+        squares.shape[1],
+        tokens,
+        heads,
+        kv_heads,
+        length,
+        stride,
+        BIAS=bias is not None,
+        NORMS=norms is not None,
+        ROTARY=cosine is not None,
+        QUERY_SCALE=query_scale is not None,
+        SLOTS=slots is not None,
+        CLIP=clip,
+        EPS=eps,
+        SIZE=size,
+        HALF=half,
+        EACH=each,
         **projections.tile_constants(x, group, zero, config),
-    )  # fmt: skip
+    )
     return queries

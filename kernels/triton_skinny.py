@@ -1,12 +1,15 @@
-"""Products of up to 16 tokens on tensor cores, which read each weight once and convert none: bfloat16 and float16 only.
+"""Products of up to 16 tokens on tensor cores, which read each weight once and convert none:
+bfloat16 and float16 only.
 
-A word holds pairs of codes, one in its lower half and one in its upper: put under an exponent, a pair is two small
-floats that tensor cores take as they are. For 4 bits these are ``base + code``; what that adds to the products,
-``(base + zero)`` times the sum of a group's activations, comes from a product with ones, and the group's scale is
-applied to the sum. For 8 bits a subtraction gives ``code - 128``, exactly.
+A word holds pairs of codes, one in its lower half and one in its upper: put under an exponent, a
+pair is two small floats that tensor cores take as they are. For 4 bits these are ``base + code``;
+what that adds to the products, ``(base + zero)`` times the sum of a group's activations, comes from
+a product with ones, and the group's scale is applied to the sum. For 8 bits a subtraction gives
+``code - 128``, exactly.
 
-A program is one warp, for 16 or 32 rows, so that many of them keep loads in flight; several share a row. Each writes
-its sums, and the one that arrives last adds them up in order: one launch, and the same bits each time.
+A program is one warp, for 16 or 32 rows, so that many of them keep loads in flight; several share a
+row. Each writes its sums, and the one that arrives last adds them up in order: one launch, and the
+same bits each time.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 
 _VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
 SIDE_BY_SIDE = tl.constexpr(2 if _VERSION < (3, 8) else 1)
-"""Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined operand of `tl.dot`."""
+"""Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined
+operand of `tl.dot`.
+"""
 
 
 def base_bits(dtype: torch.dtype) -> int:
@@ -36,14 +41,18 @@ def base_bits(dtype: torch.dtype) -> int:
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """How many programs of each block of rows have arrived: int32 zeros, as each launch finds and leaves them."""
+    """How many programs of each block of rows have arrived: int32 zeros, as each launch finds
+    and leaves them.
+    """
     return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
 
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
     """The lower and upper 16 bits of words as floats of DTYPE."""
-    return pairs.to(tl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return pairs.to(tl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(tl.int16).to(
+        DTYPE, bitcast=True
+    )
 
 
 @triton.jit
@@ -56,16 +65,22 @@ def less(number, other):
 
 @triton.jit
 def operand(low, high, ROWS: tl.constexpr):
-    """Pairs [ROWS, 16] as [ROWS, 32], in an order in which each thread multiplies what it has loaded, 16 bytes of
-    words, and nothing moves; weights and activations are brought into the same order."""
+    """Pairs [ROWS, 16] as [ROWS, 32], in an order in which each thread multiplies what it has
+    loaded, 16 bytes of words, and nothing moves; weights and activations are brought into the same
+    order.
+    """
     tile = tl.reshape(tl.join(low, high), (ROWS, 4, 4 // SIDE_BY_SIDE, 2 * SIDE_BY_SIDE))
     return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (ROWS, 32))
 
 
 @triton.jit
 def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Activations [32, M] of 16 columns, and of those APART from them, for pointers to tokens [M, 1]."""
-    column = tl.max_contiguous(column[None, :], (1, 4))  # as many as words in a load: the layouts agree, nothing moves
+    """Activations [32, M] of 16 columns, and of those APART from them, for pointers to tokens
+    [M, 1].
+    """
+    column = tl.max_contiguous(
+        column[None, :], (1, 4)
+    )  # as many as words in a load: the layouts agree, nothing moves
     if WHOLE:
         low, high = tl.load(x + column), tl.load(x + column + APART)
     else:
@@ -76,14 +91,17 @@ def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def present(unit, units, WHOLE: tl.constexpr):
-    """A unit, or the last one in place of what lies beyond it, whose activations are loaded as zeros."""
+    """A unit, or the last one in place of what lies beyond it, whose activations are loaded as
+    zeros.
+    """
     return unit if WHOLE else tl.minimum(unit, units - 1)
 
 
 @triton.jit
 def last_to_arrive(arrived, programs):
-    """Whether this program is the last of `programs` to arrive at a counter, which it resets to zero. It sees what the
-    others have stored if it reads past the processor's cache."""
+    """Whether this program is the last of `programs` to arrive at a counter, which it resets to
+    zero. It sees what the others have stored if it reads past the processor's cache.
+    """
     tl.debug_barrier()  # all threads have stored before one of them says so
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
@@ -92,8 +110,12 @@ def last_to_arrive(arrived, programs):
 
 
 @triton.jit
-def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl.constexpr, JOINED: tl.constexpr):
-    """Store products [N, M]; JOINED those of several programs that share rows, whose parts the last one adds up."""
+def store_product(
+    product, bias, out, parts, arrived, m, n, row, token, BIAS: tl.constexpr, JOINED: tl.constexpr
+):
+    """Store products [N, M]; JOINED those of several programs that share rows, whose parts the
+    last one adds up.
+    """
     safe = tl.where(row < n, row, 0)
     at = token[None, :].to(tl.int64) * n + row[:, None]
     mask = (token < m)[None, :] & (row < n)[:, None]
@@ -104,7 +126,9 @@ def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl
         if last_to_arrive(arrived + tl.program_id(0), splits):
             total = tl.zeros(product.shape, tl.float32)
             for split in tl.range(0, splits):
-                total += tl.load(parts + split * size + at, mask=mask, other=0, cache_modifier=".cg")
+                total += tl.load(
+                    parts + split * size + at, mask=mask, other=0, cache_modifier=".cg"
+                )
             if BIAS:
                 total += tl.load(bias + safe)[:, None].to(tl.float32)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
@@ -116,11 +140,24 @@ def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl
 
 @triton.jit
 def int4_skinny_tile(
-    x, words, scale, zero, safe, k, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this program's columns;
-    `base` is that of `base_bits`."""
+    x,
+    words,
+    scale,
+    zero,
+    safe,
+    k,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this
+    program's columns; `base` is that of `base_bits`.
+    """
     PARTS: tl.constexpr = 128 // GROUP
     DTYPE: tl.constexpr = x.dtype.element_ty
     OFFSET: tl.constexpr = 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0
@@ -150,9 +187,18 @@ def int4_skinny_tile(
 
 @triton.jit
 def int8_skinny_tile(
-    x, words, scale, safe, k, units, base, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    safe,
+    k,
+    units,
+    base,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """As `int4_skinny_tile`, for 8 bits with one scale a row."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -163,7 +209,11 @@ def int8_skinny_tile(
         for half in tl.static_range(2 * UNITS):
             unit = start + half // 2
             tile = tl.load(
-                words + safe * (units * 32) + present(unit, units, WHOLE) * 32 + half % 2 * 16 + run[None, :]
+                words
+                + safe * (units * 32)
+                + present(unit, units, WHOLE) * 32
+                + half % 2 * 16
+                + run[None, :]
             )
             for pair in tl.static_range(2):
                 codes = tile >> 8 * pair
@@ -183,43 +233,114 @@ def int8_skinny_tile(
 
 @triton.jit
 def skinny_tile(
-    x, words, scale, zero, safe, m, k, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Products [N, M] of rows [N] with tokens [M, K], of this program's columns; codes of 8 bits where GROUP is 0."""
+    x,
+    words,
+    scale,
+    zero,
+    safe,
+    m,
+    k,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Products [N, M] of rows [N] with tokens [M, K], of this program's columns; codes of 8 bits
+    where GROUP is 0.
+    """
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None]
     safe = safe[:, None]
     if GROUP == 0:
-        product = int8_skinny_tile(x, words, scale, safe, k, units, base, WHOLE, BLOCK_M, BLOCK_N, UNITS)
+        product = int8_skinny_tile(
+            x, words, scale, safe, k, units, base, WHOLE, BLOCK_M, BLOCK_N, UNITS
+        )
     else:
         product = int4_skinny_tile(
-            x, words, scale, zero, safe, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
-        )  # fmt: skip
+            x,
+            words,
+            scale,
+            zero,
+            safe,
+            k,
+            units,
+            base,
+            GROUP,
+            SYMMETRIC,
+            WHOLE,
+            BLOCK_M,
+            BLOCK_N,
+            UNITS,
+        )
     return product
 
 
 @triton.jit
 def skinny(
-    x, words, scale, zero, bias, out, parts, arrived, m, n, k, units, base, GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scale,
+    zero,
+    bias,
+    out,
+    parts,
+    arrived,
+    m,
+    n,
+    k,
+    units,
+    base,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    JOINED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     """``x @ weight.T + bias``; codes of 8 bits where GROUP is 0."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     product = skinny_tile(
-        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
-    store_product(product, bias, out, parts, arrived, m, n, row, tl.arange(0, BLOCK_M), BIAS, JOINED)
+        x,
+        words,
+        scale,
+        zero,
+        safe,
+        m,
+        k,
+        units,
+        base,
+        GROUP,
+        SYMMETRIC,
+        WHOLE,
+        BLOCK_M,
+        BLOCK_N,
+        UNITS,
+    )
+    store_product(
+        product, bias, out, parts, arrived, m, n, row, tl.arange(0, BLOCK_M), BIAS, JOINED
+    )
 
 
 def skinny_product(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
-    arrived: Tensor, config: TileConfig,
-) -> Tensor:  # fmt: skip
-    """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for the operators.
-    `arrived` is from `counters`."""
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group: int | None,
+    arrived: Tensor,
+    config: TileConfig,
+) -> Tensor:
+    """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for
+    the operators. `arrived` is from `counters`.
+    """
     (m, k), n = x.shape, len(scale)
     units = words.shape[1] // (32 if group is None else 16)
     joined = config.split > 1
@@ -227,8 +348,24 @@ def skinny_product(
     parts = x.new_empty(config.split, m, n, dtype=torch.float32) if joined else out
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
-        x.contiguous(), words, scale, scale if zero is None else zero, scale if bias is None else bias, out,
-        parts, arrived, m, n, k, units, base_bits(x.dtype), group or 0, zero is None, bias is not None, joined,
-        k % (UNIT * config.units) == 0, **config.constants(),
-    )  # fmt: skip
+        x.contiguous(),
+        words,
+        scale,
+        scale if zero is None else zero,
+        scale if bias is None else bias,
+        out,
+        parts,
+        arrived,
+        m,
+        n,
+        k,
+        units,
+        base_bits(x.dtype),
+        group or 0,
+        zero is None,
+        bias is not None,
+        joined,
+        k % (UNIT * config.units) == 0,
+        **config.constants(),
+    )
     return out

@@ -1,4 +1,6 @@
-"""Find the fastest tile config for a weight on the GPU at hand, by trying; times are those of graphs of calls."""
+"""Find the fastest tile config for a weight on the GPU at hand, by trying; times are those of
+graphs of calls.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,40 @@ _MIN_SECONDS = 1e-3  # of a graph that is timed
 _log = logging.getLogger(__name__)
 
 
-def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]) -> dict[int, TileConfig]:
-    """The fastest tile configs for a weight that the backend prepared, by number of tokens; `scheme` is ``int8``,
-    ``int4-g128`` and so on."""
+def tune(
+    prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]
+) -> dict[int, TileConfig]:
+    """The fastest tile configs for a weight that the backend prepared, by number of tokens;
+    `scheme` is ``int8``, ``int4-g128`` and so on.
+    """
     group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
     with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
         return {size: fastest(prepared, group, columns, size) for size in tokens}
 
 
-def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
-    """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None for int8."""
-    words, scale, zero, arrived = prepared["words"], prepared["scale"], prepared.get("zero"), prepared["arrived"]
+def multiply(
+    x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
+) -> Tensor:
+    """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None
+    for int8.
+    """
+    words, scale, zero, arrived = (
+        prepared["words"],
+        prepared["scale"],
+        prepared.get("zero"),
+        prepared["arrived"],
+    )
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # also in threads that compile
         return linear_product(x, words, scale, zero, None, group, config, arrived)
 
 
-def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:
+def fastest(
+    prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int
+) -> TileConfig:
     """The fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
-    A candidate that does not fit the GPU is left out, and so is one whose product is not that of the default config.
+    A candidate that does not fit the GPU is left out, and so is one whose product is not that of
+    the default config.
     """
     words, bits = prepared["words"], 8 if group is None else 4
     gpu, rows = gpu_spec(words.device), len(words)
@@ -56,7 +73,9 @@ def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens
         wait([pool.submit(multiply, x, prepared, group, config) for config in configs])
     for config in configs:
         try:
-            error = (multiply(x, prepared, group, config).float() - expected).norm() / expected.norm()
+            error = (
+                multiply(x, prepared, group, config).float() - expected
+            ).norm() / expected.norm()
             if not error < 2**-6:
                 raise RuntimeError(f"a product is off by {error.item():.0e}")
             seconds = seconds_each([partial(multiply, x, copy, group, config) for copy in copies])
@@ -73,41 +92,65 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
     """Tile configs worth trying."""
     units, largest_split = -(-columns // UNIT), triton_tiles.max_split(bits, tokens, columns)
     if tokens <= 8:
-        tiles = [size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units]
+        tiles = [
+            size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units
+        ]
         kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
         for tile, block_n, warps, split, stages in kinds:
             words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
             if fits and split * tile <= units and split <= largest_split:
-                yield TileConfig("gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages)
+                yield TileConfig(
+                    "gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages
+                )
     if tokens <= 16:
-        for block_n, tile, stages in itertools.product((SKINNY_ROWS, 2 * SKINNY_ROWS), (1, 2), (1, 2, 3, 4)):
+        for block_n, tile, stages in itertools.product(
+            (SKINNY_ROWS, 2 * SKINNY_ROWS), (1, 2), (1, 2, 3, 4)
+        ):
             for split in (1, 2, 4, 8, 16):
                 programs = -(-rows // block_n) * split
-                if split <= largest_split and split * tile <= units and (split == 1 or programs <= 1 << 14):
-                    yield TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, tile, split, 1, stages)
+                if (
+                    split <= largest_split
+                    and split * tile <= units
+                    and (split == 1 or programs <= 1 << 14)
+                ):
+                    yield TileConfig(
+                        "skinny", 8 if tokens <= 8 else 16, block_n, tile, split, 1, stages
+                    )
     if 16 <= tokens <= 1024:
         sizes = sorted({max(min(tokens, 256) // part, 16) for part in (1, 2, 4)})
-        for block_m, block_n, tile, stages in itertools.product(sizes, (64, 128, 256), (1, 2), (2, 3, 4)):
+        for block_m, block_n, tile, stages in itertools.product(
+            sizes, (64, 128, 256), (1, 2), (2, 3, 4)
+        ):
             held = block_m * block_n <= 1 << 14 or block_n == 128  # by the registers
             ahead = stages * tile * triton_tiles.staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
-                fits = held and ahead <= 200 << 10 and tile * split <= units and split <= largest_split
+                fits = (
+                    held and ahead <= 200 << 10 and tile * split <= units and split <= largest_split
+                )
                 if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
-                    yield TileConfig("gemm", block_m, block_n, tile, split, triton_tiles.gemm_warps(block_n), stages)
+                    yield TileConfig(
+                        "gemm",
+                        block_m,
+                        block_n,
+                        tile,
+                        split,
+                        triton_tiles.gemm_warps(block_n),
+                        stages,
+                    )
     if tokens >= 128:
         for block_n, tile, warps in itertools.product((4, 16), (1, 4), (4, 8)):
             yield TileConfig("matmul", 1, block_n, tile, 1, warps)
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median seconds of one of the calls over timed replays of a CUDA graph of them, so that launching costs nothing;
-    where Triton interprets, the time of one call.
+    """Median seconds of one of the calls over timed replays of a CUDA graph of them, so that
+    launching costs nothing; where Triton interprets, the time of one call.
 
-    If each call has its own operands, together larger than the L2 cache (`copies_beyond_cache`), each finds it cold.
-    The graph takes a millisecond or more and is launched behind another replay: neither the clock's steps nor the
-    host's time is in the figure.
+    If each call has its own operands, together larger than the L2 cache (`copies_beyond_cache`),
+    each finds it cold. The graph takes a millisecond or more and is launched behind another replay:
+    neither the clock's steps nor the host's time is in the figure.
     """
     if INTERPRETED:
         started = time.perf_counter()

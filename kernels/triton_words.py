@@ -1,13 +1,14 @@
 """The layout that the Triton kernels share: codes in words of 32 bits, in units of 128 columns.
 
-A unit is ``UNIT`` columns of a row. Its words each hold one code of every *plane*, and a plane is a run
-of columns: the code of plane p in word i is column ``p * run + i`` of the unit, where run is the number of words in it.
-So a mask takes a plane out of a tile of words, and the activations that belong to it lie side by side. Two planes of
-a group lie 16 bits apart (`word_bit`), so a mask may take out both, as a pair of small numbers.
+A unit is ``UNIT`` columns of a row. Its words each hold one code of every *plane*, and a plane is a
+run of columns: the code of plane p in word i is column ``p * run + i`` of the unit, where run is
+the number of words in it. So a mask takes a plane out of a tile of words, and the activations that
+belong to it lie side by side. Two planes of a group lie 16 bits apart (`word_bit`), so a mask may
+take out both, as a pair of small numbers.
 
-A code becomes a float without a conversion: its bits, left where they are in the word, are put under the
-exponent of 2**23. That is ``2**23 + code * 2**position``, exactly; the kernels subtract the offset and divide the
-power of two out of the scale or the activations.
+A code becomes a float without a conversion: its bits, left where they are in the word, are put
+under the exponent of 2**23. That is ``2**23 + code * 2**position``, exactly; the kernels subtract
+the offset and divide the power of two out of the scale or the activations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from torch.library import custom_op, triton_op
 from quantkit.kernels.triton_tiles import UNIT, TileConfig
 
 MAGIC = 0x4B000000
-"""The bits of 2**23. It is an argument of kernels: as a constant it would cost an instruction for each code."""
+"""The bits of 2**23.
+
+It is an argument of kernels: as a constant it would cost an instruction for each code.
+"""
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Triton runs the kernels itself, on the CPU (TRITON_INTERPRET=1)."""
@@ -38,10 +42,12 @@ _PACK_CODES = 1 << 25  # packed at a time
 
 
 def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
-    """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot.
+    """Register an operator whose kernels torch.compile can see; while Triton interprets, one that
+    it cannot.
 
-    Kernels are launched on the GPU of the operator's first tensor, whichever is the current one. For tracing, `result`
-    returns empty tensors of the result's shapes and dtypes for the same arguments.
+    Kernels are launched on the GPU of the operator's first tensor, whichever is the current one.
+    For tracing, `result` returns empty tensors of the result's shapes and dtypes for the same
+    arguments.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -59,13 +65,19 @@ def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = (
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill the last unit."""
-    return torch.cat([_packed(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))])
+    """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill
+    the last unit.
+    """
+    return torch.cat(
+        [_packed(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))]
+    )
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     planes = 32 // bits
-    units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(codes.shape[0], -1, planes, UNIT // planes)
+    units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(
+        codes.shape[0], -1, planes, UNIT // planes
+    )
     words = torch.zeros_like(units[:, :, 0], dtype=torch.int32)
     for plane in range(planes):
         words |= units[:, :, plane].to(torch.int32) << word_bit(plane, bits)
@@ -136,10 +148,16 @@ def spread(values, ROWS: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_tokens(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Activations [M, 1, words] over ``2**position`` of a plane's columns, for pointers to tokens [M, 1, 1]."""
+    """Activations [M, 1, words] over ``2**position`` of a plane's columns, for pointers to
+    tokens [M, 1, 1].
+    """
     column = columns_of(word, PLANE, BITS)[None, None, :]
-    column = tl.max_contiguous(column, (1, 1, 4))  # as many as words in a load: the layouts agree, nothing moves
-    return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** bit_position(PLANE, BITS)
+    column = tl.max_contiguous(
+        column, (1, 1, 4)
+    )  # as many as words in a load: the layouts agree, nothing moves
+    return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** bit_position(
+        PLANE, BITS
+    )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Convert, quantize, verify and run Llama-family language models.
 
-Folders go in and come out, as Meta or Hugging Face publish them. quantkit never gives out a broken model: what is wrong
-is raised, as one of the kinds of `QuantkitError` in `quantkit.errors`.
+Folders go in and come out, as Meta or Hugging Face publish them. quantkit never gives out a broken
+model: what is wrong is raised, as one of the kinds of `QuantkitError` in `quantkit.errors`.
 
 Make and check models:
 
@@ -36,9 +36,10 @@ Talk with instruct models:
     chat_format        chat templates: messages to token ids
     sampling_defaults  how its makers advise to draw tokens
 
-All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs report to a
-`Progress`. Their results, such as a `VerifyReport`, have `to_json()`, which returns all of it as
-plain values, and most has `lines()` for people; `help(quantkit.VerifyReport)` says what it holds.
+All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in
+bytes. Jobs report to a `Progress`. Their results, such as a `VerifyReport`, have `to_json()`, which
+returns all of it as plain values, and most has `lines()` for people; `help(quantkit.VerifyReport)`
+says what it holds.
 
     >>> import quantkit
     >>> quantkit.quantize("model", "model-int4", "int4-g128")
@@ -105,37 +106,59 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer as Tokenizer
 
 _JOBS = {
-    "ChatSession": "quantkit.runtime.chat_session", "Llama": "quantkit.jobs.llama", "Progress": "quantkit.progress",
-    "Tokenizer": "quantkit.text.tokenizer", "apply_delta": "quantkit.jobs.apply_delta",
-    "bench": "quantkit.evals.bench", "chat_format": "quantkit.text.chat",
+    "ChatSession": "quantkit.runtime.chat_session",
+    "Llama": "quantkit.jobs.llama",
+    "Progress": "quantkit.progress",
+    "Tokenizer": "quantkit.text.tokenizer",
+    "apply_delta": "quantkit.jobs.apply_delta",
+    "bench": "quantkit.evals.bench",
+    "chat_format": "quantkit.text.chat",
     "convert": "quantkit.jobs.convert",
-    "diagnose": "quantkit.doctor.diagnose", "evaluate": "quantkit.evals.evaluate",
-    "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
-    "generate_file": "quantkit.jobs.generate_file", "imatrix": "quantkit.jobs.imatrix",
-    "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
-    "open_checkpoint": "quantkit.formats.detect", "push": "quantkit.jobs.push", "quantize": "quantkit.jobs.quantize",
+    "diagnose": "quantkit.doctor.diagnose",
+    "evaluate": "quantkit.evals.evaluate",
+    "generate": "quantkit.runtime.generate",
+    "generate_batch": "quantkit.runtime.generate_batch",
+    "generate_file": "quantkit.jobs.generate_file",
+    "imatrix": "quantkit.jobs.imatrix",
+    "inspect": "quantkit.jobs.inspect",
+    "load": "quantkit.jobs.load",
+    "open_checkpoint": "quantkit.formats.detect",
+    "push": "quantkit.jobs.push",
+    "quantize": "quantkit.jobs.quantize",
     "refine": "quantkit.jobs.refine",
-    "sampling_defaults": "quantkit.runtime.generation_config", "stream": "quantkit.runtime.generate",
+    "sampling_defaults": "quantkit.runtime.generation_config",
+    "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
-}  # fmt: skip
+}
 _TYPES = {
-    "Bench": "quantkit.evals.bench_result", "BenchModel": "quantkit.evals.bench",
+    "Bench": "quantkit.evals.bench_result",
+    "BenchModel": "quantkit.evals.bench",
     "BenchResult": "quantkit.evals.bench_result",
-    "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
-    "Diagnosis": "quantkit.doctor.findings", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
-    "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",
-    "GeneratedFile": "quantkit.jobs.generate_file", "ImatrixResult": "quantkit.jobs.imatrix",
+    "Completion": "quantkit.runtime.request",
+    "ConvertResult": "quantkit.jobs.result",
+    "Diagnosis": "quantkit.doctor.findings",
+    "Estimate": "quantkit.jobs.plan",
+    "Evaluation": "quantkit.evals.results",
+    "FolderReport": "quantkit.quality.manifest_check",
+    "Gate": "quantkit.quality.gate",
+    "GeneratedFile": "quantkit.jobs.generate_file",
+    "ImatrixResult": "quantkit.jobs.imatrix",
     "Inspection": "quantkit.jobs.inspect",
-    "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",
+    "Logprobs": "quantkit.runtime.request",
+    "Override": "quantkit.tensors.recipe",
     "PushResult": "quantkit.jobs.push_result",
-    "QuantScheme": "quantkit.tensors.scheme", "QuantizeResult": "quantkit.jobs.result",
-    "Recipe": "quantkit.tensors.recipe", "RefineResult": "quantkit.jobs.refine_result",
+    "QuantScheme": "quantkit.tensors.scheme",
+    "QuantizeResult": "quantkit.jobs.result",
+    "Recipe": "quantkit.tensors.recipe",
+    "RefineResult": "quantkit.jobs.refine_result",
     "SamplingParams": "quantkit.runtime.sampling_params",
-    "Verdict": "quantkit.quality.verify", "VerifyReport": "quantkit.quality.verify",
-}  # fmt: skip
+    "Verdict": "quantkit.quality.verify",
+    "VerifyReport": "quantkit.quality.verify",
+}
 _MODULES = {"errors": "quantkit.errors", "plan": "quantkit.jobs.plan"}
 
-# Without the types: pydoc shows all that is named here in full, and of a dataclass that is mostly its machinery.
+# Without the types: pydoc shows all that is named here in full, and of a dataclass that is mostly
+# its machinery.
 __all__ = ["__version__", *_JOBS, *_MODULES]
 
 

@@ -1,7 +1,8 @@
-"""Checks of the arguments of public functions, before anything is done: Python itself checks no types.
+"""Checks of the arguments of public functions, before anything is done: Python itself checks no
+types.
 
-A string from JSON or from an environment variable must not count as a boolean or a number. Each function raises
-`RequestError`, which names the argument.
+A string from JSON or from an environment variable must not count as a boolean or a number. Each
+function raises `RequestError`, which names the argument.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def require_flags(**flags: object) -> None:
             raise wrong_type(name, value, "True or False")
 
 
-def require_instance(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+def require_instance(
+    name: str, value: object, kinds: type | tuple[type, ...], expected: str
+) -> None:
     """Require an instance of a class; the error shows the type of what was found."""
     if not isinstance(value, kinds):
         problem = f"`{name}` is of the wrong type"
@@ -54,7 +57,9 @@ def as_integer(name: str, value: object, minimum: int | None = None) -> int:
     if found is None:
         raise wrong_type(name, value, "an integer")
     if minimum is not None and found < minimum:
-        raise RequestError(f"`{name}` must be at least {minimum}", found=shown(found), argument=name)
+        raise RequestError(
+            f"`{name}` must be at least {minimum}", found=shown(found), argument=name
+        )
     return found
 
 
@@ -65,7 +70,9 @@ def as_number(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise RequestError(f"`{name}` is out of range", found=shown(value), argument=name) from error
+        raise RequestError(
+            f"`{name}` is out of range", found=shown(value), argument=name
+        ) from error
 
 
 def as_seed(name: str, value: object) -> int:
@@ -90,7 +97,9 @@ def as_strings(name: str, value: object) -> list[str]:
 
 
 def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
-    """A path; an empty string, which would mean the current folder, and one too long for a path are refused."""
+    """A path; an empty string, which would mean the current folder, and one too long for a path
+    are refused.
+    """
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise wrong_type(name, value, "a path", hint=hint)
@@ -120,8 +129,9 @@ def _several(name: str, value: object, kind: str) -> Iterable[object]:
 
 
 def token_rows(value: object) -> list[list[int]]:
-    """Token ids in a list or array, [T] or [B, T], as B rows. Raises `TypeError` for anything else, and for a
-    collection without an order."""
+    """Token ids in a list or array, [T] or [B, T], as B rows. Raises `TypeError` for anything else,
+    and for a collection without an order.
+    """
     listed = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise TypeError("not a list")
@@ -136,6 +146,10 @@ def _is_boolean(value: object) -> bool:
 
 
 def is_several(value: object) -> TypeGuard[Iterable[object]]:
-    """Whether a value is a collection of values: bytes are numbers, and of a mapping only the keys would be used."""
+    """Whether a value is a collection of values: bytes are numbers, and of a mapping only the
+    keys would be used.
+    """
     several = isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
-    return several and getattr(value, "ndim", 1) > 0  # an array without dimensions has `__iter__` too
+    return (
+        several and getattr(value, "ndim", 1) > 0
+    )  # an array without dimensions has `__iter__` too

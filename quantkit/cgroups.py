@@ -36,8 +36,12 @@ def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
     quotas = []
     for group in _groups("cpu", root, own):
         words = _read(group / "cpu.max").split()
-        words = words or [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # "max" and -1 are no limit
+        words = words or [
+            _read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+        ]
+        if len(words) == 2 and all(
+            word.isdecimal() and int(word) for word in words
+        ):  # "max" and -1 are no limit
             quota, period = map(int, words)
             quotas.append(quota / period)
     return min(quotas, default=None)
@@ -48,12 +52,18 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
     found = []
     for group in _groups("memory", root, own):
         limits, used = (
-            [int(text) for name in names if (text := _read(group / f"memory.{name}").strip()).isdecimal()]
+            [
+                int(text)
+                for name in names
+                if (text := _read(group / f"memory.{name}").strip()).isdecimal()
+            ]
             for names in (("max", "high", "limit_in_bytes"), ("current", "usage_in_bytes"))
         )
         if limits:
             cache = read_numbers(group / "memory.stat")
-            freed = cache.get("total_inactive_file", cache.get("inactive_file", 0))  # of version 1, or 2
+            freed = cache.get(
+                "total_inactive_file", cache.get("inactive_file", 0)
+            )  # of version 1, or 2
             found.append(MemoryLimit(min(limits), max(0, sum(used) - freed)))
     return found
 
@@ -69,7 +79,9 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
 
     In a container the outermost folder can be the container's own group, whatever path is listed.
     """
-    for _, names, path in (line.split(":", 2) for line in _read(own).splitlines() if line.count(":") > 1):
+    for _, names, path in (
+        line.split(":", 2) for line in _read(own).splitlines() if line.count(":") > 1
+    ):
         if not names:  # version 2
             mounts = {root, root / "unified"}
         elif controller in names.split(","):
@@ -78,7 +90,9 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
             continue
         for mount in mounts:
             inner = mount / path.strip("/")
-            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
+            yield from (
+                folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount)
+            )
 
 
 def _read(path: Path) -> str:

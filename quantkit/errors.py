@@ -18,11 +18,13 @@ def name_as(made: Path, source: Path) -> None:
 class QuantkitError(Exception):
     """An error that the user can act on, in one line.
 
-    The line, ``str(error)``, reads ``path: problem (found ..., expected ...); hint``; parts that are None are left out.
+    The line, ``str(error)``, reads ``path: problem (found ..., expected ...); hint``; parts that
+    are None are left out.
 
     Attributes:
         exit_code: the exit code of a command that ends with it; the same for all errors of a kind.
-        retryable: whether the same call may succeed later; a job that writes needs `resume=True` for that.
+        retryable: whether the same call may succeed later; a job that writes needs `resume=True`
+            for that.
         problem: what is wrong.
         path: the file or folder that it concerns.
         found, expected: the value that was found or requested, and the values that are possible.
@@ -50,7 +52,11 @@ class QuantkitError(Exception):
         self.hint = hint
         self.argument = argument
         line = problem if self.path is None else f"{self.path}: {problem}"
-        facts = [f"{label} {value}" for label, value in (("found", found), ("expected", expected)) if value is not None]
+        facts = [
+            f"{label} {value}"
+            for label, value in (("found", found), ("expected", expected))
+            if value is not None
+        ]
         if facts:
             line += f" ({', '.join(facts)})"
         if hint:
@@ -96,7 +102,9 @@ class UnsupportedError(QuantkitError):
 
 
 class UnreadLayoutError(UnsupportedError):
-    """Weights are stored in a layout that is not read, whatever the architecture: no other way to open them helps."""
+    """Weights are stored in a layout that is not read, whatever the architecture: no other way
+    to open them helps.
+    """
 
 
 class NotRepresentableError(UnsupportedError):
@@ -107,9 +115,15 @@ class NotRepresentableError(UnsupportedError):
     """
 
     def __init__(
-        self, problem: str, *, path: str | Path | None = None, found: object = None, expected: object = None,
-        hint: str | None = None, by_scales: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        problem: str,
+        *,
+        path: str | Path | None = None,
+        found: object = None,
+        expected: object = None,
+        hint: str | None = None,
+        by_scales: bool = False,
+    ) -> None:
         super().__init__(problem, path=path, found=found, expected=expected, hint=hint)
         self.by_scales = by_scales
 
@@ -169,5 +183,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name != "NotHeldError":
             raise AttributeError(f"module 'quantkit.errors' has no attribute '{name}'")
-        warnings.warn("`NotHeldError` is now `NotRepresentableError`", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "`NotHeldError` is now `NotRepresentableError`", DeprecationWarning, stacklevel=2
+        )
         return NotRepresentableError

@@ -1,4 +1,6 @@
-"""JSON from files, read strictly: a value has the requested type and range, or the file is refused."""
+"""JSON from files, read strictly: a value has the requested type and range, or the file is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `CheckpointError` if the file is missing, empty, not JSON, too large or too deep, or
-    not an object."""
+    """Read a JSON object. Raises `CheckpointError` if the file is missing, empty, not JSON, too
+    large or too deep, or not an object.
+    """
     try:
         require_plain_file(path)
         text = path.read_text(encoding="utf-8")
@@ -34,8 +37,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str, path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON, too deep, or not an
-    object."""
+    """The JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON, too
+    deep, or not an object.
+    """
     if not text.strip():
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
     try:
@@ -45,7 +49,11 @@ def parsed(text: str, path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
     if depth(value) > MAX_DEPTH:
-        raise CheckpointError("holds lists or objects nested too deep", path=path, expected=f"at most {MAX_DEPTH} deep")
+        raise CheckpointError(
+            "holds lists or objects nested too deep",
+            path=path,
+            expected=f"at most {MAX_DEPTH} deep",
+        )
     return value
 
 
@@ -58,14 +66,18 @@ def require_json(path: Path) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON object whose numbers are all finite: a model's config, parts of which are written again. Raises
-    `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does not have, and for numbers that are
-    infinite as floats."""
+    """Read a JSON object whose numbers are all finite: a model's config, parts of which are written
+    again. Raises `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does
+    not have, and for numbers that are infinite as floats.
+    """
     value = read_json(path)
     for key, one in value.items():
         if any(isinstance(inner, float) and not math.isfinite(inner) for inner in within(one)):
             raise CheckpointError(
-                f"'{key}' holds a number that is not finite", path=path, found=shown(one), expected="JSON's numbers"
+                f"'{key}' holds a number that is not finite",
+                path=path,
+                found=shown(one),
+                expected="JSON's numbers",
             )
     return value
 
@@ -74,7 +86,8 @@ def require_plain_file(path: Path) -> None:
     """Require a regular file of moderate size before it is read: a pipe would never end.
 
     Raises:
-        CheckpointError: if it is missing, not a regular file, too large, or a git-lfs pointer to a file.
+        CheckpointError: if it is missing, not a regular file, too large, or a git-lfs pointer to a
+            file.
         OSError: if it cannot be read.
     """
     try:
@@ -84,19 +97,25 @@ def require_plain_file(path: Path) -> None:
     if not path.is_file():
         raise CheckpointError("is not a regular file", path=path)
     if size > MAX_BYTES:
-        raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}")
+        raise CheckpointError(
+            "is too large", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}"
+        )
     with path.open("rb") as file:
         begin = file.read(len(LFS_POINTER))
     if begin == LFS_POINTER:
         raise CheckpointError(
-            "is a git-lfs pointer, not the file", path=path, found=f"{size} bytes", hint="run 'git lfs pull'"
+            "is a git-lfs pointer, not the file",
+            path=path,
+            found=f"{size} bytes",
+            hint="run 'git lfs pull'",
         )
 
 
 class Settings:
     """An object of a JSON file, read key by key with the expected type; null counts as absent.
 
-    Every method raises `CheckpointError`, with the file and the key, for a value of another type or range.
+    Every method raises `CheckpointError`, with the file and the key, for a value of another type or
+    range.
     """
 
     def __init__(self, values: Mapping[str, Any], path: object, name: str = "") -> None:
@@ -178,7 +197,10 @@ class Settings:
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             self.wrong_type(key, "a list of objects")
-        return [Settings(one, self.path, f"{self._full(key)}[{index}]") for index, one in enumerate(value)]
+        return [
+            Settings(one, self.path, f"{self._full(key)}[{index}]")
+            for index, one in enumerate(value)
+        ]
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list of them, or none."""
@@ -197,13 +219,18 @@ class Settings:
 
     def wrong_type(self, key: str, expected: str) -> NoReturn:
         raise CheckpointError(
-            f"holds a value of the wrong type for '{self._full(key)}'", path=self.path,
-            found=shown(self.values[key]), expected=expected,
-        )  # fmt: skip
+            f"holds a value of the wrong type for '{self._full(key)}'",
+            path=self.path,
+            found=shown(self.values[key]),
+            expected=expected,
+        )
 
     def _out_of_range(self, key: str, expected: str) -> NoReturn:
         raise CheckpointError(
-            f"'{self._full(key)}' is out of range", path=self.path, found=shown(self.values[key]), expected=expected
+            f"'{self._full(key)}' is out of range",
+            path=self.path,
+            found=shown(self.values[key]),
+            expected=expected,
         )
 
     def _full(self, key: str) -> str:
@@ -219,8 +246,10 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A string without control characters, which could drive a terminal: they are spelled, such as ``\\x1b``, except
-    those in `keep`. Halves of surrogate pairs, which cannot be encoded, are spelled too."""
+    """A string without control characters, which could drive a terminal: they are spelled, such as
+    ``\\x1b``, except those in `keep`. Halves of surrogate pairs, which cannot be encoded, are
+    spelled too.
+    """
     return _CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
@@ -234,7 +263,9 @@ def finite(value: object) -> Any:
 
 
 def shortest(value: Any) -> Any:
-    """A number that was stored as float32 as the shortest decimal that rounds to it; anything else is unchanged."""
+    """A number that was stored as float32 as the shortest decimal that rounds to it; anything
+    else is unchanged.
+    """
     if isinstance(value, list):
         return [shortest(one) for one in value]
     if not isinstance(value, float):
@@ -263,5 +294,7 @@ def depth(value: object) -> int:
     deep, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         deep += 1
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]
     return deep

@@ -1,4 +1,6 @@
-"""Memory: sizes in words, the memory of this process and machine, and the settings of glibc's allocator."""
+"""Memory: sizes in words, the memory of this process and machine, and the settings of glibc's
+allocator.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from pathlib import Path
 from quantkit.cgroups import memory_limits, read_numbers
 from quantkit.errors import RequestError
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "RESOURCE_EXHAUSTED")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "Storage size calculation overflowed",
+    "RESOURCE_EXHAUSTED",
+)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -55,12 +62,16 @@ def machine_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """The memory that this process could use at best: the machine's, or the limit of a control group."""
+    """The memory that this process could use at best: the machine's, or the limit of a control
+    group.
+    """
     return min([machine_bytes(), *(group.limit for group in memory_limits())])
 
 
 def available_bytes() -> int:
-    """The memory that is available without swapping, on the machine and within the limits of the control groups."""
+    """The memory that is available without swapping, on the machine and within the limits of the
+    control groups.
+    """
     meminfo = read_numbers(Path("/proc/meminfo"))
     free = meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else machine_bytes()
     return max(0, min([free, *(group.limit - group.used for group in memory_limits())]))
@@ -68,14 +79,19 @@ def available_bytes() -> int:
 
 @contextmanager
 def enough_memory(path: Path | None) -> Iterator[None]:
-    """Turn the several errors of torch and XLA for a lack of memory into one. Raises `RequestError` if memory runs out
-    in the block."""
+    """Turn the several errors of torch and XLA for a lack of memory into one. Raises `RequestError`
+    if memory runs out in the block.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        if isinstance(error, RuntimeError) and not any(
+            sign in str(error) for sign in _OUT_OF_MEMORY
+        ):
             raise
-        raise RequestError("does not fit in memory", path=path, hint="request fewer tokens or texts at once") from error
+        raise RequestError(
+            "does not fit in memory", path=path, hint="request fewer tokens or texts at once"
+        ) from error
 
 
 def malloc_trim() -> None:
@@ -84,7 +100,8 @@ def malloc_trim() -> None:
 
 
 def set_mmap_threshold(size: int) -> None:
-    """From now on, allocate each buffer of at least `size` bytes by mmap, so that freeing it returns its pages.
+    """From now on, allocate each buffer of at least `size` bytes by mmap, so that freeing it
+    returns its pages.
 
     By default, glibc soon serves buffers up to 32 MB from its heap, where freed ones leave holes.
     """

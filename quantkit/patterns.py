@@ -1,7 +1,7 @@
 """Regular expressions that come from files, matched within a time limit.
 
-`re` cannot be interrupted, and takes exponential time for patterns such as ``(a*)*b``. The `regex` package has
-timeouts. Patterns that it reads differently from `re` are refused.
+`re` cannot be interrupted, and takes exponential time for patterns such as ``(a*)*b``. The `regex`
+package has timeouts. Patterns that it reads differently from `re` are refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from quantkit.json_values import shown
 
 MAX_SECONDS = 2.0
 """What all patterns of one file may take to match, together."""
-_MAX_LENGTH = 10_000  # some trainers write all module names into one pattern of a few thousand letters
+_MAX_LENGTH = (
+    10_000  # some trainers write all module names into one pattern of a few thousand letters
+)
 _MAX_REPETITIONS = 1000  # `regex` expands counted repetitions when it compiles a pattern
-_MAX_DEPTH = 100  # of groups; `re` needs a level of Python's stack for each, of which libraries set the limit
+# of groups; `re` needs a level of Python's stack for each, of which libraries set the limit
+_MAX_DEPTH = 100
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _BRANCHES = re.compile(r"[*+?{|]")
 _READ_DIFFERENTLY = re.compile(
@@ -40,10 +43,12 @@ class MatchTime:
 
     @contextmanager
     def spend(self, key: str) -> Iterator[float]:
-        """Run a block that compiles or matches a pattern, and count its time; yields the seconds that it may take.
+        """Run a block that compiles or matches a pattern, and count its time; yields the seconds
+        that it may take.
 
         Raises:
-            CheckpointError: if no time is left, or the block ends with a `TimeoutError`; with the file and the key.
+            CheckpointError: if no time is left, or the block ends with a `TimeoutError`; with the
+                file and the key.
         """
         if self._seconds <= 0:
             raise self._error(key)
@@ -57,15 +62,25 @@ class MatchTime:
 
     def _error(self, key: str) -> CheckpointError:
         return CheckpointError(
-            f"the patterns of {key} take too long to match", path=self.path, expected=f"at most {MAX_SECONDS:g} s",
+            f"the patterns of {key} take too long to match",
+            path=self.path,
+            expected=f"at most {MAX_SECONDS:g} s",
             hint="write patterns without repetitions inside repetitions",
-        )  # fmt: skip
+        )
 
 
 class Pattern:
     """A regular expression of a file, in the dialect of `re`."""
 
-    def __init__(self, expression: str, *, key: str, match_time: MatchTime, prefix: str = "", suffix: str = "") -> None:
+    def __init__(
+        self,
+        expression: str,
+        *,
+        key: str,
+        match_time: MatchTime,
+        prefix: str = "",
+        suffix: str = "",
+    ) -> None:
         """Compile a pattern.
 
         Args:
@@ -74,13 +89,15 @@ class Pattern:
             prefix, suffix: what the reader of the file adds to the expression.
 
         Raises:
-            CheckpointError: if the pattern is too large, invalid in `re`, or means something else in `regex`.
+            CheckpointError: if the pattern is too large, invalid in `re`, or means something else
+                in `regex`.
         """
         self._key, self._match_time = key, match_time
         whole = f"{prefix}{expression}{suffix}"
         _require_moderate_size(expression, key=key, path=match_time.path)
-        # Without repetitions and alternatives, `re` takes linear time, and an eighth of what `regex` takes. Adapters
-        # may have a name for each module, which are compared with the names of all modules.
+        # Without repetitions and alternatives, `re` takes linear time, and an eighth of what
+        # `regex` takes. Adapters may have a name for each module, which are compared with the names
+        # of all modules.
         self._is_fast = _BRANCHES.search(expression) is None
         try:
             with match_time.spend(key), warnings.catch_warnings():
@@ -93,12 +110,16 @@ class Pattern:
             raise CheckpointError(problem, path=match_time.path, found=shown(expression)) from error
         if not self._is_fast and _READ_DIFFERENTLY.search(expression):
             raise CheckpointError(
-                f"a pattern of {key} is not supported", path=match_time.path, found=shown(expression),
+                f"a pattern of {key} is not supported",
+                path=match_time.path,
+                found=shown(expression),
                 expected="no POSIX classes and no letters in braces",
-            )  # fmt: skip
+            )
 
     def match(self, text: str) -> Any:
-        """Match the beginning of a string, as `re.match` does; raises `CheckpointError` if no time is left."""
+        """Match the beginning of a string, as `re.match` does; raises `CheckpointError` if no
+        time is left.
+        """
         return self._run(self._pattern.match, text)
 
     def fullmatch(self, text: str) -> Any:
@@ -122,6 +143,11 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
         deepest = max(deepest, depth)
     if len(expression) > _MAX_LENGTH or repetitions > _MAX_REPETITIONS or deepest > _MAX_DEPTH:
         raise CheckpointError(
-            f"a pattern of {key} is too large", path=path, found=shown(expression),
-            expected=f"at most {_MAX_LENGTH} letters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH} nested groups",
-        )  # fmt: skip
+            f"a pattern of {key} is too large",
+            path=path,
+            found=shown(expression),
+            expected=(
+                f"at most {_MAX_LENGTH} letters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH}"
+                " nested groups"
+            ),
+        )

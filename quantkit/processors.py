@@ -18,11 +18,33 @@ from quantkit.json_values import shown
 _MAX_THREADS = 256
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _CPUINFO = Path("/proc/cpuinfo")
-_FEATURES = frozenset({
-    "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm", "avx_vnni", "avx512f", "avx512bw", "avx512cd", "avx512dq",
-    "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp",
-})  # fmt: skip
-_HWCAP, _HWCAPS = 16, {"asimd": 1, "asimddp": 20}  # getauxval's key, and bits of its value (Linux, asm/hwcap.h)
+_FEATURES = frozenset(
+    {
+        "avx2",
+        "fma",
+        "f16c",
+        "bmi1",
+        "bmi2",
+        "movbe",
+        "abm",
+        "avx_vnni",
+        "avx512f",
+        "avx512bw",
+        "avx512cd",
+        "avx512dq",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_int8",
+        "amx_bf16",
+        "asimd",
+        "asimddp",
+    }
+)
+_HWCAP, _HWCAPS = (
+    16,
+    {"asimd": 1, "asimddp": 20},
+)  # getauxval's key, and bits of its value (Linux, asm/hwcap.h)
 
 
 def logical_processors() -> list[int]:
@@ -33,7 +55,9 @@ def logical_processors() -> list[int]:
 
 
 def physical_cores(topology: Path = _TOPOLOGY) -> int:
-    """The number of cores that have these processors: hyper-threads of a core count once, if the system lists them."""
+    """The number of cores that have these processors: hyper-threads of a core count once, if the
+    system lists them.
+    """
     cores = set()
     for number in logical_processors():
         try:
@@ -50,23 +74,29 @@ def quota_threads() -> int | None:
 
 
 def checked_threads(count: object) -> int:
-    """A number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or to the number of processors
-    if that is more."""
+    """A number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or to the
+    number of processors if that is more.
+    """
     limit = max(_MAX_THREADS, os.cpu_count() or 1)
     if not 1 <= (found := as_integer("threads", count)) <= limit:
-        raise RequestError("`threads` is out of range", found=shown(found), expected=f"1 to {limit}")
+        raise RequestError(
+            "`threads` is out of range", found=shown(found), expected=f"1 to {limit}"
+        )
     return found
 
 
 def set_threads(count: int | None) -> None:
-    """Set the number of threads that torch will use, without importing it, here and in processes started from here.
+    """Set the number of threads that torch will use, without importing it, here and in processes
+    started from here.
 
-    None is torch's own number, one for each physical core, or fewer if a CPU quota requires it; the environment's
-    OMP_NUM_THREADS or MKL_NUM_THREADS overrides both.
+    None is torch's own number, one for each physical core, or fewer if a CPU quota requires it; the
+    environment's OMP_NUM_THREADS or MKL_NUM_THREADS overrides both.
     """
     if count is not None:
         # MKL would use no more threads than there are cores, and fewer if it chooses to.
-        os.environ.update(OMP_NUM_THREADS=str(count), MKL_NUM_THREADS=str(count), MKL_DYNAMIC="FALSE")
+        os.environ.update(
+            OMP_NUM_THREADS=str(count), MKL_NUM_THREADS=str(count), MKL_DYNAMIC="FALSE"
+        )
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(count)
     elif (limit := quota_threads()) is not None and "MKL_NUM_THREADS" not in os.environ:
@@ -79,11 +109,14 @@ def processor_name(cpuinfo: Path = _CPUINFO) -> str:
 
 
 def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """What the processor and the system offer of the instruction sets that kernels use or could use, as Linux names
-    them; empty where it is not known."""
+    """What the processor and the system offer of the instruction sets that kernels use or could
+    use, as Linux names them; empty where it is not known.
+    """
     arm = platform.machine() in ("aarch64", "arm64")
     if sys.platform == "darwin":
-        return frozenset({"asimd", "asimddp"}) if arm else frozenset()  # every Apple processor for macOS on ARM
+        return (
+            frozenset({"asimd", "asimddp"}) if arm else frozenset()
+        )  # every Apple processor for macOS on ARM
     if arm:
         bits = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
         return frozenset(name for name, bit in _HWCAPS.items() if bits >> bit & 1)

@@ -10,11 +10,14 @@ from quantkit.arguments import wrong_type
 class Progress(Protocol):
     """A callback for progress: the phase, how much of it is done, the total, and the unit.
 
-    For instance ``("gate", 3, 24, "layers")``. The first call of a phase is often at 0; each phase has its own total.
+    For instance ``("gate", 3, 24, "layers")``. The first call of a phase is often at 0; each phase
+    has its own total.
     """
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
-        """Receive a report: in this phase of the job, `done` of `total` units, such as ``layers``, are done."""
+        """Receive a report: in this phase of the job, `done` of `total` units, such as
+        ``layers``, are done.
+        """
         ...
 
 
@@ -31,8 +34,9 @@ silent: Progress = _Silent()
 
 
 def deduplicated(progress: Progress | None) -> Progress:
-    """A callback that skips a report equal to the one before; `silent` for None. Raises `RequestError` if it is not
-    callable."""
+    """A callback that skips a report equal to the one before; `silent` for None. Raises
+    `RequestError` if it is not callable.
+    """
     if progress is None or progress is silent:
         return silent
     if not callable(progress):
@@ -69,7 +73,9 @@ def in_phase(progress: Progress, name: str) -> Progress:
 
 
 class Stretches:
-    """Divides the progress of a job into stretches that follow each other, of given lengths in units of the whole."""
+    """Divides the progress of a job into stretches that follow each other, of given lengths in
+    units of the whole.
+    """
 
     def __init__(self, progress: Progress, total: int) -> None:
         """
@@ -82,7 +88,9 @@ class Stretches:
         self._start = 0
 
     def next(self, length: int) -> Progress:
-        """Begin the stretch after the last one: a callback that gets reports as if it was a job of its own."""
+        """Begin the stretch after the last one: a callback that gets reports as if it was a job
+        of its own.
+        """
         start = self._start
         self._start += length
 

@@ -2,9 +2,9 @@
 
     python scripts/check_mlx.py PYTHON FOLDER [FAMILY ...]
 
-PYTHON has mlx and mlx-lm (on Linux, ``pip install "mlx[cpu]" mlx-lm``). Random models of transformers are made in
-FOLDER, which is not there yet. Of ours, mlx-lm's logits in float32 are compared with ours; of mlx-lm's own, the
-weights with what it dequantizes them to, and the logits.
+PYTHON has mlx and mlx-lm (on Linux, ``pip install "mlx[cpu]" mlx-lm``). Random models of
+transformers are made in FOLDER, which is not there yet. Of ours, mlx-lm's logits in float32 are
+compared with ours; of mlx-lm's own, the weights with what it dequantizes them to, and the logits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,17 @@ from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -40,7 +48,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": _EXPERTS,
 }
-_SCHEMES = (("int4-g32", None), ("int4-g128", None), ("int8", None), ("int4-g64", "int8"))  # of linears, the embedding
+_SCHEMES = (
+    ("int4-g32", None),
+    ("int4-g128", None),
+    ("int8", None),
+    ("int4-g64", "int8"),
+)  # of linears, the embedding
 _LAYOUTS = ((4, 64), (8, 32), (6, 64), (3, 128))
 _TOKENS = [[1, *(7 * number % 509 + 3 for number in range(199))]]
 
@@ -54,17 +67,27 @@ def main(python: str, folder: Path, families: list[str]) -> None:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder / f"{kind}-transformers")
-        quantkit.convert(folder / f"{kind}-transformers", source, source_check=False)  # with keys that mlx-lm knows
+        quantkit.convert(
+            folder / f"{kind}-transformers", source, source_check=False
+        )  # with keys that mlx-lm knows
         for scheme, embedding in _SCHEMES:
             name = scheme if embedding is None else f"{scheme}-embedding-{embedding}"
             quantized, written = folder / f"{kind}-{name}", folder / f"{kind}-{name}-mlx"
             try:
                 quantkit.quantize(
-                    source, quantized, scheme, embedding=embedding, method="rtn", source_check=False,
+                    source,
+                    quantized,
+                    scheme,
+                    embedding=embedding,
+                    method="rtn",
+                    source_check=False,
                     accept_quality_loss=True,
-                )  # fmt: skip
+                )
                 quantkit.convert(quantized, written, to="mlx", source_check=False)
-                print(f"{kind} {name}, ours: logits {_logits(python, written, folder):.1e} apart", flush=True)
+                print(
+                    f"{kind} {name}, ours: logits {_logits(python, written, folder):.1e} apart",
+                    flush=True,
+                )
             except QuantkitError as error:
                 print(f"{kind} {name}, ours: {error}", flush=True)
         for bits, group_size in _LAYOUTS:
@@ -72,9 +95,11 @@ def main(python: str, folder: Path, families: list[str]) -> None:
             _run(python, "quantize", source, theirs, bits, group_size)
             equal, count, codes = _weights(python, theirs, folder)
             print(
-                f"{kind} {bits} bits g{group_size}, theirs: {equal} of {count} weights within a rounding, "
-                f"{codes} of them codes, logits {_logits(python, theirs, folder):.1e} apart", flush=True,
-            )  # fmt: skip
+                f"{kind} {bits} bits g{group_size}, theirs: {equal} of {count} weights within a"
+                f" rounding, {codes} of them codes, logits {_logits(python, theirs, folder):.1e}"
+                " apart",
+                flush=True,
+            )
 
 
 def _run(python: str, *arguments: object) -> None:
@@ -88,18 +113,25 @@ def _logits(python: str, model: Path, folder: Path) -> float:
     _run(python, "logits", model, folder / "tokens.json", folder / "logits.safetensors")
     theirs = load_file(folder / "logits.safetensors")["logits"]
     tokens = torch.tensor(_TOKENS)
-    ours = load_model(model, dtype=torch.float32, backend="reference")(tokens, torch.arange(tokens.shape[1]))
+    ours = load_model(model, dtype=torch.float32, backend="reference")(
+        tokens, torch.arange(tokens.shape[1])
+    )
     return float((ours - theirs).abs().max() / theirs.std())
 
 
 def _weights(python: str, model: Path, folder: Path) -> tuple[int, int, int]:
-    """How many weights are within a rounding of float32, of how many, and how many of them are codes."""
+    """How many weights are within a rounding of float32, of how many, and how many of them are
+    codes.
+    """
     _run(python, "dequantize", model, folder / "weights.safetensors")
     theirs = {
-        name.replace("block_sparse_moe", "mlp"): one for name, one in load_file(folder / "weights.safetensors").items()
+        name.replace("block_sparse_moe", "mlp"): one
+        for name, one in load_file(folder / "weights.safetensors").items()
     }
     config = model / "config.json"  # of floats that are rounded no more
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32", "torch_dtype": "float32"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"dtype": "float32", "torch_dtype": "float32"})
+    )
     checkpoint = open_checkpoint(model)
     equal = count = codes = 0
     for name in checkpoint.names():
@@ -110,7 +142,9 @@ def _weights(python: str, model: Path, folder: Path) -> tuple[int, int, int]:
         value = checkpoint.load(name)
         codes += isinstance(value, QuantTensor)
         found = value.dequantize() if isinstance(value, QuantTensor) else value
-        equal += torch.allclose(found, own if expert is None else own[int(expert[1])], rtol=2**-22, atol=1e-9)
+        equal += torch.allclose(
+            found, own if expert is None else own[int(expert[1])], rtol=2**-22, atol=1e-9
+        )
         count += 1
     return equal, count, codes
 

@@ -1,7 +1,8 @@
 """Finds words in the repository for which the field has plainer ones.
 
-Reads names (identifiers and file names), docstrings, comments, strings and documentation; prints ``file:line: 'word':
-use 'replacement'`` for each word of `WORDS` that is not in `EXCEPTIONS`, and exits with 1 if there are any.
+Reads names (identifiers and file names), docstrings, comments, strings and documentation; prints
+``file:line: 'word': use 'replacement'`` for each word of `WORDS` that is not in `EXCEPTIONS`, and
+exits with 1 if there are any.
 
     python scripts/check_words.py            # the whole repository
     python scripts/check_words.py evals docs/evals.md
@@ -72,26 +73,51 @@ EXCEPTIONS = {
     ),
     "alike": {"scripts/gpu_gptq.py": "a quotation"},
     "most|least": {
-        "evals/timing.py": "keys of the JSON of `bench`", "evals/bench": "keys of the JSON of `bench`",
+        "evals/timing.py": "keys of the JSON of `bench`",
+        "evals/bench": "keys of the JSON of `bench`",
         "tests/evals/test_bench": "keys of the JSON of `bench`",
     },
     "ask": {
-        "docs/chat.md": "`ChatSession.ask`", "cli/conversation.py": "`ChatSession.ask`",
-        "quantkit/runtime/chat_session.py": "`ChatSession.ask`", "quantkit/serve/remote_chat.py": "`ChatSession.ask`",
+        "docs/chat.md": "`ChatSession.ask`",
+        "cli/conversation.py": "`ChatSession.ask`",
+        "quantkit/runtime/chat_session.py": "`ChatSession.ask`",
+        "quantkit/serve/remote_chat.py": "`ChatSession.ask`",
         "tests/": "`ChatSession.ask`",
     },
     "asked": dict.fromkeys(
-        ("docs/errors.md", "quantkit/jobs/certificate.py", "quantkit/quality/positions.py"), "a key of the manifest"
+        ("docs/errors.md", "quantkit/jobs/certificate.py", "quantkit/quality/positions.py"),
+        "a key of the manifest",
     ),
     "(a|one|each|no) text": dict.fromkeys(
-        ("evals/", "quantkit/quality/", "quantkit/jobs/certificate.py", "tests/evals/", "docs/", "cli/measure.py"),
+        (
+            "evals/",
+            "quantkit/quality/",
+            "quantkit/jobs/certificate.py",
+            "tests/evals/",
+            "docs/",
+            "cli/measure.py",
+        ),
         "a piece of running text",
     ),
-}  # fmt: skip
+}
 """Names, or patterns with the paths in which they may stand, each with the reason."""
 
-_SKIPPED = ("quantkit/data/", "tests/data/", "CHANGELOG.md", "scripts/check_words.py", "tests/test_words.py")
-_COMMENTS = {".cpp": "//", ".h": "//", ".js": "//", ".sh": "#", ".toml": "#", ".yml": "#", ".css": "/*"}
+_SKIPPED = (
+    "quantkit/data/",
+    "tests/data/",
+    "CHANGELOG.md",
+    "scripts/check_words.py",
+    "tests/test_words.py",
+)
+_COMMENTS = {
+    ".cpp": "//",
+    ".h": "//",
+    ".js": "//",
+    ".sh": "#",
+    ".toml": "#",
+    ".yml": "#",
+    ".css": "/*",
+}
 _PROSE = {".md", ".jinja", ".txt"}
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -116,8 +142,11 @@ def find_words(paths: list[str]) -> list[Finding]:
     """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     findings = []
     for path in listed:
         if not path.startswith(_SKIPPED) and (ROOT / path).is_file():
@@ -134,11 +163,15 @@ def find_in_file(path: str, file: Path) -> Iterator[Finding]:
             yield from _in_name(path, line, name)
         yield from _in_prose(path, list(_strings_and_comments(text)))
     elif file.suffix in _PROSE:
-        yield from _in_prose(path, list(enumerate(file.read_text(encoding="utf-8").splitlines(), 1)))
+        yield from _in_prose(
+            path, list(enumerate(file.read_text(encoding="utf-8").splitlines(), 1))
+        )
     elif file.suffix in _COMMENTS:
         mark = _COMMENTS[file.suffix]
         lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        yield from _in_prose(path, [(number, line.split(mark, 1)[1]) for number, line in lines if mark in line])
+        yield from _in_prose(
+            path, [(number, line.split(mark, 1)[1]) for number, line in lines if mark in line]
+        )
 
 
 def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -156,7 +189,11 @@ def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _strings_and_comments(text: str) -> Iterator[tuple[int, str]]:
     """Docstrings, comments and strings with spaces, which users or readers see, line by line."""
-    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    kinds = {
+        tokenize.COMMENT,
+        tokenize.STRING,
+        getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
+    }
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in kinds and (token.type == tokenize.COMMENT or " " in token.string.strip()):
             for number, line in enumerate(token.string.split("\n")):
@@ -184,7 +221,9 @@ def _in_name(path: str, line: int, name: str) -> Iterator[Finding]:
 
 def _is_excepted(path: str, word: str) -> bool:
     return any(
-        isinstance(places, dict) and re.fullmatch(pattern, word, re.IGNORECASE) and path.startswith(tuple(places))
+        isinstance(places, dict)
+        and re.fullmatch(pattern, word, re.IGNORECASE)
+        and path.startswith(tuple(places))
         for pattern, places in EXCEPTIONS.items()
     )
 

@@ -1,16 +1,19 @@
-"""Random configs of every family: quantkit against transformers, and what `convert` writes against its source.
+"""Random configs of every family: quantkit against transformers, and what `convert` writes against
+its source.
 
-    python scripts/compare_configs.py [--configs 2000] [--first 0] [--seed 0] [--processes 2] [--show REFUSED]
-    python scripts/compare_configs.py --only 1234
+    python scripts/compare_configs.py [--configs 2000] [--first 0] [--seed 0] [--processes 2]
+    [--show REFUSED] python scripts/compare_configs.py --only 1234
 
-Each config is drawn from the seed and its number (`fuzzing.configs`). transformers builds a model of it with random
-weights, in float32, and saves them; the config lies next to them as it was drawn. Then either quantkit refuses it, or
+Each config is drawn from the seed and its number (`fuzzing.configs`). transformers builds a model
+of it with random weights, in float32, and saves them; the config lies next to them as it was drawn.
+Then either quantkit refuses it, or
 
 - quantkit's logits are those of transformers, and
 - transformers gives for the folder that `convert` writes what it gives for the source,
 
-within 1e-4 of the logits' norm, over more tokens than the contexts and windows that are drawn. What transformers
-itself cannot build is counted apart: nobody vouches for what quantkit makes of it, so that it should be little.
+within 1e-4 of the logits' norm, over more tokens than the contexts and windows that are drawn. What
+transformers itself cannot build is counted apart: nobody vouches for what quantkit makes of it, so
+that it should be little.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class Outcome:
     """What became of one config.
 
     Attributes:
-        what: ``same``, ``refused``, ``only quantkit`` where transformers cannot build it, or ``differs``.
+        what: ``same``, ``refused``, ``only quantkit`` where transformers cannot build it, or
+            ``differs``.
         detail: the refusal, their error, or the relative differences.
     """
 
@@ -69,7 +73,9 @@ def compare(trial: Trial, folder: Path) -> Outcome:
     source = folder / "source"
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(trial.raw))
-    tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(trial.number))
+    tokens = torch.randint(
+        3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(trial.number)
+    )
     try:
         model = _build(source)
         theirs = _logits(model, tokens)
@@ -91,27 +97,39 @@ def compare(trial: Trial, folder: Path) -> Outcome:
         converted = _logits(_load(folder / "converted"), tokens)
     except Exception as error:
         return Outcome(
-            trial, "differs", f"transformers cannot load what convert wrote: {type(error).__name__}: {error}"
+            trial,
+            "differs",
+            f"transformers cannot load what convert wrote: {type(error).__name__}: {error}",
         )
     found = {"quantkit": _apart(own, theirs), "converted": _apart(converted, theirs)}
     if all(apart <= TOLERANCE for apart in found.values()):
         return Outcome(trial, "same")
-    return Outcome(trial, "differs", ", ".join(f"{what} {apart:.2g}" for what, apart in found.items()))
+    return Outcome(
+        trial, "differs", ", ".join(f"{what} {apart:.2g}" for what, apart in found.items())
+    )
 
 
 def _build(folder: Path) -> Any:
-    """transformers' model of the folder's config with random weights, biases and norms among them."""
+    """transformers' model of the folder's config with random weights, biases and norms among
+    them.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        ).eval()
     generator = torch.Generator().manual_seed(1)
     middle = 0 if model.config.model_type.startswith("gemma") else 1  # whose norms add 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(middle + 0.1 * noise if "norm" in name else 0.4 * noise / parameter.shape[-1] ** 0.25)
+            parameter.copy_(
+                middle + 0.1 * noise
+                if "norm" in name
+                else 0.4 * noise / parameter.shape[-1] ** 0.25
+            )
     return model
 
 
@@ -186,7 +204,10 @@ def main() -> int:
 def report(outcomes: list[Outcome]) -> list[str]:
     """Counts by family, then each kind of refusal and difference with an example."""
     kinds = ("same", "refused", "only quantkit", "differs")
-    lines = [f"{len(outcomes)} configs", f"{'family':14s}" + "".join(f"{kind:>15s}" for kind in kinds)]
+    lines = [
+        f"{len(outcomes)} configs",
+        f"{'family':14s}" + "".join(f"{kind:>15s}" for kind in kinds),
+    ]
     for family in sorted({outcome.trial.family for outcome in outcomes}):
         counts = Counter(outcome.what for outcome in outcomes if outcome.trial.family == family)
         lines.append(f"{family:14s}" + "".join(f"{counts[kind]:15d}" for kind in kinds))
@@ -197,12 +218,16 @@ def report(outcomes: list[Outcome]) -> list[str]:
         for outcome in outcomes:
             if outcome.what == kind:
                 cause = (
-                    outcome.detail if kind == "differs" else re.sub(r"\d[\d.e+]*|\[.*\]|\{.*\}", "#", outcome.detail)
+                    outcome.detail
+                    if kind == "differs"
+                    else re.sub(r"\d[\d.e+]*|\[.*\]|\{.*\}", "#", outcome.detail)
                 )
                 groups.setdefault(cause[:100], []).append(outcome)
         for members in sorted(groups.values(), key=len, reverse=True):
             first = min(members, key=lambda outcome: outcome.trial.number)
-            lines.append(f"{kind}: {len(members)} x, such as {first.trial.number}: {first.detail[:200]}")
+            lines.append(
+                f"{kind}: {len(members)} x, such as {first.trial.number}: {first.detail[:200]}"
+            )
     return lines
 
 

@@ -1,8 +1,11 @@
-"""Time decoding and prefill of two versions of quantkit in turn, both loaded: a few steps of one, then of the other.
+"""Time decoding and prefill of two versions of quantkit in turn, both loaded: a few steps of one,
+then of the other.
 
-    python scripts/compare_speed.py OLD_PYTHON NEW_PYTHON [--shape tinyllama-1.1b] [--scheme int4-g128]
+    python scripts/compare_speed.py OLD_PYTHON NEW_PYTHON [--shape tinyllama-1.1b] [--scheme
+    int4-g128]
 
-Prints the median and the quartiles of the ratios of wall time, new over old, below 1 where the new one is faster.
+Prints the median and the quartiles of the ratios of wall time, new over old, below 1 where the new
+one is faster.
 """
 
 from __future__ import annotations
@@ -44,11 +47,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:  # not where a checkout is
         workers = [
             subprocess.Popen(
-                [python, "-c", _WORKER, options.shape, options.scheme], cwd=folder, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [python, "-c", _WORKER, options.shape, options.scheme],
+                cwd=folder,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
             for python in (options.old, options.new)
-        ]  # fmt: skip
+        ]
         for worker in workers:
             assert worker.stdout is not None
             worker.stdout.readline()
@@ -59,7 +65,10 @@ def main() -> None:
                 seconds = {id(worker): _request(worker, kind) for worker in order}
                 ratios.append(seconds[id(workers[1])] / seconds[id(workers[0])])
             low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"{kind}: new over old {middle:.3f}, quartiles {low:.3f} to {high:.3f}, {len(ratios)} pairs")
+            print(
+                f"{kind}: new over old {middle:.3f}, quartiles {low:.3f} to {high:.3f},"
+                f" {len(ratios)} pairs"
+            )
         for worker in workers:
             worker.kill()
 

@@ -1,10 +1,13 @@
-"""Compare GPTQ through transformers with rounding and with llm-compressor, on a model that `train_tiny.py` made.
+"""Compare GPTQ through transformers with rounding and with llm-compressor, on a model that
+`train_tiny.py` made.
 
-    python scripts/compare_trained.py MODEL CALIBRATION TEXT... --peer PYTHON [--seeds 3] [--schemes int4-g64,int4-g32]
+    python scripts/compare_trained.py MODEL CALIBRATION TEXT... --peer PYTHON [--seeds 3] [--schemes
+    int4-g64,int4-g32]
 
-Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, measured by transformers on 60 windows
-of 256 tokens of every text; the seconds and the peak memory of the whole process. All have the same 128 samples of 256
-tokens, and quantize the same linears. PYTHON is an interpreter that has llm-compressor.
+Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, measured by
+transformers on 60 windows of 256 tokens of every text; the seconds and the peak memory of the whole
+process. All have the same 128 samples of 256 tokens, and quantize the same linears. PYTHON is an
+interpreter that has llm-compressor.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from quantkit.text.tokenizer import load_tokenizer
 
 _KEPT = "re:.*linear_attn.*"  # what quantkit leaves as it is
 
-# A process that is small itself, as what it starts begins with its memory; prints the peak in kilobytes.
+# A process that is small itself, as what it starts begins with its memory; prints the peak in
+# kilobytes.
 _MEASURED = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True)
@@ -54,11 +58,15 @@ def main() -> None:
                     with tempfile.TemporaryDirectory() as folder:
                         took = _run(options, Path(folder), scheme, method, seed)
                         kls = [
-                            _kl(reference, log_probs(load(Path(folder, "out"), dequantize=True), text))
+                            _kl(
+                                reference,
+                                log_probs(load(Path(folder, "out"), dequantize=True), text),
+                            )
                             for reference, text in zip(references, texts, strict=True)
                         ]
                     print(
-                        f"| {scheme} | {method} | {seed} | {' | '.join(f'{1e4 * kl:.3g}' for kl in kls)} | {took} |",
+                        f"| {scheme} | {method} | {seed} |"
+                        f" {' | '.join(f'{1e4 * kl:.3g}' for kl in kls)} | {took} |",
                         flush=True,
                     )
 
@@ -67,7 +75,11 @@ def _run(options: argparse.Namespace, folder: Path, scheme: str, method: str, se
     """Quantize to `out` in a folder, in a separate process; the seconds and the peak memory."""
     tokens = folder / "tokens.safetensors"
     drawn = load_calibration(
-        options.calibration, load_tokenizer(options.model), samples=SAMPLES, length=WINDOW, seed=seed
+        options.calibration,
+        load_tokenizer(options.model),
+        samples=SAMPLES,
+        length=WINDOW,
+        seed=seed,
     )
     save_file({"tokens": drawn.tokens}, tokens)
     out = folder / "out"
@@ -86,9 +98,20 @@ def _run(options: argparse.Namespace, folder: Path, scheme: str, method: str, se
     ]
     if method in ("rtn", "gptq"):
         command = [
-            sys.executable, "-m", "quantkit.cli", "quantize", options.model, out, "--scheme", scheme, "--via",
-            "transformers", "--method", method, "--accept-quality-loss",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "quantkit.cli",
+            "quantize",
+            options.model,
+            out,
+            "--scheme",
+            scheme,
+            "--via",
+            "transformers",
+            "--method",
+            method,
+            "--accept-quality-loss",
+        ]
         if method == "gptq":
             command += [
                 "--calibration",
@@ -101,7 +124,9 @@ def _run(options: argparse.Namespace, folder: Path, scheme: str, method: str, se
                 str(seed),
             ]
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", _MEASURED, *map(str, command)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, *map(str, command)], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{method} failed: {done.stderr[-500:]}")
     return f"{time.monotonic() - began:.1f} | {int(done.stdout.splitlines()[-1]) / 1000:.0f}"

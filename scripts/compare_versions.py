@@ -2,10 +2,11 @@
 
     python scripts/compare_versions.py OLD_PYTHON NEW_PYTHON MODEL TEXT --work /tmp/compared
 
-OLD_PYTHON and NEW_PYTHON are the interpreters of two environments, MODEL a Meta folder of floats, TEXT a text to
-calibrate on. The order of the jobs is that of `JOBS`; a job may read what an earlier one wrote. Prints a table in
-Markdown and exits with 1 if a file differs. Of `quantkit.json`, the version and format version are left aside, keys and
-reasons are compared in their newest words. `--words` leaves the model card aside too.
+OLD_PYTHON and NEW_PYTHON are the interpreters of two environments, MODEL a Meta folder of floats,
+TEXT a text to calibrate on. The order of the jobs is that of `JOBS`; a job may read what an earlier
+one wrote. Prints a table in Markdown and exits with 1 if a file differs. Of `quantkit.json`, the
+version and format version are left aside, keys and reasons are compared in their newest words.
+`--words` leaves the model card aside too.
 """
 
 from __future__ import annotations
@@ -25,16 +26,52 @@ JOBS: dict[str, tuple[int, list[str]]] = {
     "meta-mp1": (1, ["convert", "@hf", "OUT", "--to", "meta"]),
     "meta-mp2": (1, ["convert", "@hf", "OUT", "--to", "meta", "--mp", "2"]),
     "int8": (1, ["quantize", "@hf", "OUT", "--scheme", "int8"]),
-    "int4-g128": (1, ["quantize", "MODEL", "OUT", "--scheme", "int4-g128", "--method", "rtn", "--accept-quality-loss"]),
-    "int4-g64-head": (1, ["quantize", "@hf-bf16", "OUT", "--scheme", "int4-g64", "--method", "rtn", "--head", "int8"]),
-    "int4-g32-asym": (1, ["quantize", "@hf", "OUT", "--scheme", "int4-g32-asym", "--method", "rtn"]),
+    "int4-g128": (
+        1,
+        [
+            "quantize",
+            "MODEL",
+            "OUT",
+            "--scheme",
+            "int4-g128",
+            "--method",
+            "rtn",
+            "--accept-quality-loss",
+        ],
+    ),
+    "int4-g64-head": (
+        1,
+        [
+            "quantize",
+            "@hf-bf16",
+            "OUT",
+            "--scheme",
+            "int4-g64",
+            "--method",
+            "rtn",
+            "--head",
+            "int8",
+        ],
+    ),
+    "int4-g32-asym": (
+        1,
+        ["quantize", "@hf", "OUT", "--scheme", "int4-g32-asym", "--method", "rtn"],
+    ),
     "gptq": (1, ["quantize", "@hf", "OUT", "--scheme", "int4-g64", *_GPTQ]),
-    "gptq-asym-thorough": (1, ["quantize", "@hf-bf16", "OUT", "--scheme", "int4-g64-asym", "--thorough", *_GPTQ]),
-    "gptq-keep-meta": (1, ["quantize", "MODEL", "OUT", "--scheme", "int8", "--keep", "model.layers.0.*", *_GPTQ]),
+    "gptq-asym-thorough": (
+        1,
+        ["quantize", "@hf-bf16", "OUT", "--scheme", "int4-g64-asym", "--thorough", *_GPTQ],
+    ),
+    "gptq-keep-meta": (
+        1,
+        ["quantize", "MODEL", "OUT", "--scheme", "int8", "--keep", "model.layers.0.*", *_GPTQ],
+    ),
     "gptq-two-processes": (2, ["quantize", "@hf", "OUT", "--scheme", "int4-g64", *_GPTQ]),
     "quantized-again": (1, ["convert", "@gptq", "OUT"]),
 }
-"""By the folder that each makes: the number of processes, and the arguments; `@` leads to what an earlier job made."""
+"""By the folder that each makes: the number of processes, and the arguments; `@` leads to what
+an earlier job made.
+"""
 
 _RENAMED = {"plan": "recipe", "tensors": "modules"}
 _REWORDED = {"kept as float by the plan": "kept as float by the recipe"}
@@ -45,10 +82,19 @@ def run(python: str, folder: Path, name: str, model: Path, text: Path) -> None:
     """Run one job in an environment; `folder` holds what its jobs wrote."""
     processes, arguments = JOBS[name]
     places = {"MODEL": str(model), "TEXT": str(text), "OUT": str(folder / name)}
-    words = [places.get(word, str(folder / word[1:]) if word.startswith("@") else word) for word in arguments]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    words = [
+        places.get(word, str(folder / word[1:]) if word.startswith("@") else word)
+        for word in arguments
+    ]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     command = [python, *launcher, "-m", "quantkit.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)  # not where a checkout is
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder
+    )  # not where a checkout is
     if done.returncode:
         sys.exit(f"{name} with {python} exits with {done.returncode}:\n{done.stderr}")
 
@@ -63,7 +109,9 @@ def differences(old: Path, new: Path, *, words: bool) -> list[str]:
             found.append(f"{name} (in one only)")
         elif name == "quantkit.json":
             left, right = (_manifest(path, words=words) for path in (first, second))
-            found += [f"{name}: {key}" for key in {**left, **right} if left.get(key) != right.get(key)]
+            found += [
+                f"{name}: {key}" for key in {**left, **right} if left.get(key) != right.get(key)
+            ]
         elif not (words and name == "README.md") and first.read_bytes() != second.read_bytes():
             found.append(name)
     return found
@@ -89,7 +137,9 @@ def main() -> None:
     parser.add_argument("new")
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="a folder to make, gone in the end")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="a folder to make, gone in the end"
+    )
     parser.add_argument("--words", action="store_true", help="model cards may differ")
     parser.add_argument("--jobs", default=",".join(JOBS), help="by name, separated by commas")
     options = parser.parse_args()
@@ -101,10 +151,15 @@ def main() -> None:
         for side, python in (("old", options.old), ("new", options.new)):
             (options.work / side).mkdir(exist_ok=True)
             run(python, options.work / side, name, options.model.resolve(), options.text.resolve())
-        found = differences(options.work / "old" / name, options.work / "new" / name, words=options.words)
+        found = differences(
+            options.work / "old" / name, options.work / "new" / name, words=options.words
+        )
         files = list((options.work / "new" / name).iterdir())
         size = sum(path.stat().st_size for path in files)
-        print(f"| {name} | {JOBS[name][0]} | {len(files)} | {size} | {', '.join(found) or 'none'} |", flush=True)
+        print(
+            f"| {name} | {JOBS[name][0]} | {len(files)} | {size} | {', '.join(found) or 'none'} |",
+            flush=True,
+        )
         any_differs = any_differs or bool(found)
     shutil.rmtree(options.work)
     sys.exit(int(any_differs))

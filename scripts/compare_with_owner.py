@@ -2,10 +2,11 @@
 
     python scripts/compare_with_owner.py FOLDER FLOATS.safetensors
 
-FLOATS has the weights that the owner dequantizes, by their names in FOLDER, as the `peer_*.py` scripts write them.
-Codes are multiplied by their scales in float32 and rounded to the owner's type; what is read as floats is what the
-owner's rounds to. A weight that differs is printed; then a line of JSON: how many weights
-were compared, how many are equal, the schemes, and as what the others are stored. Exits 1 if one differs.
+FLOATS has the weights that the owner dequantizes, by their names in FOLDER, as the `peer_*.py`
+scripts write them. Codes are multiplied by their scales in float32 and rounded to the owner's type;
+what is read as floats is what the owner's rounds to. A weight that differs is printed; then a line
+of JSON: how many weights were compared, how many are equal, the schemes, and as what the others are
+stored. Exits 1 if one differs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def main() -> None:
             equal += 1
         else:
             gap = (ours.float() - theirs.float()).abs()
-            print(f"{name}: {int((gap > 0).sum())} of {gap.numel()} differ, by {gap.max().item():.3g} at most")
+            print(
+                f"{name}: {int((gap > 0).sum())} of {gap.numel()} differ, by {gap.max().item():.3g}"
+                " at most"
+            )
     for note in checkpoint.notes:
         print(note, file=sys.stderr)
     print(json.dumps({"compared": len(owner), "equal": equal, "kinds": kinds}))

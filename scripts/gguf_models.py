@@ -1,4 +1,6 @@
-"""Small models of several families for `peer_gguf.py`, each trained a little, with tokenizers of their kinds."""
+"""Small models of several families for `peer_gguf.py`, each trained a little, with tokenizers of
+their kinds.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,35 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "gemma": (
-        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant'"
+        " else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if"
+        " add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
 }
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
 _LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 500000.0,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 _WINDOWS = {"sliding_window": 64, "query_pre_attn_scalar": 32}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama", "llama3", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
@@ -44,17 +61,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "gemma", _WINDOWS),
     "gemma3": ("gemma3_text", "gemma", _WINDOWS),
     "mistral": ("mistral", "llama3", {"sliding_window": None}),
-    "mixtral": ("mixtral", "llama3", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen2moe": ("qwen2_moe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 256}),
+    "mixtral": (
+        "mixtral",
+        "llama3",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2moe": (
+        "qwen2_moe",
+        "qwen",
+        {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 256},
+    ),
     "olmoe": ("olmoe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "num_key_value_heads": 8}),
     "olmo2": ("olmo2", "qwen", {}),
     "olmo3": ("olmo3", "qwen", {"sliding_window": 64}),
     "phi3": ("phi3", "qwen", {"sliding_window": None}),
-    "granite": ("granite", "llama3", {
-        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 4.0,
-    }),
+    "granite": (
+        "granite",
+        "llama3",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+        },
+    ),
     "smollm3": ("smollm3", "llama3", {}),
-}  # fmt: skip
+}
 """By name: ``model_type``, kind of tokenizer, and settings."""
 
 
@@ -73,12 +105,25 @@ def make(out: Path, steps: int, names: Iterable[str]) -> None:
         folder.mkdir()
         write_tokenizer(folder, tokens)
         tokenizer = load_tokenizer(folder)
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_ids[0] if tokenizer.eos_ids else None}
-        sizes = {**SIZES, **settings, **ids, "vocab_size": -(-tokenizer.vocab_size // 32) * 32, "pad_token_id": None}
+        ids = {
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_ids[0] if tokenizer.eos_ids else None,
+        }
+        sizes = {
+            **SIZES,
+            **settings,
+            **ids,
+            "vocab_size": -(-tokenizer.vocab_size // 32) * 32,
+            "pad_token_id": None,
+        }
         config = transformers.AutoConfig.for_model(kind, **sizes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        train(model, torch.tensor(tokenizer.encode(text(), bos=False)), tokenizer.bos_id, steps, name)
-        model.eval().bfloat16().save_pretrained(folder)  # as published ones are: scales are then exact in float16
+        train(
+            model, torch.tensor(tokenizer.encode(text(), bos=False)), tokenizer.bos_id, steps, name
+        )
+        model.eval().bfloat16().save_pretrained(
+            folder
+        )  # as published ones are: scales are then exact in float16
 
 
 def text() -> str:
@@ -114,30 +159,55 @@ def write_tokenizer(folder: Path, kind: str) -> None:
         settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
     else:
         settings = write_byte_level(folder, kind)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "chat_template": TEMPLATES[kind]}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **settings,
+        "chat_template": TEMPLATES[kind],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
 def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
     """A tokenizer.json of Llama 3's or Qwen 2's kind."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     digits = r"\p{N}{1,3}" if kind == "llama3" else r"\p{N}"
     words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )  # fmt: skip
+    )
     specials = {
-        "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "llama3": [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
         "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     }[kind]
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
     if kind == "qwen":
         tokenizer.normalizer = normalizers.NFC()
-    parts = [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    parts = [
+        pre_tokenizers.Split(Regex(words), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(text().splitlines(keepends=True), trainer)
     tokenizer.add_special_tokens(specials)
     if kind == "llama3":
@@ -148,7 +218,12 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
     tokenizer.save(str(folder / "tokenizer.json"))
     if kind == "llama3":
         return {"bos_token": specials[0], "eos_token": specials[-1]}
-    return {"bos_token": None, "eos_token": specials[-1], "pad_token": specials[0], "add_bos_token": False}
+    return {
+        "bos_token": None,
+        "eos_token": specials[-1],
+        "pad_token": specials[0],
+        "add_bos_token": False,
+    }
 
 
 def write_gemma(folder: Path) -> None:
@@ -161,11 +236,24 @@ def write_gemma(folder: Path) -> None:
         corpus = Path(scratch) / "text"
         corpus.write_text(text(), encoding="utf-8")
         SentencePieceTrainer.train(
-            input=str(corpus), model_prefix=str(Path(scratch) / "made"), model_type="bpe", vocab_size=900,
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, pad_id=0, eos_id=1,
-            bos_id=2, unk_id=3, bos_piece="<bos>", eos_piece="<eos>", add_dummy_prefix=False, minloglevel=2,
-            user_defined_symbols=turns, num_threads=1,
-        )  # fmt: skip
+            input=str(corpus),
+            model_prefix=str(Path(scratch) / "made"),
+            model_type="bpe",
+            vocab_size=900,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            pad_id=0,
+            eos_id=1,
+            bos_id=2,
+            unk_id=3,
+            bos_piece="<bos>",
+            eos_piece="<eos>",
+            add_dummy_prefix=False,
+            minloglevel=2,
+            user_defined_symbols=turns,
+            num_threads=1,
+        )
         made = SentencePieceProcessor(model_file=str(Path(scratch) / "made.model"))
     pieces = {made.id_to_piece(number): number for number in range(made.get_piece_size())}
     merges = [
@@ -175,5 +263,7 @@ def write_gemma(folder: Path) -> None:
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
-    tokenizer = GemmaTokenizer(vocab=pieces, merges=merges, add_bos_token=True, additional_special_tokens=turns)
+    tokenizer = GemmaTokenizer(
+        vocab=pieces, merges=merges, add_bos_token=True, additional_special_tokens=turns
+    )
     tokenizer.save_pretrained(folder)

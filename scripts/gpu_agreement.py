@@ -2,9 +2,10 @@
 
     python scripts/gpu_agreement.py [--out FILE.json] [--tokens 48]
 
-The packaged model, rounded to each scheme, continues a prompt greedily on the CPU and on the GPU, in float32, eager
-and compiled: the same text, and logits within a thousandth. In bfloat16, whose rounding may turn a close choice, the
-logits are to agree within 3 %. Ends with exit code 1 if any does not.
+The packaged model, rounded to each scheme, continues a prompt greedily on the CPU and on the GPU,
+in float32, eager and compiled: the same text, and logits within a thousandth. In bfloat16, whose
+rounding may turn a close choice, the logits are to agree within 3 %. Ends with exit code 1 if any
+does not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def logits(model: quantkit.model.decoder.Decoder, tokens: list[int]) -> torch.Te
 
 
 def main() -> int:
-    given = gpu.options(__doc__.splitlines()[0], tokens=1 if gpu.DRY else 48, schemes="int8,int4-g32,int4-g128")
+    given = gpu.options(
+        __doc__.splitlines()[0], tokens=1 if gpu.DRY else 48, schemes="int8,int4-g32,int4-g128"
+    )
     results = gpu.Results(given.out)
     kinds = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
     kinds = [(torch.bfloat16, False)] if gpu.DRY else kinds
@@ -44,7 +47,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / scheme
             quantkit.quantize(DEMO_MODEL, path, scheme, method="rtn", accept_quality_loss=True)
-            model, tokenizer = quantkit.load(path, device="cpu", dtype=torch.float32, backend="reference")
+            model, tokenizer = quantkit.load(
+                path, device="cpu", dtype=torch.float32, backend="reference"
+            )
             prompt = tokenizer.encode(PROMPT)[: 3 if gpu.DRY else None]
             said = list(quantkit.generate(model, prompt, max_new_tokens=given.tokens))
             right = logits(model, prompt + said)
@@ -56,7 +61,14 @@ def main() -> int:
                 same = found == said
                 fine = off < BOUNDS[dtype] and (same or dtype == torch.bfloat16)
                 wrong += not fine
-                results.add(scheme=scheme, dtype=str(dtype), compiled=compiled, same_text=same, logits_off=off, ok=fine)
+                results.add(
+                    scheme=scheme,
+                    dtype=str(dtype),
+                    compiled=compiled,
+                    same_text=same,
+                    logits_off=off,
+                    ok=fine,
+                )
     print("all agree" if not wrong else f"{wrong} DIFFER", flush=True)
     return min(wrong, 1)
 

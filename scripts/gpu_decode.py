@@ -1,18 +1,22 @@
 """Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the GPU.
 
-    python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int8+modules]
-        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps] [--profile 0]
+    python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes
+    bf16,int8,int8+modules]
+        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps]
+        [--profile 0]
 
-A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules, where the kernels of
-`quantkit.kernels.triton_block` would take five launches for each.
+A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules,
+where the kernels of `quantkit.kernels.triton_block` would take five launches for each.
 
-To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
-of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
-long. Each way of decoding is measured (`quantkit.runtime.captured.DECODE_SETTING`): a CUDA graph of our own of an eager
-step, one of a compiled step, and steps as inductor records them, with the host between. Prints ms a token, the bytes of
-weights a second, as a share of what a copy moves too, and with ``--prefill`` tokens of a prompt, the seconds of reading
-it, the first token, compiling included, and memory. ``--profile 1`` lists which kernels a token takes with the more
-layers, how often and how long, and what the host takes in addition.
+To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the
+difference is that of the layers between: the figures of the whole model follow. Weights are random,
+the cache holds zeros, which takes as long. Each way of decoding is measured
+(`quantkit.runtime.captured.DECODE_SETTING`): a CUDA graph of our own of an eager step, one of a
+compiled step, and steps as inductor records them, with the host between. Prints ms a token, the
+bytes of weights a second, as a share of what a copy moves too, and with ``--prefill`` tokens of a
+prompt, the seconds of reading it, the first token, compiling included, and memory. ``--profile 1``
+lists which kernels a token takes with the more layers, how often and how long, and what the host
+takes in addition.
 """
 
 from __future__ import annotations
@@ -69,32 +73,53 @@ def profile(engine: Engine, decoding: str, context: int, results: gpu.Results) -
     with torch.profiler.profile(activities=[kind]) as profiler:
         seconds = decode_seconds(engine, decoding, context)
     times = {
-        event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
+        event.key: (
+            event.self_device_time_total if cuda else event.self_cpu_time_total,
+            event.count,
+        )
         for event in profiler.key_averages()
     }
     steps = STEPS * (1 if gpu.DRY else 4)  # one round warms up
     longest = sorted(times.items(), key=lambda one: -one[1][0])[:12]
     results.add(
-        decoding=decoding, us_a_token=1e6 * seconds, us_in_kernels=sum(us for us, _ in times.values()) / steps,
+        decoding=decoding,
+        us_a_token=1e6 * seconds,
+        us_in_kernels=sum(us for us, _ in times.values()) / steps,
         kernels_a_token=sum(count for _, count in times.values()) / steps,
-        most={name[:60]: [round(us / steps, 2), round(count / steps, 2)] for name, (us, count) in longest},
-    )  # fmt: skip
+        most={
+            name[:60]: [round(us / steps, 2), round(count / steps, 2)]
+            for name, (us, count) in longest
+        },
+    )
 
 
 def measure(
-    shape: str, text: str, layers: int, contexts: list[int], prefill: int, kinds: list[str], results: gpu.Results,
+    shape: str,
+    text: str,
+    layers: int,
+    contexts: list[int],
+    prefill: int,
+    kinds: list[str],
+    results: gpu.Results,
     profiled: bool,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Seconds and bytes of a model with a number of layers, by name."""
     scheme, *others = text.split("+")
-    head = next((other.removeprefix("head-") for other in others if other.startswith("head-")), None)
+    head = next(
+        (other.removeprefix("head-") for other in others if other.startswith("head-")), None
+    )
     os.environ[BLOCKS_SETTING] = "0" if "modules" in others else "1"
     gpu.reset_memory()
     model = load_model(
         gpu.checkpoint(shape, None if scheme == "bf16" else scheme, head, layers),
-        device=gpu.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
-    )  # fmt: skip
-    found = {"bytes": float(weight_bytes(model)), "blocks in five launches": float(model.ops.blocks is not None)}
+        device=gpu.DEVICE,
+        dtype=torch.bfloat16,
+        backend=None if scheme == "bf16" else "triton",
+    )
+    found = {
+        "bytes": float(weight_bytes(model)),
+        "blocks in five launches": float(model.ops.blocks is not None),
+    }
     for kind in kinds:
 
         def measure_kind(kind: str = kind) -> None:
@@ -106,7 +131,9 @@ def measure(
                 read(engine, prompt)
                 gpu.synchronize()
                 found["first token, compiling included"] = time.perf_counter() - started
-                found[f"prefill {prefill}"] = gpu.wall_seconds(partial(read, engine, prompt), 1 if gpu.DRY else 5)
+                found[f"prefill {prefill}"] = gpu.wall_seconds(
+                    partial(read, engine, prompt), 1 if gpu.DRY else 5
+                )
             engine.decode([0], [0])
             if kind != "steps" and engine._captured is None:
                 raise RuntimeError("no step can be captured")
@@ -122,25 +149,45 @@ def measure(
 
 
 def in_both(
-    results: gpu.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], profiled: bool,
+    results: gpu.Results,
+    found: list[dict[str, float]],
+    shape: str,
+    scheme: str,
+    counts: list[int],
+    profiled: bool,
     *what: Any,
-) -> None:  # fmt: skip
+) -> None:
     """What `measure` finds with each number of layers."""
     for layers in counts:
-        found.append(measure(shape, scheme, layers, *what, results, profiled and layers == counts[-1]))
+        found.append(
+            measure(shape, scheme, layers, *what, results, profiled and layers == counts[-1])
+        )
         results.add(shape=shape, scheme=scheme, layers=layers, **found[-1])
 
 
 def main() -> None:
     given = gpu.options(
-        __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
-        contexts="128,1024,4096", layers="1,2" if gpu.DRY else "4,12", prefill=0, decoding="eager,compiled,steps",
+        __doc__.splitlines()[0],
+        shapes="llama-2-7b",
+        schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
+        contexts="128,1024,4096",
+        layers="1,2" if gpu.DRY else "4,12",
+        prefill=0,
+        decoding="eager,compiled,steps",
         profile=0,
-    )  # fmt: skip
+    )
     contexts = [16] if gpu.DRY else [int(context) for context in given.contexts.split(",")]
-    counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if gpu.DRY else 4096)
+    counts, prefill = (
+        [int(count) for count in given.layers.split(",")],
+        min(given.prefill, 16 if gpu.DRY else 4096),
+    )
     # Compiling takes long, and in a dry run nothing of it can be seen.
-    kinds = [*dict.fromkeys("eager" if gpu.DRY and kind == "compiled" else kind for kind in given.decoding.split(","))]
+    kinds = [
+        *dict.fromkeys(
+            "eager" if gpu.DRY and kind == "compiled" else kind
+            for kind in given.decoding.split(",")
+        )
+    ]
     results = gpu.Results(given.out)
     copied = 1e9 if gpu.DRY else bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
@@ -155,16 +202,32 @@ def main() -> None:
                 continue
             found: list[dict[str, float]] = []
             call = partial(
-                in_both, results, found, shape, scheme, counts, bool(given.profile), contexts, prefill, kinds
+                in_both,
+                results,
+                found,
+                shape,
+                scheme,
+                counts,
+                bool(given.profile),
+                contexts,
+                prefill,
+                kinds,
             )
             if not results.attempt(f"{shape} {scheme}", call):
                 continue
             few, more = found
-            each = {name: (more[name] - few[name]) / (counts[1] - counts[0]) for name in few if name in more}
+            each = {
+                name: (more[name] - few[name]) / (counts[1] - counts[0])
+                for name in few
+                if name in more
+            }
             model = {name: few[name] + (whole - counts[0]) * each[name] for name in each}
             for name in (name for name in model if name.startswith(("decode", "prefill"))):
                 base.setdefault(name, model[name])
-                row = {"ms": 1e3 * model[name], "of the first scheme's speed": base[name] / model[name]}
+                row = {
+                    "ms": 1e3 * model[name],
+                    "of the first scheme's speed": base[name] / model[name],
+                }
                 if name.startswith("decode"):
                     row["of copy"] = model["bytes"] / model[name] / copied
                 results.add(whole=shape, scheme=scheme, what=name, **row)

@@ -1,12 +1,13 @@
-"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU can say which is faster.
+"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU can say which is
+faster.
 
     python scripts/gpu_kernels.py [--out FILE.json] [--seconds 300] [--what few,gemv,many,attention]
 
-few: tensor cores for 1 and 16 tokens, 16 or 32 rows a program, rows split 1 to 16 times, loads ahead or not. gemv:
-the kernel for single products, some tiles, loads ahead or not. many: tiles of 64 to 256 rows and 64 or 128 tokens for
-32 to 1024 tokens, next to the weight made floats first and to bfloat16. attention: of one token over 256 to 8192
-positions of either cache. Prints microseconds and bytes a second as a share of a copy's, and at the end the fastest of
-each kind.
+few: tensor cores for 1 and 16 tokens, 16 or 32 rows a program, rows split 1 to 16 times, loads
+ahead or not. gemv: the kernel for single products, some tiles, loads ahead or not. many: tiles of
+64 to 256 rows and 64 or 128 tokens for 32 to 1024 tokens, next to the weight made floats first and
+to bfloat16. attention: of one token over 256 to 8192 positions of either cache. Prints microseconds
+and bytes a second as a share of a copy's, and at the end the fastest of each kind.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def few(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
 
 
 def gemv(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
-    tiles = ((8, 32, 4), (4, 32, 4), (4, 16, 2)) if bits == 4 else ((8, 16, 4), (4, 16, 4), (4, 8, 2))
+    tiles = (
+        ((8, 32, 4), (4, 32, 4), (4, 16, 2)) if bits == 4 else ((8, 16, 4), (4, 16, 4), (4, 8, 2))
+    )
     for (rows, units, warps), stages in itertools.product(tiles, (1, 3)):
         yield 1, TileConfig("gemv", 1, rows, min(units, columns // 128), 1, warps, stages)
 
@@ -52,13 +55,24 @@ def gemv(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
 def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
     for tokens in (32, 64, 128, 256, 512, 1024):
         yield tokens, TileConfig("matmul", 1, 16, 4 if columns >= 512 else 1)
-        for block_m, rows, units, split in itertools.product((64, 128), (64, 128, 256), (1, 2, 4), (1, 2)):
+        for block_m, rows, units, split in itertools.product(
+            (64, 128), (64, 128, 256), (1, 2, 4), (1, 2)
+        ):
             each = units * staged_bytes(bits, min(block_m, tokens), rows)
-            fits = 2 * each <= _SHARED and split <= max_split(bits, tokens, columns) and units * split <= columns // 128
+            fits = (
+                2 * each <= _SHARED
+                and split <= max_split(bits, tokens, columns)
+                and units * split <= columns // 128
+            )
             held = block_m * rows <= 1 << 14 and not (block_m > tokens and block_m > 64)
             if fits and held:
                 stages = min(4, _SHARED // each)
-                yield tokens, TileConfig("gemm", min(block_m, tokens), rows, units, split, gemm_warps(rows), stages)
+                yield (
+                    tokens,
+                    TileConfig(
+                        "gemm", min(block_m, tokens), rows, units, split, gemm_warps(rows), stages
+                    ),
+                )
 
 
 class Products:
@@ -72,23 +86,42 @@ class Products:
         for text, (rows, columns) in itertools.product(SCHEMES, SHAPES):
             if what == "many" and columns > 2 * SHAPES[0][1]:
                 continue
-            self._shape(what, text, rows, columns, list(dict.fromkeys(kinds(4 if text != "int8" else 8, columns))))
+            self._shape(
+                what,
+                text,
+                rows,
+                columns,
+                list(dict.fromkeys(kinds(4 if text != "int8" else 8, columns))),
+            )
 
-    def _shape(self, what: str, text: str, rows: int, columns: int, kinds: list[tuple[int, TileConfig]]) -> None:
+    def _shape(
+        self, what: str, text: str, rows: int, columns: int, kinds: list[tuple[int, TileConfig]]
+    ) -> None:
         scheme = QuantScheme.parse(text)
         group = scheme.group_size
         codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8, device=gpu.DEVICE)
-        scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=gpu.DEVICE)
+        scale = torch.full(
+            (rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=gpu.DEVICE
+        )
         weight = QuantTensor(codes, scale, None, scheme)
         prepared = TritonBackend().prepare(weight)
         size = prepared["words"].nbytes + prepared["scale"].nbytes
         count = copies_beyond_cache(size, gpu.DEVICE)
-        copies = [prepared, *({name: one.clone() for name, one in prepared.items()} for _ in range(count - 1))]
+        copies = [
+            prepared,
+            *({name: one.clone() for name, one in prepared.items()} for _ in range(count - 1)),
+        ]
         floats = weight.dequantize().bfloat16()
         plain = [floats.clone() for _ in range(copies_beyond_cache(floats.nbytes, gpu.DEVICE))]
         if gpu.DRY:
-            kinds = [next(one for one in kinds if one[1].path == path) for path in {config.path for _, config in kinds}]
-        x = {tokens: torch.randn(tokens, columns, device=gpu.DEVICE).bfloat16() for tokens, _ in kinds}
+            kinds = [
+                next(one for one in kinds if one[1].path == path)
+                for path in {config.path for _, config in kinds}
+            ]
+        x = {
+            tokens: torch.randn(tokens, columns, device=gpu.DEVICE).bfloat16()
+            for tokens, _ in kinds
+        }
         with ThreadPoolExecutor() as pool:  # to compile; what fails will fail again
             list(pool.map(lambda kind: self._once(x[kind[0]], prepared, group, kind[1]), kinds))
         for tokens in x:
@@ -101,17 +134,34 @@ class Products:
             calls = [partial(multiply, x[tokens], one, group, config) for one in copies]
             self._time(what, text, rows, columns, tokens, _named(config), calls, size)
 
-    def _once(self, x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> None:
+    def _once(
+        self, x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
+    ) -> None:
         with suppress(Exception):
             multiply(x, prepared, group, config)
 
     def _time(
-        self, what: str, text: str, rows: int, columns: int, tokens: int, kind: str, calls: list[Any], size: int
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        text: str,
+        rows: int,
+        columns: int,
+        tokens: int,
+        kind: str,
+        calls: list[Any],
+        size: int,
+    ) -> None:
         def timed() -> None:
             seconds = seconds_each(calls, repeats=3)
-            self.results.add(what=what, scheme=text, shape=f"{rows}x{columns}", tokens=tokens, kind=kind,
-                             us=1e6 * seconds, of_copy=size / seconds / self.copied)  # fmt: skip
+            self.results.add(
+                what=what,
+                scheme=text,
+                shape=f"{rows}x{columns}",
+                tokens=tokens,
+                kind=kind,
+                us=1e6 * seconds,
+                of_copy=size / seconds / self.copied,
+            )
             key = what, text, f"{rows}x{columns}", tokens, kind.split()[0]
             self.best[key] = min(self.best.get(key, (float("inf"), "")), (seconds, kind))
 
@@ -127,16 +177,22 @@ class Products:
 
 
 def _named(config: TileConfig) -> str:
-    return (f"{config.path} {config.block_m}x{config.block_n} units {config.units} split {config.split} "
-            f"warps {config.warps} stages {config.stages}")  # fmt: skip
+    return (
+        f"{config.path} {config.block_m}x{config.block_n} units {config.units} split {config.split}"
+        f" warps {config.warps} stages {config.stages}"
+    )
 
 
 def attention(results: gpu.Results, copied: float) -> None:
-    """Of one token of Llama-3.1-8B's and Llama-2-7B's heads, next to torch's own over the bfloat16 cache."""
+    """Of one token of Llama-3.1-8B's and Llama-2-7B's heads, next to torch's own over the
+    bfloat16 cache.
+    """
     attend = TritonBackend().operations().cached_attention
     assert attend is not None
     config = gpu.checkpoint("llama-2-7b", None, None, 1).config
-    for kv_heads, length in itertools.product((2,) if gpu.DRY else (8, 32), (32,) if gpu.DRY else (256, 2048, 8192)):
+    for kv_heads, length in itertools.product(
+        (2,) if gpu.DRY else (8, 32), (32,) if gpu.DRY else (256, 2048, 8192)
+    ):
         heads, size = (4, 32) if gpu.DRY else (32, 128)
         shaped = replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
         queries = torch.randn(1, heads, 1, size, device=gpu.DEVICE).bfloat16()
@@ -145,23 +201,46 @@ def attention(results: gpu.Results, copied: float) -> None:
         for dtype in (torch.bfloat16, torch.int8):
             held = 2 * kv_heads * length * size * dtype.itemsize
             count = copies_beyond_cache(held, gpu.DEVICE)
-            caches = [KVCache(shaped, 1, length, dtype, gpu.DEVICE).update(0, at, new, new) for _ in range(count)]
+            caches = [
+                KVCache(shaped, 1, length, dtype, gpu.DEVICE).update(0, at, new, new)
+                for _ in range(count)
+            ]
             calls = [partial(attend, queries, *cache, at, None, None) for cache in caches]
             _attended(results, copied, f"triton {dtype}", kv_heads, length, calls, held)
             if dtype == torch.bfloat16:
                 shape = 1, kv_heads, length, size
                 rows = [torch.zeros(shape, device=gpu.DEVICE, dtype=dtype) for _ in range(count)]
                 own = partial(F.scaled_dot_product_attention, enable_gqa=True)
-                _attended(results, copied, "torch", kv_heads, length, [partial(own, queries, r, r) for r in rows], held)
+                _attended(
+                    results,
+                    copied,
+                    "torch",
+                    kv_heads,
+                    length,
+                    [partial(own, queries, r, r) for r in rows],
+                    held,
+                )
 
 
 def _attended(
-    results: gpu.Results, copied: float, kind: str, kv_heads: int, length: int, calls: list[Any], held: int
+    results: gpu.Results,
+    copied: float,
+    kind: str,
+    kv_heads: int,
+    length: int,
+    calls: list[Any],
+    held: int,
 ) -> None:
     def timed() -> None:
         seconds = seconds_each(calls, repeats=3)
-        results.add(what="attention", kind=kind, kv_heads=kv_heads, positions=length, us=1e6 * seconds,
-                    of_copy=held / seconds / copied)  # fmt: skip
+        results.add(
+            what="attention",
+            kind=kind,
+            kv_heads=kv_heads,
+            positions=length,
+            us=1e6 * seconds,
+            of_copy=held / seconds / copied,
+        )
 
     results.attempt(f"attention {kind} {kv_heads} {length}", timed)
 

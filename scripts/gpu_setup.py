@@ -1,4 +1,6 @@
-"""What the scripts of `gpu_day.sh` share: the GPU or, in a dry run, the CPU that stands for it; sizes; results."""
+"""What the scripts of `gpu_day.sh` share: the GPU or, in a dry run, the CPU that stands for it;
+sizes; results.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,39 @@ class GpuCheckpoint(SyntheticCheckpoint):
             whole.normal_(0, 0.02, generator=generator)
         else:
             rows, columns = parameter.shape
-            codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8, device=DEVICE, generator=generator)
-            scale = torch.full((rows, scheme.groups(columns)), 0.08 / scheme.levels, dtype=torch.bfloat16)
+            codes = torch.randint(
+                scheme.levels,
+                (rows, columns),
+                dtype=torch.uint8,
+                device=DEVICE,
+                generator=generator,
+            )
+            scale = torch.full(
+                (rows, scheme.groups(columns)), 0.08 / scheme.levels, dtype=torch.bfloat16
+            )
             whole = QuantTensor(codes, scale.to(DEVICE), None, scheme)
         return whole if part is None else part.of_weight(whole)
 
 
 def checkpoint(shape: str, scheme: str | None, head: str | None, layers: int) -> GpuCheckpoint:
-    """Random weights in a named shape, with some of its layers; the head stays floats if it has no scheme."""
+    """Random weights in a named shape, with some of its layers; the head stays floats if it has
+    no scheme.
+    """
     whole = synthetic(shape, scheme, head or ("int8" if scheme else None))
     config = replace(whole.config, layers=whole.config.layers[:layers])
     if DRY:
         config = replace(
-            config, hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=64
+            config,
+            hidden_size=128,
+            intermediate_size=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            vocab_size=64,
         )
-    kept = {module: one for module, one in whole.schemes.items() if module in linear_columns(config)}
+    kept = {
+        module: one for module, one in whole.schemes.items() if module in linear_columns(config)
+    }
     if head is None:
         kept.pop("lm_head", None)
     return GpuCheckpoint(whole.path, config, kept)
@@ -68,7 +88,9 @@ def options(description: str, **defaults: Any) -> argparse.Namespace:
     """``--out`` and ``--seconds``, and an option for each default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help="a JSON file that is written after each result")
-    parser.add_argument("--seconds", type=float, default=500, help="after which nothing new is begun")
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="after which nothing new is begun"
+    )
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, type=type(default))
     return parser.parse_args()
@@ -80,7 +102,9 @@ def spent(seconds: float) -> bool:
 
 
 class Results:
-    """Results that are printed and kept in a file as they come, so that none is lost when time is up."""
+    """Results that are printed and kept in a file as they come, so that none is lost when time
+    is up.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -88,7 +112,10 @@ class Results:
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
-        said = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        said = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in row.items()
+        )
         print(f"[{time.monotonic() - _STARTED:5.0f} s] " + ", ".join(said), flush=True)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +126,9 @@ class Results:
         try:
             call()
         except Exception as error:  # the other measurements go on
-            self.add(failed=name, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.add(
+                failed=name, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            )
             return False
         return True
 

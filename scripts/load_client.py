@@ -1,7 +1,8 @@
-"""A light client that loads a server of OpenAI's completions: streams over plain sockets, with the time of each piece.
+"""A light client that loads a server of OpenAI's completions: streams over plain sockets, with the
+time of each piece.
 
-A closed loop has N clients that each send their next request when the last one is answered. An open loop sends
-requests at given times, whatever the server does. `measure_serve.py` uses both.
+A closed loop has N clients that each send their next request when the last one is answered. An open
+loop sends requests at given times, whatever the server does. `measure_serve.py` uses both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-EMPTY = b'"text":""', b'"text": ""'  # in pieces without a token: how an answer ended, and what was used
+EMPTY = (
+    b'"text":""',
+    b'"text": ""',
+)  # in pieces without a token: how an answer ended, and what was used
 DRAIN_SECONDS = 300.0
 
 
@@ -57,8 +61,12 @@ class Target:
     extra: dict[str, Any]
 
 
-def requests(seed: str, prompt: tuple[int, int], new: tuple[int, int], ids: tuple[int, int]) -> Iterator[Request]:
-    """Endless requests, the same for the same seed: lengths are log-uniform between bounds, ids are uniform."""
+def requests(
+    seed: str, prompt: tuple[int, int], new: tuple[int, int], ids: tuple[int, int]
+) -> Iterator[Request]:
+    """Endless requests, the same for the same seed: lengths are log-uniform between bounds, ids
+    are uniform.
+    """
     draw = random.Random(seed)
 
     def length(bounds: tuple[int, int]) -> int:
@@ -73,13 +81,17 @@ async def send(target: Target, request: Request, found: Answer) -> None:
     """Send a request and note in `found` what comes."""
     body = json.dumps(
         {
-            "prompt": request.prompt, "max_tokens": request.new, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, **target.extra,
+            "prompt": request.prompt,
+            "max_tokens": request.new,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **target.extra,
         }
-    ).encode()  # fmt: skip
+    ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nContent-Type:"
+        f" application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     writer = None
     try:
@@ -96,7 +108,11 @@ async def send(target: Target, request: Request, found: Answer) -> None:
             for event in events:
                 if b'"completion_tokens"' in event:
                     usage = event
-                if b'"choices"' in event and not any(empty in event for empty in EMPTY) and b'"text"' in event:
+                if (
+                    b'"choices"' in event
+                    and not any(empty in event for empty in EMPTY)
+                    and b'"text"' in event
+                ):
                     found.pieces.append(moment)
         found.end = time.perf_counter()
         if usage:
@@ -120,10 +136,18 @@ class Window:
 
 
 async def closed_loop(
-    target: Target, work: Iterator[Request], clients: int, *, ramp: int, seconds: float, cpu: Callable[[], float]
+    target: Target,
+    work: Iterator[Request],
+    clients: int,
+    *,
+    ramp: int,
+    seconds: float,
+    cpu: Callable[[], float],
 ) -> tuple[list[Answer], Window]:
-    """Run `clients` at once; the answers, and the window that counts: `seconds` from when `ramp` requests have been
-    answered. What runs at the end is given up. `cpu` returns the CPU seconds that the server has used."""
+    """Run `clients` at once; the answers, and the window that counts: `seconds` from when `ramp`
+    requests have been answered. What runs at the end is given up. `cpu` returns the CPU seconds
+    that the server has used.
+    """
     found: list[Answer] = []
     ended, steady = 0, asyncio.Event()
 
@@ -148,7 +172,9 @@ async def closed_loop(
     return found, window
 
 
-async def open_loop(target: Target, work: Iterator[Request], rate: float, *, seconds: float, seed: str) -> list[Answer]:
+async def open_loop(
+    target: Target, work: Iterator[Request], rate: float, *, seconds: float, seed: str
+) -> list[Answer]:
     """Send requests at random times (Poisson) for some time, and wait for all answers."""
     draw, found, running = random.Random(seed), list[Answer](), list[asyncio.Task[None]]()
     start = due = time.perf_counter()
@@ -171,30 +197,44 @@ async def _cancelled(running: Sequence[asyncio.Task[None]]) -> None:
 
 
 def throughput(found: list[Answer], window: Window) -> dict[str, float]:
-    """Tokens and answers a second in a window; `all` has also the prompts whose first token came then."""
+    """Tokens and answers a second in a window; `all` has also the prompts whose first token came
+    then.
+    """
     begin, stop = window.begin, window.stop
     ended = [one for one in found if one.tokens is not None]
     pieces = sum(len(one.pieces) for one in ended)
-    per_piece = sum(one.tokens or 0 for one in ended) / pieces if pieces else 1.0  # some tokens come without text
+    per_piece = (
+        sum(one.tokens or 0 for one in ended) / pieces if pieces else 1.0
+    )  # some tokens come without text
     new = per_piece * sum(begin <= moment < stop for one in found for moment in one.pieces)
     prompts = sum(one.prompt for one in found if one.pieces and begin <= one.pieces[0] < stop)
     answers = sum(one.end is not None and begin <= one.end < stop for one in found)
     seconds = stop - begin
     return {
-        "new": new / seconds, "all": (new + prompts) / seconds, "answers": answers / seconds,
-        "all per CPU second": (new + prompts) / window.cpu_seconds, "cores": window.cpu_seconds / seconds,
-    }  # fmt: skip
+        "new": new / seconds,
+        "all": (new + prompts) / seconds,
+        "answers": answers / seconds,
+        "all per CPU second": (new + prompts) / window.cpu_seconds,
+        "cores": window.cpu_seconds / seconds,
+    }
 
 
 def latencies(found: list[Answer]) -> dict[str, float]:
-    """Median and 99th percentile, in milliseconds: of the first token since a request was due, of the times between
-    pieces of an answer, and of the means of these for each answer."""
+    """Median and 99th percentile, in milliseconds: of the first token since a request was due, of
+    the times between pieces of an answer, and of the means of these for each answer.
+    """
     whole = [one for one in found if one.problem is None and one.pieces]
-    gaps = [later - sooner for one in whole for sooner, later in zip(one.pieces, one.pieces[1:], strict=False)]
+    gaps = [
+        later - sooner
+        for one in whole
+        for sooner, later in zip(one.pieces, one.pieces[1:], strict=False)
+    ]
     means = [(one.pieces[-1] - one.pieces[0]) / (one.new - 1) for one in whole if one.new > 1]
     kinds: dict[str, Callable[[], list[float]]] = {
-        "first": lambda: [one.pieces[0] - one.due for one in whole], "between": lambda: gaps, "mean": lambda: means,
-    }  # fmt: skip
+        "first": lambda: [one.pieces[0] - one.due for one in whole],
+        "between": lambda: gaps,
+        "mean": lambda: means,
+    }
     result = {"whole": float(len(whole)), "failed": float(len(found) - len(whole))}
     for kind, values in kinds.items():
         for name, share in (("median", 0.5), ("p99", 0.99)):

@@ -1,16 +1,18 @@
 """Measure how far quantized models are from their source, on texts the calibration has not seen.
 
-    python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...] [--samples 128]
-                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]] [--refine]
-                                       [--methods METHOD...]
+    python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes
+    int4-g128,...] [--samples 128]
+                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]]
+                                       [--refine] [--methods METHOD...]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
-256 tokens of every text, for rounding and for GPTQ with samples of 256 tokens; with `--refine` also for what
-`quantkit refine` makes of both of GPTQ's results, with scales and norms trained, and with codes too. The model is held
-in float32, scales included. PYTHON is an interpreter that has llm-compressor; its GPTQ is then run
-on the same tokens in between. Seconds are of the whole of `quantize`, with the share of the solver
-(streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving. The other PYTHON has
-auto-round, which is run on the tokens of seed 0.
+256 tokens of every text, for rounding and for GPTQ with samples of 256 tokens; with `--refine` also
+for what `quantkit refine` makes of both of GPTQ's results, with scales and norms trained, and with
+codes too. The model is held in float32, scales included. PYTHON is an interpreter that has
+llm-compressor; its GPTQ is then run on the same tokens in between. Seconds are of the whole of
+`quantize`, with the share of the solver (streams and GPTQ) in parentheses; of llm-compressor's
+`oneshot`, without loading and saving. The other PYTHON has auto-round, which is run on the tokens
+of seed 0.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ AUTOROUND = Path(__file__).with_name("peer_autoround.py")
 def windows(model: Path, text: Path) -> Tensor:
     """The first windows of the text."""
     tokenizer = load_tokenizer(model)
-    return text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW)[:WINDOWS]
+    return text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW)[
+        :WINDOWS
+    ]
 
 
 class Runs:
     """The ways to quantize one model, each giving a folder and what to print of its time."""
 
-    def __init__(self, source: Path, calibration: Path, folder: Path, peer: str | None, samples: int) -> None:
+    def __init__(
+        self, source: Path, calibration: Path, folder: Path, peer: str | None, samples: int
+    ) -> None:
         self.source = source
         self.calibration = calibration
         self.folder = folder
@@ -79,9 +85,16 @@ class Runs:
         dst = self._dst(f"gptq{thorough}", scheme, seed)
         try:
             quantkit.quantize(
-                self.source, dst, scheme, method="gptq", calibration=self.calibration, samples=self.samples,
-                length=WINDOW, seed=seed, thorough=thorough,
-            )  # fmt: skip
+                self.source,
+                dst,
+                scheme,
+                method="gptq",
+                calibration=self.calibration,
+                samples=self.samples,
+                length=WINDOW,
+                seed=seed,
+                thorough=thorough,
+            )
         finally:
             GptqQuantizer.solve = solve  # type: ignore[method-assign]
         return dst, f"{time.monotonic() - started:.1f} ({inside:.1f})"
@@ -94,9 +107,16 @@ class Runs:
         dst = self._dst(f"{start}-refined{codes}", scheme, seed)
         before = self._dst("gptq" + str(start == "thorough"), scheme, seed)
         made = quantkit.refine(
-            before, dst, against=self.source, calibration=self.calibration, samples=self.samples, length=WINDOW,
-            seed=seed, train_norms=True, train_codes=codes,
-        )  # fmt: skip
+            before,
+            dst,
+            against=self.source,
+            calibration=self.calibration,
+            samples=self.samples,
+            length=WINDOW,
+            seed=seed,
+            train_norms=True,
+            train_codes=codes,
+        )
         return dst, f"+ {made.seconds:.1f}"
 
     def peer_default(self, scheme: str, seed: int) -> tuple[Path, str]:
@@ -107,12 +127,34 @@ class Runs:
 
     def _peer(self, scheme: str, seed: int, recipe: str) -> tuple[Path, str]:
         dst = self._dst(recipe, scheme, seed)
-        command = [self.peer, PEER, self.source, self._tokens(seed), dst, "--scheme", scheme, "--recipe", recipe]
+        command = [
+            self.peer,
+            PEER,
+            self.source,
+            self._tokens(seed),
+            dst,
+            "--scheme",
+            scheme,
+            "--recipe",
+            recipe,
+        ]
         return dst, _reported_seconds(command)
 
     def autoround(self, python: str, iterations: int, scheme: str, seed: int) -> tuple[Path, str]:
-        dst, size = self._dst(f"autoround{iterations}", scheme, seed), QuantScheme.parse(scheme).group_size
-        command = [python, AUTOROUND, "tune", self.source, dst, self._tokens(seed), "--iterations", iterations]
+        dst, size = (
+            self._dst(f"autoround{iterations}", scheme, seed),
+            QuantScheme.parse(scheme).group_size,
+        )
+        command = [
+            python,
+            AUTOROUND,
+            "tune",
+            self.source,
+            dst,
+            self._tokens(seed),
+            "--iterations",
+            iterations,
+        ]
         return dst, _reported_seconds([*command, "--group-size", size])
 
     def _tokens(self, seed: int) -> Path:
@@ -120,7 +162,11 @@ class Runs:
         tokens = self.folder / f"tokens-{seed}.safetensors"
         if not tokens.exists():
             drawn = load_calibration(
-                self.calibration, load_tokenizer(self.source), samples=self.samples, length=WINDOW, seed=seed
+                self.calibration,
+                load_tokenizer(self.source),
+                samples=self.samples,
+                length=WINDOW,
+                seed=seed,
             )
             save_file({"tokens": drawn.tokens}, tokens)
         return tokens
@@ -131,7 +177,9 @@ class Runs:
 
 def _reported_seconds(command: list[object]) -> str:
     """The seconds in the last line of a peer's script."""
-    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    done = subprocess.run(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
     return f"{json.loads(done.stdout.splitlines()[-1])['seconds']:.1f}"
 
 
@@ -147,9 +195,15 @@ def main() -> None:
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--autoround", metavar="PYTHON")
     parser.add_argument("--iterations", default="200,1000")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="names in the table; default: all")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="names in the table; default: all"
+    )
     options = parser.parse_args()
-    print("| scheme | method | seed | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
+    print(
+        "| scheme | method | seed | s |",
+        " | ".join(f"KL {text.stem}" for text in options.texts),
+        "|",
+    )
     print("|---" * (4 + len(options.texts)) + "|")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
@@ -169,7 +223,9 @@ def main() -> None:
         once: dict[str, Callable[[str, int], tuple[Path, str]]] = {"rtn": runs.rtn}
         if options.autoround is not None:
             for count in map(int, options.iterations.split(",")):
-                once[f"AutoRound, {count} iterations"] = partial(runs.autoround, options.autoround, count)
+                once[f"AutoRound, {count} iterations"] = partial(
+                    runs.autoround, options.autoround, count
+                )
         for scheme in options.schemes.split(","):
             for seed in range(options.seeds):
                 for name, run in {**({} if seed else once), **methods}.items():

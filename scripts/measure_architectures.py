@@ -1,12 +1,14 @@
-"""Quantize tiny models of the architectures that transformers knows, by GPTQ and by rounding, and compare both with the
-source in transformers.
+"""Quantize tiny models of the architectures that transformers knows, by GPTQ and by rounding, and
+compare both with the source in transformers.
 
-    python scripts/measure_architectures.py [NAME ...] [--scheme int4-g32] [--samples 32] [--json FILE] [--update-docs]
+    python scripts/measure_architectures.py [NAME ...] [--scheme int4-g32] [--samples 32] [--json
+    FILE] [--update-docs]
 
-Prints for each architecture and both methods the KL on text that calibration does not see, how many linears are
-quantized, which of those that tokens pass are not, which other tensors changed, and how transformers loads the packed
-result; or why it does not work. `--update-docs` measures all and writes the table of docs/models.md, in about half an
-hour. With `--json` a run that was interrupted continues: what FILE has is not measured again.
+Prints for each architecture and both methods the KL on text that calibration does not see, how many
+linears are quantized, which of those that tokens pass are not, which other tensors changed, and how
+transformers loads the packed result; or why it does not work. `--update-docs` measures all and
+writes the table of docs/models.md, in about half an hour. With `--json` a run that was interrupted
+continues: what FILE has is not measured again.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def main() -> None:
     parser.add_argument("--scheme", default="int4-g32")
     parser.add_argument("--samples", type=int, default=32, help="of GPTQ")
     parser.add_argument("--json", type=Path, help="where to write the results, or to continue")
-    parser.add_argument("--update-docs", action="store_true", help="write the table of docs/models.md")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="write the table of docs/models.md"
+    )
     options = parser.parse_args()
     if options.names and options.update_docs:
         parser.error("the table is of all architectures")
@@ -64,13 +68,18 @@ def main() -> None:
         architecture_table.update(found)
 
 
-def _measured(name: str, folder: Path, texts: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+def _measured(
+    name: str, folder: Path, texts: Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
     try:
         return measure(name, folder, texts, options.scheme, options.samples)
     except Exception as error:  # of any architecture; it is reported
         at = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(re.sub(rf"{folder}/[\w-]+: ", "", str(error)).split())
-        return {"error": f"{type(error).__name__}: {message[:300]}", "at": f"{at.filename}:{at.lineno}"}
+        return {
+            "error": f"{type(error).__name__}: {message[:300]}",
+            "at": f"{at.filename}:{at.lineno}",
+        }
 
 
 def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -> dict[str, Any]:
@@ -94,15 +103,29 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
     for method, given in _METHODS.items():
         settings: dict[str, Any] = {**given, **({"samples": samples} if method == "gptq" else {})}
         made = quantkit.quantize(
-            source, folder / method, scheme, method=method, via="transformers", source_check=False, **settings
+            source,
+            folder / method,
+            scheme,
+            method=method,
+            via="transformers",
+            source_check=False,
+            **settings,
         )
-        floats = quantkit.convert(made.path, folder / f"{method}-floats", dequantize=True, source_check=False).path
+        floats = quantkit.convert(
+            made.path, folder / f"{method}-floats", dequantize=True, source_check=False
+        ).path
         after = load(floats, kind)
         own = log_probs(after, texts)
         kl = mean_estimate((reference.exp() * (reference - own)).sum(-1).flatten().double())
         parameters = after.state_dict()
-        different = {one for one, value in before.state_dict().items() if not torch.equal(value, parameters[one])}
-        linears = {f"{one}.weight" for one in reached if isinstance(before.get_submodule(one), nn.Linear)}
+        different = {
+            one
+            for one, value in before.state_dict().items()
+            if not torch.equal(value, parameters[one])
+        }
+        linears = {
+            f"{one}.weight" for one in reached if isinstance(before.get_submodule(one), nn.Linear)
+        }
         found[method] = {
             "kl": kl.value,
             "kl_error": kl.error,
@@ -132,8 +155,12 @@ def load(folder: Path, kind: Any = AutoModelForCausalLM, *, dequantize: bool = F
     Raises:
         NotLoadedError: if it does not find all tensors; it fills those with random numbers.
     """
-    settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
-    model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **settings)
+    settings = (
+        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    )
+    model, info = kind.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **settings
+    )
     if missing := sorted(info["missing_keys"]):
         raise NotLoadedError(f"{len(missing)} missing, such as {missing[0]}")
     return model.eval()
@@ -149,11 +176,17 @@ def log_probs(model: Any, texts: Tensor) -> Tensor:
 def changed_tensors(source: Path, result: Path) -> list[str]:
     """The tensors that are not quantized and differ from the source's."""
     before, after = (
-        {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+        {
+            name: value
+            for path in sorted(folder.glob("*.safetensors"))
+            for name, value in load_file(path).items()
+        }
         for folder in (source, result)
     )
     packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
-    experts = {name for name, value in before.items() if value.dim() == 3 and name not in after}  # one by one now
+    experts = {
+        name for name, value in before.items() if value.dim() == 3 and name not in after
+    }  # one by one now
     return [
         name
         for name, value in before.items()
@@ -164,12 +197,15 @@ def changed_tensors(source: Path, result: Path) -> list[str]:
 
 
 def _loaded(folder: Path, kind: Any, texts: Tensor, expected: Tensor) -> str:
-    """How transformers loads the packed weights so that they have the expected logits: `as it is`, `dequantized` as
-    they are read, or the reason why it does not."""
+    """How transformers loads the packed weights so that they have the expected logits: `as it is`,
+    `dequantized` as they are read, or the reason why it does not.
+    """
     reason = ""
     for how, dequantize in {"as it is": False, "dequantized": True}.items():
         try:
-            difference = float((log_probs(load(folder, kind, dequantize=dequantize), texts) - expected).abs().max())
+            difference = float(
+                (log_probs(load(folder, kind, dequantize=dequantize), texts) - expected).abs().max()
+            )
         except Exception as error:  # of transformers' own loader
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             continue
@@ -183,7 +219,8 @@ def _reached(model: nn.Module, texts: Tensor) -> set[str]:
     """The names of the modules that tokens pass."""
     found: set[str] = set()
     handles = [
-        module.register_forward_hook(lambda *_, name=name: found.add(name)) for name, module in model.named_modules()
+        module.register_forward_hook(lambda *_, name=name: found.add(name))
+        for name, module in model.named_modules()
     ]
     log_probs(model, texts[:1])
     for handle in handles:

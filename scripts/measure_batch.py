@@ -1,13 +1,16 @@
-"""Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in Markdown.
+"""Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in
+Markdown.
 
     python scripts/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON [--vllm-eager]]
-        [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt 16] [--new 16]
+        [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt
+        16] [--new 16]
 
-Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless `--head` names a scheme.
-PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4 folder as ours and compiles it first unless
-`--eager` is given. All candidates are loaded, each in a separate process, and continue the same prompts greedily.
-In each round each of ours is measured right after its peers; a figure is new tokens a second of all sequences, after
-their prompts, the median over the rounds, and in parentheses the medians of the ratios to the peers, in their order.
+Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless
+`--head` names a scheme. PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4
+folder as ours and compiles it first unless `--eager` is given. All candidates are loaded, each in a
+separate process, and continue the same prompts greedily. In each round each of ours is measured
+right after its peers; a figure is new tokens a second of all sequences, after their prompts, the
+median over the rounds, and in parentheses the medians of the ratios to the peers, in their order.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def make(models: Path, scheme: str, head: str | None) -> Path:
     if not source.exists():
         checkpoint = synthetic("tinyllama-1.1b", None)
         names = checkpoint.names()
-        planned = Output(checkpoint, checkpoint.config, [checkpoint.info(name) for name in names], 1 << 40)
+        planned = Output(
+            checkpoint, checkpoint.config, [checkpoint.info(name) for name in names], 1 << 40
+        )
         source.mkdir(parents=True)
         for name, content in HF.side_files(planned).items():
             assert isinstance(content, bytes)
@@ -52,7 +57,9 @@ def make(models: Path, scheme: str, head: str | None) -> Path:
         parse = quantkit.QuantScheme.parse
         overrides = () if head is None else (quantkit.Override("lm_head", parse(head)),)
         recipe = quantkit.Recipe(parse(scheme), overrides)
-        quantkit.quantize(source, made, recipe, method="rtn", accept_quality_loss=True, source_check=False)
+        quantkit.quantize(
+            source, made, recipe, method="rtn", accept_quality_loss=True, source_check=False
+        )
     return made
 
 
@@ -71,7 +78,9 @@ def serve(folder: str, mode: str) -> None:
     def together(model: Decoder, prompts: list[list[int]], new: int) -> float:
         length = max(len(prompt) for prompt in prompts) + new
         scheduler = Scheduler(Engine(model, length, slots=len(prompts)))
-        running = [scheduler.add(checked_request(model.config, prompt, new, {}))[0] for prompt in prompts]
+        running = [
+            scheduler.add(checked_request(model.config, prompt, new, {}))[0] for prompt in prompts
+        ]
         while not all(one.tokens for one in running):
             scheduler.step()
         there, started = sum(len(one.tokens) for one in running), time.perf_counter()
@@ -84,7 +93,9 @@ def serve(folder: str, mode: str) -> None:
         engine.step(torch.tensor(prompt), [0] * len(prompt), range(len(prompt)), [len(prompt) - 1])
         positions, started = range(len(prompt), len(prompt) + TOGETHER), time.perf_counter()
         for _ in range(steps):
-            logits = engine.step(torch.tensor(prompt[:TOGETHER]), [0] * TOGETHER, positions, range(TOGETHER))
+            logits = engine.step(
+                torch.tensor(prompt[:TOGETHER]), [0] * TOGETHER, positions, range(TOGETHER)
+            )
             logits.argmax(-1).tolist()
         return TOGETHER * steps / (time.perf_counter() - started)
 
@@ -100,26 +111,49 @@ def serve(folder: str, mode: str) -> None:
 
 def request(sequences: int, prompt: int, new: int) -> str:
     """A request to a candidate: prompts of random tokens, the same for all."""
-    prompts = [[1, *((67 * place + 1009 * number) % 31000 + 900 for place in range(1, prompt))]
-               for number in range(sequences)]  # fmt: skip
+    prompts = [
+        [1, *((67 * place + 1009 * number) % 31000 + 900 for place in range(1, prompt))]
+        for number in range(sequences)
+    ]
     return json.dumps({"prompts": prompts, "new": new})
 
 
-def measure(options: argparse.Namespace, scheme: str) -> tuple[list[str], dict[str, dict[str, list[float]]]]:
+def measure(
+    options: argparse.Namespace, scheme: str
+) -> tuple[list[str], dict[str, dict[str, list[float]]]]:
     """The peers by name; and what each candidate did in each round, by the number of sequences."""
     folder, length = make(options.models, scheme, options.head), options.prompt + options.new
     here, context = Path(__file__).parent, str(max(options.sequences) * length)
     candidates: dict[str, Candidate] = {}
     if options.peer:
         kind = PEERS[scheme]
-        command = (str(here / "peer_llamacpp.py"), str(options.models), "--serve", kind, "--context", context)
-        candidates[f"llama.cpp {kind}"] = Candidate(options.peer, *command, "--sequences", str(max(options.sequences)))
+        command = (
+            str(here / "peer_llamacpp.py"),
+            str(options.models),
+            "--serve",
+            kind,
+            "--context",
+            context,
+        )
+        candidates[f"llama.cpp {kind}"] = Candidate(
+            options.peer, *command, "--sequences", str(max(options.sequences))
+        )
     if options.vllm and scheme != "int8":
-        command = (str(here / "peer_vllm.py"), str(folder), "--length", str(length), *["--eager"] * options.vllm_eager)
-        candidates["vLLM"] = Candidate(options.vllm, *command, "--sequences", str(max(options.sequences)))
+        command = (
+            str(here / "peer_vllm.py"),
+            str(folder),
+            "--length",
+            str(length),
+            *["--eager"] * options.vllm_eager,
+        )
+        candidates["vLLM"] = Candidate(
+            options.vllm, *command, "--sequences", str(max(options.sequences))
+        )
     peers = list(candidates)
     for mode in MODES:
-        candidates[f"{scheme}, {mode}"] = Candidate(sys.executable, __file__, "--serve", str(folder), mode)
+        candidates[f"{scheme}, {mode}"] = Candidate(
+            sys.executable, __file__, "--serve", str(folder), mode
+        )
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in range(options.rounds + 1):  # the first warms up
         for count in options.sequences:
@@ -169,8 +203,15 @@ def main() -> None:
         for label, by in found.items():
             cells = []
             for count in counts:
-                ratios = [] if label in peers else [f"{ratio(by[count], found[peer][count]):.2f}" for peer in peers]
-                cells.append(f"{statistics.median(by[count]):.1f}" + (f" ({', '.join(ratios)} x)" if ratios else ""))
+                ratios = (
+                    []
+                    if label in peers
+                    else [f"{ratio(by[count], found[peer][count]):.2f}" for peer in peers]
+                )
+                cells.append(
+                    f"{statistics.median(by[count]):.1f}"
+                    + (f" ({', '.join(ratios)} x)" if ratios else "")
+                )
             lines.append(row(label, cells))
             if label not in peers and {"1", str(TOGETHER)} <= set(counts):
                 costs = [TOGETHER * ratio(by["1"], by[kind]) for kind in (str(TOGETHER), ROWS)]
@@ -178,7 +219,11 @@ def main() -> None:
     print("\n".join(lines))
     if steps:
         title = f"a step of {TOGETHER} tokens over a step of one"
-        print("\n".join(["", row(title, [f"of {TOGETHER} sequences", "of one"]), "|---" * 3 + "|", *steps]))
+        print(
+            "\n".join(
+                ["", row(title, [f"of {TOGETHER} sequences", "of one"]), "|---" * 3 + "|", *steps]
+            )
+        )
     return None
 
 

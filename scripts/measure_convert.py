@@ -3,8 +3,8 @@
     python scripts/synthetic_checkpoint.py /tmp/synthetic
     python scripts/measure_convert.py /tmp/synthetic [--pairs 5]
 
-Writes next to the source and removes what it wrote. Prints a table in Markdown. The weights are random, so the
-check of the source is left out, and timed apart: it ends the command as it should.
+Writes next to the source and removes what it wrote. Prints a table in Markdown. The weights are
+random, so the check of the source is left out, and timed apart: it ends the command as it should.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _REFUSED = 3  # quantkit's exit code for a source that makes no sense
 
 
 def timed(command: list[str], code: int = 0) -> tuple[float, float]:
-    """Seconds of wall time and peak memory in MB of one command that exits with a code, synced to disk."""
+    """Seconds of wall time and peak memory in MB of one command that exits with a code, synced
+    to disk.
+    """
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -57,12 +59,26 @@ def main() -> None:
         ratios.append(converted / copied)
         print(f"| {pair + 1} | {copied:.1f} s | {converted:.1f} s | {ratios[-1]:.2f} |", flush=True)
     seconds, peaks["quantize"] = timed(
-        [*quantkit, "quantize", str(options.source), fresh(out), "--scheme", "int4-g128", "--method", "rtn", unchecked,
-         "--accept-quality-loss"]
-    )  # fmt: skip
-    checking, peaks["the check"] = timed([*quantkit, "convert", str(options.source), fresh(out)], code=_REFUSED)
+        [
+            *quantkit,
+            "quantize",
+            str(options.source),
+            fresh(out),
+            "--scheme",
+            "int4-g128",
+            "--method",
+            "rtn",
+            unchecked,
+            "--accept-quality-loss",
+        ]
+    )
+    checking, peaks["the check"] = timed(
+        [*quantkit, "convert", str(options.source), fresh(out)], code=_REFUSED
+    )
     fresh(out)
-    print(f"\nmedian ratio {statistics.median(ratios):.2f}; quantize to int4-g128 in {seconds:.1f} s")
+    print(
+        f"\nmedian ratio {statistics.median(ratios):.2f}; quantize to int4-g128 in {seconds:.1f} s"
+    )
     print(f"the check of the source takes {checking:.1f} s, start included")
     print(", ".join(f"peak memory of {name} {peak:.0f} MB" for name, peak in peaks.items()))
 

@@ -1,13 +1,15 @@
 """Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
-    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b] [--schemes int4-g128 int4-g32]
+    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b] [--schemes
+    int4-g128 int4-g32]
         [--modes exact fast] [--rounds 7] [--measures decode] [--head SCHEME] [--plot OUT.png]
 
-Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has llama-cpp-python and gguf;
-its models are made in FOLDER and kept. All candidates are loaded, each in a separate process (12 GB together). In
-each round each of ours is measured right after the llama.cpp type next to it, for a second or so, with the bandwidth of
-a plain sum before and after: what a shared machine gives changes within seconds. Figures are medians over the rounds,
-tokens a second.
+Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has
+llama-cpp-python and gguf; its models are made in FOLDER and kept. All candidates are loaded, each
+in a separate process (12 GB together). In each round each of ours is measured right after the
+llama.cpp type next to it, for a second or so, with the bandwidth of a plain sum before and after:
+what a shared machine gives changes within seconds. Figures are medians over the rounds, tokens a
+second.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ from typing import Any
 SCHEMES, MODES = ("int8", "int4-g32", "int4-g128"), ("exact", "fast")
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 MEASURES = ("decode", "decode batch 8", "prefill 128", "prefill 512")
-QUIET = 0.85  # of the most that a plain sum reads from memory: at least this when nothing else used it
+QUIET = (
+    0.85  # of the most that a plain sum reads from memory: at least this when nothing else used it
+)
 
 
 class Candidate:
     """A process that has loaded a model and measures on request."""
 
     def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.weight_bytes = int(self._answer())
 
     def __call__(self, measure: str) -> float:
@@ -79,7 +85,9 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.6), dpi=150, layout="constrained")
     measures = list(next(iter(rows.values())))
-    for axes, name in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
+    for axes, name in zip(
+        figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True
+    ):
         colors = ["0.6" if label.startswith("llama") else "C0" for label in rows]
         axes.barh(list(rows), [row[name] for row in rows.values()], color=colors)
         axes.set_title(f"{name}, tok/s", fontsize=10)
@@ -101,7 +109,9 @@ class Pair:
     bandwidth: float
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], dict[str, dict[str, list[Pair]]]]:
+def measure(
+    options: argparse.Namespace,
+) -> tuple[dict[str, Candidate], dict[str, dict[str, list[Pair]]]]:
     """The candidates by label; and what each of ours did in each round, by the measure."""
     import torch
 
@@ -110,13 +120,19 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], dict[str
     read = partial(bandwidth, torch.device("cpu"))
     script = str(Path(__file__).with_name("peer_llamacpp.py"))
     candidates = {
-        kind: Candidate(options.peer, script, str(options.models), "--serve", kind, "--shape", options.shape)
+        kind: Candidate(
+            options.peer, script, str(options.models), "--serve", kind, "--shape", options.shape
+        )
         for kind in dict.fromkeys(PEERS[scheme] for scheme in options.schemes)
     }
-    labels = {f"{scheme}, {mode}": (scheme, mode) for scheme in options.schemes for mode in options.modes}
+    labels = {
+        f"{scheme}, {mode}": (scheme, mode) for scheme in options.schemes for mode in options.modes
+    }
     for label, (scheme, mode) in labels.items():
         head = "int8" if scheme == "int8" else options.head or scheme
-        candidates[label] = Candidate(sys.executable, __file__, "--serve", options.shape, scheme, head, mode)
+        candidates[label] = Candidate(
+            sys.executable, __file__, "--serve", options.shape, scheme, head, mode
+        )
     found: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for name in options.measures:
         for candidate in candidates.values():  # to warm up
@@ -151,13 +167,24 @@ def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pai
     decodes = {label: by["decode"] for label, by in found.items() if "decode" in by}
     peak = max((pair.bandwidth for pairs in decodes.values() for pair in pairs), default=0)
     for title, wanted in (("at its best", True), ("shared", False)):
-        lines += ["", row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]), "|---" * 5 + "|"]
+        lines += [
+            "",
+            row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]),
+            "|---" * 5 + "|",
+        ]
         for label, pairs in decodes.items():
             some = [pair for pair in pairs if (pair.bandwidth >= QUIET * peak) == wanted]
             if some:
                 width = statistics.median(pair.bandwidth for pair in some)
-                shares = [pair.ours * candidates[label].weight_bytes / pair.bandwidth for pair in some]
-                cells = [f"{width / 1e9:.1f}", rates(some), f"{statistics.median(shares):.0%}", str(len(some))]
+                shares = [
+                    pair.ours * candidates[label].weight_bytes / pair.bandwidth for pair in some
+                ]
+                cells = [
+                    f"{width / 1e9:.1f}",
+                    rates(some),
+                    f"{statistics.median(shares):.0%}",
+                    str(len(some)),
+                ]
                 lines.append(row(label, cells))
     return lines
 
@@ -167,7 +194,10 @@ def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]
     rows: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(PEERS[label.split(",")[0]] for label in found):
         peers = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
-        rows[kind] = {name: statistics.median(pair.theirs for by in peers for pair in by[name]) for name in peers[0]}
+        rows[kind] = {
+            name: statistics.median(pair.theirs for by in peers for pair in by[name])
+            for name in peers[0]
+        }
     return rows
 
 
@@ -181,7 +211,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--measures", nargs="*", default=MEASURES, choices=MEASURES)
-    parser.add_argument("--head", help="the scheme of the head of int4 models; their own by default")
+    parser.add_argument(
+        "--head", help="the scheme of the head of int4 models; their own by default"
+    )
     parser.add_argument("--plot", type=Path)
     options: Any = parser.parse_args()
     if options.serve:
@@ -193,7 +225,9 @@ def main() -> None:
     if options.plot:
         rows = {f"llama.cpp {kind}": figures for kind, figures in peers(found).items()}
         for label, by in found.items():
-            rows[label] = {name: statistics.median(pair.ours for pair in pairs) for name, pairs in by.items()}
+            rows[label] = {
+                name: statistics.median(pair.ours for pair in pairs) for name, pairs in by.items()
+            }
         draw(rows, options.plot)
     return None
 

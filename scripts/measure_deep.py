@@ -1,10 +1,11 @@
-"""Damage a sound model in ways that leave it well-formed, and see what `quantkit doctor --deep` finds of each.
+"""Damage a sound model in ways that leave it well-formed, and see what `quantkit doctor --deep`
+finds of each.
 
     python scripts/measure_deep.py MODEL [--only WORD]
 
-MODEL is a folder in floats that `quantkit convert` wrote. Prints a table in Markdown, a row for each damage: the
-perplexity on a packaged text, what is found in the weights and predictions alone, with quantkit.json, and against the
-source. The first row is the sound model.
+MODEL is a folder in floats that `quantkit convert` wrote. Prints a table in Markdown, a row for
+each damage: the perplexity on a packaged text, what is found in the weights and predictions alone,
+with quantkit.json, and against the source. The first row is the sound model.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def damages(config: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
     yield f"layers 1 and {layers - 2} swapped", swapped(1, layers - 2)
     yield "q, k rows shuffled", reordered(shuffled)
     yield "q, k rows in Meta's order", reordered(lambda rows: to_interleaved(rows, size))
-    yield from ((f"down_proj of layer {layer} doubled", doubled(layer)) for layer in (0, middle, layers - 1))
+    yield from (
+        (f"down_proj of layer {layer} doubled", doubled(layer)) for layer in (0, middle, layers - 1)
+    )
     yield "rope base times 100", rope(100)
     yield "twice the heads, half as large", halved_heads
 
@@ -119,7 +122,9 @@ def measured(source: Path, folder: Path, damage: Damage, config: dict[str, Any])
     damage(tensors, changed)
     if changed != config:
         (folder / "config.json").write_text(json.dumps(changed))
-    if not all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(source / WEIGHTS).items()):
+    if not all(
+        torch.equal(tensor, tensors[name]) for name, tensor in load_file(source / WEIGHTS).items()
+    ):
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     found = quantkit.diagnose(folder, deep=True, against=source)
     names = list(dict.fromkeys(one.rule.name for one in found.findings))
@@ -127,7 +132,11 @@ def measured(source: Path, folder: Path, damage: Damage, config: dict[str, Any])
     texts = [one for one in found.looked_at if one.startswith("perplexity")]
     texts += [one.what for one in found.findings if one.rule.name == "no-prediction"]
     perplexity = texts[0].partition("perplexity ")[2].split()[0].rstrip(")") if texts else "-"
-    groups = (alone, [name for name in names if name in OF_MANIFEST], [name for name in names if name in OF_SOURCE])
+    groups = (
+        alone,
+        [name for name in names if name in OF_MANIFEST],
+        [name for name in names if name in OF_SOURCE],
+    )
     return [perplexity, *(", ".join(f"`{name}`" for name in one) or "-" for one in groups)]
 
 

@@ -1,9 +1,11 @@
-"""Time `quantkit doctor` on the headers of a folder of Llama 3 70B's size, whose files are sparse: all holes, no data.
+"""Time `quantkit doctor` on the headers of a folder of Llama 3 70B's size, whose files are sparse:
+all holes, no data.
 
     python scripts/measure_doctor.py [DST] [--layers 80] [--runs 3] [--floats]
 
-int4 in groups of 128 unless floats are requested. Each run is a separate process, imports included, and must import
-no torch. Prints one line of JSON: the seconds of each run, tensors, bytes, and what was found.
+int4 in groups of 128 unless floats are requested. Each run is a separate process, imports included,
+and must import no torch. Prints one line of JSON: the seconds of each run, tensors, bytes, and what
+was found.
 """
 
 from __future__ import annotations
@@ -24,23 +26,33 @@ from quantkit.tensors.dtypes import DType
 
 HIDDEN, MIDDLE, KV, VOCABULARY = 8192, 28672, 1024, 128256
 LINEARS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (MIDDLE, HIDDEN), "mlp.up_proj": (MIDDLE, HIDDEN),
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (MIDDLE, HIDDEN),
+    "mlp.up_proj": (MIDDLE, HIDDEN),
     "mlp.down_proj": (HIDDEN, MIDDLE),
-}  # fmt: skip
+}
 GROUP, SHARD = 128, 5 * 10**9
 SETTINGS = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
             "weights": {
-                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
                 "dynamic": False,
             },
         }
     },
-}  # fmt: skip
+}
 RUN = """
 import sys, time
 start = time.perf_counter()
@@ -100,11 +112,22 @@ def make(folder: Path, layers: int, floats: bool) -> list[StoredTensor]:
             file.truncate(len(header) + sum(tensor.nbytes for tensor in own))
         index |= {tensor.name: name for tensor in own}
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
-        "intermediate_size": MIDDLE, "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "bos_token_id": 128000,
-        "eos_token_id": 128001, "tie_word_embeddings": False, "rope_theta": 500000.0,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": False,
+        "rope_theta": 500000.0,
+    }
     words = {f"w{number}": number for number in range(VOCABULARY)}
     contents = {
         "model.safetensors.index.json": {"metadata": {}, "weight_map": index},
@@ -130,7 +153,9 @@ def main() -> None:
         times = []
         for _ in range(options.runs):
             start = time.perf_counter()
-            done = subprocess.run([sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, check=True
+            )
             times.append(round(time.perf_counter() - start, 2))
         lines = done.stdout.splitlines()
     if lines[-1] != "0 False":

@@ -1,10 +1,12 @@
 """Measure what following the float model brings, by the samples on which it is followed.
 
-    python scripts/measure_drift.py MODEL CALIBRATION TEXT... [--strides 1,4,8,16,32] [--seeds 3] [--fixed-damping 0.1]
+    python scripts/measure_drift.py MODEL CALIBRATION TEXT... [--strides 1,4,8,16,32] [--seeds 3]
+    [--fixed-damping 0.1]
 
-Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, the mean over the seeds, for int4-g128
-with 128 samples of 256 tokens; the float model takes every n-th sample, finally none. `--fixed-damping`: the
-Hessian that drift is divided by is damped by that, however many tokens show the drift. Everything is in float32.
+Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, the mean over the
+seeds, for int4-g128 with 128 samples of 256 tokens; the float model takes every n-th sample,
+finally none. `--fixed-damping`: the Hessian that drift is divided by is damped by that, however
+many tokens show the drift. Everything is in float32.
 """
 
 from __future__ import annotations
@@ -67,13 +69,24 @@ def main() -> None:
             for seed in range(options.seeds):
                 dst = folder / f"{stride}-{seed}"
                 quantkit.quantize(
-                    source, dst, "int4-g128", method="gptq", calibration=options.calibration, samples=SAMPLES,
-                    length=WINDOW, seed=seed, accept_quality_loss=True,
-                )  # fmt: skip
+                    source,
+                    dst,
+                    "int4-g128",
+                    method="gptq",
+                    calibration=options.calibration,
+                    samples=SAMPLES,
+                    length=WINDOW,
+                    seed=seed,
+                    accept_quality_loss=True,
+                )
                 lost = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
                 found.append([one.divergence.kl * 1e4 for one in lost])
-            means = " | ".join(f"{statistics.mean(values):.2f}" for values in zip(*found, strict=True))
-            print(f"| {-(-SAMPLES // stride) * WINDOW if stride else 'none'} | {means} |", flush=True)
+            means = " | ".join(
+                f"{statistics.mean(values):.2f}" for values in zip(*found, strict=True)
+            )
+            print(
+                f"| {-(-SAMPLES // stride) * WINDOW if stride else 'none'} | {means} |", flush=True
+            )
 
 
 if __name__ == "__main__":

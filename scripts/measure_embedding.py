@@ -1,10 +1,12 @@
-"""What an int8 embedding saves and costs, on random weights in the shape of Qwen3-0.6B: tied, 151,936 tokens.
+"""What an int8 embedding saves and costs, on random weights in the shape of Qwen3-0.6B: tied,
+151,936 tokens.
 
     python scripts/measure_embedding.py FOLDER [--layers 28] [--scheme int4-g128] [--rounds 5]
 
-The source is made in FOLDER, and kept. Says of it rounded, with the embedding in bfloat16 and in int8, the size of the
-weights in a file, what is held in memory, tokens a second (the two in turn, the median of the rounds, and that of the
-ratios of the pairs), and by how much logits differ, relative to their norm: from the source's, and between the two.
+The source is made in FOLDER, and kept. Says of it rounded, with the embedding in bfloat16 and in
+int8, the size of the weights in a file, what is held in memory, tokens a second (the two in turn,
+the median of the rounds, and that of the ratios of the pairs), and by how much logits differ,
+relative to their norm: from the source's, and between the two.
 """
 
 from __future__ import annotations
@@ -40,17 +42,31 @@ TOKENS, NEW = 64, 32
 def make(folder: Path, layers: int) -> None:
     """A folder of random weights."""
     raw = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN,
-        "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for one in parameters(config_from_hf(raw, folder)):
         value = torch.ones(one.shape, dtype=torch.bfloat16)
-        tensors[one.name] = value if len(one.shape) == 1 else value.normal_(0, 0.02, generator=generator)
+        tensors[one.name] = (
+            value if len(one.shape) == 1 else value.normal_(0, 0.02, generator=generator)
+        )
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
@@ -69,7 +85,10 @@ def stored_bytes(checkpoint: Checkpoint) -> int:
     for name in checkpoint.names():
         spec = checkpoint.info(name)
         floats = [StoredTensor(name, spec.dtype, spec.shape)]
-        total += sum(one.nbytes for one in (PackQuantized(spec.scheme).stored(spec) if spec.scheme else floats))
+        total += sum(
+            one.nbytes
+            for one in (PackQuantized(spec.scheme).stored(spec) if spec.scheme else floats)
+        )
     return total
 
 
@@ -107,10 +126,13 @@ def main() -> None:
     for name, checkpoint in made.items():
         print(
             f"{name}: {stored_bytes(checkpoint) / 1e6:.0f} MB, {held[name] / 1e6:.0f} MB held,"
-            f" {statistics.median(rates[name]):.1f} tokens a second", flush=True,
-        )  # fmt: skip
+            f" {statistics.median(rates[name]):.1f} tokens a second",
+            flush=True,
+        )
     ratios = [after / before for before, after in zip(*rates.values(), strict=True)]
-    print(f"int8 next to bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True)
+    print(
+        f"int8 next to bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True
+    )
     right, base, found = (logits(one) for one in (source, *made.values()))
     off = {
         "bfloat16 embedding": (base, right),

@@ -1,13 +1,16 @@
-"""Measure what a choice of schemes for a size gains over one scheme for all layers, and how well it is estimated.
+"""Measure what a choice of schemes for a size gains over one scheme for all layers, and how well it
+is estimated.
 
-    python scripts/measure_fit.py MODEL CALIBRATION TEXT... [--bits 4.5,...] [--schemes int4-g64,...] [--seeds 3]
+    python scripts/measure_fit.py MODEL CALIBRATION TEXT... [--bits 4.5,...] [--schemes
+    int4-g64,...] [--seeds 3]
                                   [--estimates]
 
-Prints a table in Markdown: bits a weight of the linears, KL(source || quantized) per token in units of 1e-4 over 60
-windows of 256 tokens of every text, the KL that was estimated, and the bytes of the files of weights, predicted and on
-disk; GPTQ with 128 samples of 256 tokens. The source's own float type is kept, and scales are stored in it. With
-`--estimates` it holds what each unit of linears is estimated to lose in each scheme against what it loses on the texts
-when nothing else is quantized, as rank correlation and ratio.
+Prints a table in Markdown: bits a weight of the linears, KL(source || quantized) per token in units
+of 1e-4 over 60 windows of 256 tokens of every text, the KL that was estimated, and the bytes of the
+files of weights, predicted and on disk; GPTQ with 128 samples of 256 tokens. The source's own float
+type is kept, and scales are stored in it. With `--estimates` it holds what each unit of linears is
+estimated to lose in each scheme against what it loses on the texts when nothing else is quantized,
+as rank correlation and ratio.
 """
 
 from __future__ import annotations
@@ -39,18 +42,33 @@ class Measurement:
         quantkit.convert(model, self.source, to="hf")
         tokenizer = load_tokenizer(self.source)
         ids = [tokenizer.encode(text.read_text()) for text in texts]
-        self.batches = [Batch.from_start(text_windows(own, prompt_start(tokenizer), WINDOW)[:WINDOWS]) for own in ids]
+        self.batches = [
+            Batch.from_start(text_windows(own, prompt_start(tokenizer), WINDOW)[:WINDOWS])
+            for own in ids
+        ]
         self._count = 0
 
-    def quantized(self, scheme: str | Recipe | None, seed: int, **options: float) -> quantkit.QuantizeResult:
+    def quantized(
+        self, scheme: str | Recipe | None, seed: int, **options: float
+    ) -> quantkit.QuantizeResult:
         self._count += 1
         return quantkit.quantize(
-            self.source, self.folder / str(self._count), scheme, method="gptq", calibration=self.calibration,
-            samples=SAMPLES, length=WINDOW, seed=seed, accept_quality_loss=True, **options,
-        )  # fmt: skip
+            self.source,
+            self.folder / str(self._count),
+            scheme,
+            method="gptq",
+            calibration=self.calibration,
+            samples=SAMPLES,
+            length=WINDOW,
+            seed=seed,
+            accept_quality_loss=True,
+            **options,
+        )
 
     def kl(self, made: quantkit.QuantizeResult) -> list[float]:
-        found = compare_batches(open_checkpoint(self.source), open_checkpoint(made.path), self.batches)
+        found = compare_batches(
+            open_checkpoint(self.source), open_checkpoint(made.path), self.batches
+        )
         return [1e4 * one.divergence.kl for one in found]
 
 
@@ -61,10 +79,17 @@ def estimates(measured: Measurement) -> None:
     found = []
     for scheme in map(str, CANDIDATES[:3:2]):
         for unit in allocation.units:
-            others = (Override("*", None), *(Override(one, CANDIDATES[0].parse(scheme)) for one in unit.modules))
+            others = (
+                Override("*", None),
+                *(Override(one, CANDIDATES[0].parse(scheme)) for one in unit.modules),
+            )
             kl = measured.kl(measured.quantized(Recipe(CANDIDATES[0], others), 0))
             found.append([1e4 * unit.estimated_kl[scheme], *kl])
-            print(f"layer {unit.layer} {unit.linears} {scheme}:", *(f"{one:.3f}" for one in found[-1]), flush=True)
+            print(
+                f"layer {unit.layer} {unit.linears} {scheme}:",
+                *(f"{one:.3f}" for one in found[-1]),
+                flush=True,
+            )
     table = torch.tensor(found, dtype=torch.float64).t()
     ranks = table.argsort(1).argsort(1).double()
     for number in range(1, len(table)):
@@ -101,7 +126,11 @@ def main() -> None:
                 seconds, chosen = time.monotonic() - began, made.allocation
                 predicted = ("", "", "")
                 if chosen is not None:
-                    predicted = f"{chosen.bits:.4g}", f"{1e4 * chosen.kl:.2f}", str(chosen.weight_bytes)
+                    predicted = (
+                        f"{chosen.bits:.4g}",
+                        f"{1e4 * chosen.kl:.2f}",
+                        str(chosen.weight_bytes),
+                    )
                 kl = " | ".join(f"{one:.2f}" for one in measured.kl(made))
                 size = sum(file.stat().st_size for file in made.path.glob("*.safetensors"))
                 row = (scheme, seed, predicted[0], f"{seconds:.1f}", kl, *predicted[1:], size)

@@ -1,15 +1,19 @@
-"""Time `quantkit quantize --method gptq` against llm-compressor's default GPTQ, as whole processes in turn.
+"""Time `quantkit quantize --method gptq` against llm-compressor's default GPTQ, as whole processes
+in turn.
 
-    python scripts/measure_gptq_time.py CALIBRATION --peer PYTHON [--model MODEL] [--shapes 2048x2,4096x1]
+    python scripts/measure_gptq_time.py CALIBRATION --peer PYTHON [--model MODEL] [--shapes
+    2048x2,4096x1]
                                         [--samples 128] [--length 256] [--pairs 5] [--avx2]
 
-Both start from the same float32 folder and the same samples, by default 128 of 256 tokens, and end with a folder on
-disk; ours reads and tokenizes the text and passes the gate besides. PYTHON is an interpreter that has llm-compressor.
-Without MODEL, models of random weights are made in the shapes given, each the hidden size and the number of layers:
-such a model cannot predict text, so their predictions are not checked. `--avx2` keeps both to AVX2.
+Both start from the same float32 folder and the same samples, by default 128 of 256 tokens, and end
+with a folder on disk; ours reads and tokenizes the text and passes the gate besides. PYTHON is an
+interpreter that has llm-compressor. Without MODEL, models of random weights are made in the shapes
+given, each the hidden size and the number of layers: such a model cannot predict text, so their
+predictions are not checked. `--avx2` keeps both to AVX2.
 
-Prints for each model a table in Markdown: seconds of the clock, those of all processors together, which other
-processes change less, and the peak of memory, each with its ratio; and the median of the ratios.
+Prints for each model a table in Markdown: seconds of the clock, those of all processors together,
+which other processes change less, and the peak of memory, each with its ratio; and the median of
+the ratios.
 """
 
 from __future__ import annotations
@@ -36,9 +40,11 @@ SCHEME = "int4-g128"
 HIDDEN = {1024: 2816, 2048: 5632, 4096: 11008}
 """Feed-forward sizes by hidden size."""
 AVX2 = {
-    "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
     "QUANTKIT_CPU": "avx2",
-}  # fmt: skip
+}
 PEER = Path(__file__).with_name("peer_llmcompressor.py")
 
 
@@ -87,7 +93,11 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: 
     source, tokens = folder / "source", folder / "tokens.safetensors"
     quantkit.convert(model, source, to="hf", dtype="fp32", source_check=checked)
     drawn = load_calibration(
-        options.calibration, load_tokenizer(source), samples=options.samples, length=options.length, seed=0
+        options.calibration,
+        load_tokenizer(source),
+        samples=options.samples,
+        length=options.length,
+        seed=0,
     )
     save_file({"tokens": drawn.tokens}, tokens)
     environment = AVX2 if options.avx2 else {}
@@ -95,21 +105,56 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: 
     print("| pair | | quantkit | llm-compressor | ratio |\n|---|---|---|---|---|")
     for pair in range(1, options.pairs + 1):
         dst = folder / "dst"
-        ours = cost([
-            sys.executable, "-m", "quantkit.cli", "quantize", source, dst, "--scheme", SCHEME, "--method", "gptq",
-            "--calibration", options.calibration, "--samples", options.samples, "--length", options.length,
-            *([] if checked else ["--no-source-check"]),
-        ], environment)  # fmt: skip
+        ours = cost(
+            [
+                sys.executable,
+                "-m",
+                "quantkit.cli",
+                "quantize",
+                source,
+                dst,
+                "--scheme",
+                SCHEME,
+                "--method",
+                "gptq",
+                "--calibration",
+                options.calibration,
+                "--samples",
+                options.samples,
+                "--length",
+                options.length,
+                *([] if checked else ["--no-source-check"]),
+            ],
+            environment,
+        )
         shutil.rmtree(dst)
-        theirs = cost([options.peer, PEER, source, tokens, dst, "--scheme", SCHEME, "--recipe", "default"], environment)
+        theirs = cost(
+            [options.peer, PEER, source, tokens, dst, "--scheme", SCHEME, "--recipe", "default"],
+            environment,
+        )
         shutil.rmtree(dst)
-        found = [ours.seconds / theirs.seconds, ours.processor / theirs.processor, ours.memory / theirs.memory]
+        found = [
+            ours.seconds / theirs.seconds,
+            ours.processor / theirs.processor,
+            ours.memory / theirs.memory,
+        ]
         ratios.append(found)
-        print(f"| {pair} | clock | {ours.seconds:.1f} s | {theirs.seconds:.1f} s | {found[0]:.2f} |")
-        print(f"| | processors | {ours.processor:.1f} s | {theirs.processor:.1f} s | {found[1]:.2f} |")
-        print(f"| | memory | {ours.memory / 1e9:.2f} GB | {theirs.memory / 1e9:.2f} GB | {found[2]:.2f} |", flush=True)
+        print(
+            f"| {pair} | clock | {ours.seconds:.1f} s | {theirs.seconds:.1f} s | {found[0]:.2f} |"
+        )
+        print(
+            f"| | processors | {ours.processor:.1f} s | {theirs.processor:.1f} s | {found[1]:.2f} |"
+        )
+        print(
+            f"| | memory | {ours.memory / 1e9:.2f} GB | {theirs.memory / 1e9:.2f} GB |"
+            f" {found[2]:.2f} |",
+            flush=True,
+        )
     clock, processor, memory = (statistics.median(some) for some in zip(*ratios, strict=True))
-    print(f"\nMedian ratios: clock {clock:.2f}, processors {processor:.2f}, memory {memory:.2f}\n", flush=True)
+    print(
+        f"\nMedian ratios: clock {clock:.2f}, processors {processor:.2f}, memory {memory:.2f}\n",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -129,7 +174,10 @@ def main() -> None:
             return
         for shape in options.shapes.split(","):
             dim, layers = map(int, shape.split("x"))
-            print(f"Hidden size {dim}, {layers} layers, {options.samples} samples of {options.length} tokens:\n")
+            print(
+                f"Hidden size {dim}, {layers} layers, {options.samples} samples of {options.length}"
+                " tokens:\n"
+            )
             folder = Path(scratch) / shape
             write(folder / "meta", dim=dim, hidden=HIDDEN[dim], layers=layers, shards=1)
             measure(folder / "meta", folder, options, checked=False)

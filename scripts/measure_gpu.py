@@ -1,14 +1,16 @@
 """Measure the quantized products on the GPU at hand against bfloat16 and against peers.
 
-    python scripts/measure_gpu.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
+    python scripts/measure_gpu.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b]
+    [--tokens 1,16]
                                   [--json FILE] [--plot FILE.png] [--seconds 500] [--dry-run]
 
-For every linear shape, q/k/v and gate/up joined, and every number of tokens: the median time of one product with a
-cold L2 cache, from CUDA graphs over operands that are together twice its size. Prints Markdown: microseconds of
-bfloat16 `F.linear`, and for each scheme and peer the speed relative to it; for one token also the weight's bytes a
-second as a share of what a copy moves in the same run. Peers are those that can be imported: torchao, gemlite, and
-``F.linear(x, w.to(x.dtype)) * s`` under torch.compile. Nothing new is begun after --seconds. A dry run takes a tiny
-shape through Triton's interpreter.
+For every linear shape, q/k/v and gate/up joined, and every number of tokens: the median time of one
+product with a cold L2 cache, from CUDA graphs over operands that are together twice its size.
+Prints Markdown: microseconds of bfloat16 `F.linear`, and for each scheme and peer the speed
+relative to it; for one token also the weight's bytes a second as a share of what a copy moves in
+the same run. Peers are those that can be imported: torchao, gemlite, and ``F.linear(x,
+w.to(x.dtype)) * s`` under torch.compile. Nothing new is begun after --seconds. A dry run takes a
+tiny shape through Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from quantkit.tensors.scheme import QuantScheme
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 Linear = Callable[[Tensor], Tensor]
-"""One product; a maker gives the bytes of its weight and as many as the cache takes, with own operands."""
+"""One product; a maker gives the bytes of its weight and as many as the cache takes, with own
+operands.
+"""
 
 
 def copy_bandwidth() -> float:
@@ -51,8 +55,10 @@ def ours(weight: Tensor, text: str) -> tuple[int, list[Linear]]:
     quantized = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
     first = QuantLinear(quantized, None, weight.device, torch.bfloat16, allowed_backends("triton"))
     size = sum(buffer.nbytes for buffer in first.buffers())
-    others = (QuantLinear(quantized, None, weight.device, torch.bfloat16, allowed_backends("triton"))
-              for _ in range(copies_beyond_cache(size, weight.device) - 1))  # fmt: skip
+    others = (
+        QuantLinear(quantized, None, weight.device, torch.bfloat16, allowed_backends("triton"))
+        for _ in range(copies_beyond_cache(size, weight.device) - 1)
+    )
     return size, [first, *others]
 
 
@@ -92,7 +98,9 @@ def gemlite(weight: Tensor, bits: int) -> tuple[int, list[Linear]]:
         raise ImportError("its int4 takes weights quantized by hqq")
     size = weight.numel()
     make = A16W8(device="cuda:0", dtype=torch.bfloat16)
-    return size, [make.from_linear(_module(weight)) for _ in range(copies_beyond_cache(size, weight.device))]
+    return size, [
+        make.from_linear(_module(weight)) for _ in range(copies_beyond_cache(size, weight.device))
+    ]
 
 
 def _module(weight: Tensor) -> nn.Linear:
@@ -110,7 +118,11 @@ PEERS: dict[str, Callable[[Tensor], tuple[int, list[Linear]]]] = {
 
 
 def rows(
-    shapes: list[tuple[int, int]], makers: dict[str, Any], tokens: list[int], copied: float, deadline: float
+    shapes: list[tuple[int, int]],
+    makers: dict[str, Any],
+    tokens: list[int],
+    copied: float,
+    deadline: float,
 ) -> Iterator[Any]:
     """One result a shape, kind of weight and number of tokens."""
     for out, columns in shapes:
@@ -125,10 +137,18 @@ def rows(
                     x = torch.randn(count, columns, device=DEVICE, dtype=torch.bfloat16)
                     [linear(x) for linear in linears]
                     seconds = seconds_each([partial(linear, x) for linear in linears])
-                    yield {"shape": [out, columns], "weight": name, "tokens": count, "us": seconds * 1e6,
-                           "of_copy": size / seconds / copied}  # fmt: skip
+                    yield {
+                        "shape": [out, columns],
+                        "weight": name,
+                        "tokens": count,
+                        "us": seconds * 1e6,
+                        "of_copy": size / seconds / copied,
+                    }
             except Exception as error:  # a peer that is not there, or that can't
-                print(f"- {name}, {out} x {columns}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                print(
+                    f"- {name}, {out} x {columns}: {type(error).__name__}:"
+                    f" {str(error).splitlines()[:1]}"
+                )
 
 
 def table(found: list[Any], names: list[str]) -> Iterator[str]:
@@ -139,7 +159,10 @@ def table(found: list[Any], names: list[str]) -> Iterator[str]:
         base = times[out, columns, "bf16", tokens]["us"]
         cells = [times.get((out, columns, name, tokens)) for name in names]
         shares = (f" ({one['of_copy']:.0%})" if one and tokens == 1 else "" for one in cells)
-        text = (f"{base / one['us']:.2f}{share}" if one else "" for one, share in zip(cells, shares, strict=True))
+        text = (
+            f"{base / one['us']:.2f}{share}" if one else ""
+            for one, share in zip(cells, shares, strict=True)
+        )
         yield f"| {out} x {columns} | {tokens} | {base:.1f} | {' | '.join(text)} |"
 
 
@@ -153,9 +176,18 @@ def plot(found: list[Any], path: Path) -> None:
         here = [one for one in found if tuple(one["shape"]) == shape]
         base = {one["tokens"]: one["us"] for one in here if one["weight"] == "bf16"}
         for name in dict.fromkeys(one["weight"] for one in here):
-            line = [(one["tokens"], base[one["tokens"]] / one["us"]) for one in here if one["weight"] == name]
+            line = [
+                (one["tokens"], base[one["tokens"]] / one["us"])
+                for one in here
+                if one["weight"] == name
+            ]
             axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=name)
-        axes.set(title=f"{shape[0]} x {shape[1]}", xlabel="tokens", ylabel="speed, bf16 = 1", xscale="log")
+        axes.set(
+            title=f"{shape[0]} x {shape[1]}",
+            xlabel="tokens",
+            ylabel="speed, bf16 = 1",
+            xscale="log",
+        )
         axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -172,7 +204,10 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
-    schemes, tokens = options.schemes.split(","), [int(count) for count in options.tokens.split(",")]
+    schemes, tokens = (
+        options.schemes.split(","),
+        [int(count) for count in options.tokens.split(",")],
+    )
     shapes = sorted({shape for model in options.models.split(",") for shape in SHAPES[model]})
     if options.dry_run:
         shapes, tokens = [(48, 128)], [1, 17]
@@ -187,9 +222,14 @@ def main() -> None:
     with torch.inference_mode():
         for one in rows(shapes, makers, tokens, copied, deadline):
             found.append(one)
-            print(f"{one['shape']}, {one['weight']}, {one['tokens']} tokens: {one['us']:.1f} us", flush=True)
+            print(
+                f"{one['shape']}, {one['weight']}, {one['tokens']} tokens: {one['us']:.1f} us",
+                flush=True,
+            )
             if options.json:
-                options.json.write_text(json.dumps({"gpu": gpu, "copied": copied, "products": found}, indent=1))
+                options.json.write_text(
+                    json.dumps({"gpu": gpu, "copied": copied, "products": found}, indent=1)
+                )
     print("\n" + "\n".join(table(found, [name for name in makers if name != "bf16"])))
     if options.plot:
         plot(found, options.plot)

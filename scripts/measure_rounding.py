@@ -1,12 +1,15 @@
-"""Measure how far rounding to nearest moves models, compared with llama.cpp's Q4_0, which has as many bits a weight.
+"""Measure how far rounding to nearest moves models, compared with llama.cpp's Q4_0, which has as
+many bits a weight.
 
-    python scripts/measure_rounding.py PYTHON MODEL... --texts TEXT... [--scheme int4-g32] [--window 256] [--windows 60]
+    python scripts/measure_rounding.py PYTHON MODEL... --texts TEXT... [--scheme int4-g32] [--window
+    256] [--windows 60]
 
-PYTHON has llama-cpp-python. Each model, in its own float type, is rounded as `quantize --method rtn` does, without the
-importance of inputs, and on scales that span the groups. llama.cpp quantizes the same floats, from a GGUF file: with
-its defaults, where the embedding and the head have codes too, and with these left in floats, as ours are. Prints a
-table in Markdown: KL(source || quantized) per token in units of 1e-4 nats, all models run by quantkit, and seconds of
-processor time of the whole job: `quantkit.quantize`, with its gate, or llama.cpp's process.
+PYTHON has llama-cpp-python. Each model, in its own float type, is rounded as `quantize --method
+rtn` does, without the importance of inputs, and on scales that span the groups. llama.cpp quantizes
+the same floats, from a GGUF file: with its defaults, where the embedding and the head have codes
+too, and with these left in floats, as ours are. Prints a table in Markdown: KL(source || quantized)
+per token in units of 1e-4 nats, all models run by quantkit, and seconds of processor time of the
+whole job: `quantkit.quantize`, with its gate, or llama.cpp's process.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def rtn(source: Path, scheme: str, dst: Path) -> float:
     return time.process_time() - started
 
 
-def changed(module: ModuleType, name: str, by: object, source: Path, scheme: str, dst: Path) -> float:
+def changed(
+    module: ModuleType, name: str, by: object, source: Path, scheme: str, dst: Path
+) -> float:
     """The same job with a function of a module replaced."""
     before = getattr(module, name)
     setattr(module, name, by)
@@ -54,7 +59,9 @@ def changed(module: ModuleType, name: str, by: object, source: Path, scheme: str
         setattr(module, name, before)
 
 
-def round_plainly(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *_: object) -> tuple[QuantTensor, str]:
+def round_plainly(
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *_: object
+) -> tuple[QuantTensor, str]:
     """In place of `round_to_nearest`: on scales that span the groups."""
     return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
 
@@ -67,16 +74,23 @@ def no_importance(*_: object, **__: object) -> dict[str, Tensor]:
 def llamacpp(python: str, file: Path, flags: Sequence[str], dst: Path) -> float:
     """Seconds of llama.cpp's quantizer."""
     before = os.times()
-    subprocess.run([python, PEER, "quantize", file, dst, "Q4_0", *flags], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [python, PEER, "quantize", file, dst, "Q4_0", *flags], check=True, stderr=subprocess.DEVNULL
+    )
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 def batches(source: Path, texts: Sequence[Path], window: int, count: int) -> list[Batch]:
     """The first windows of all texts."""
     tokenizer = load_tokenizer(source)
     encoded = (tokenizer.encode(text.read_text()) for text in texts)
-    return [Batch.from_start(text_windows(ids, prompt_start(tokenizer), window)[:count]) for ids in encoded]
+    return [
+        Batch.from_start(text_windows(ids, prompt_start(tokenizer), window)[:count])
+        for ids in encoded
+    ]
 
 
 def main() -> None:
@@ -99,10 +113,19 @@ def main() -> None:
             given = source, options.scheme
             methods: dict[str, tuple[str, Callable[[Path], float]]] = {
                 "rtn": ("rtn", partial(rtn, *given)),
-                "rtn, not weighted": ("even", partial(changed, job, "input_importance", no_importance, *given)),
-                "rtn, plain scales": ("plain", partial(changed, quantizers, "round_to_nearest", round_plainly, *given)),
+                "rtn, not weighted": (
+                    "even",
+                    partial(changed, job, "input_importance", no_importance, *given),
+                ),
+                "rtn, plain scales": (
+                    "plain",
+                    partial(changed, quantizers, "round_to_nearest", round_plainly, *given),
+                ),
                 "Q4_0": ("all.gguf", partial(llamacpp, options.python, file, ())),
-                "Q4_0, linears only": ("linears.gguf", partial(llamacpp, options.python, file, ("--linears-only",))),
+                "Q4_0, linears only": (
+                    "linears.gguf",
+                    partial(llamacpp, options.python, file, ("--linears-only",)),
+                ),
             }
             for method, (result, run) in methods.items():
                 dst = Path(name) / result

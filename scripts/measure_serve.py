@@ -1,20 +1,26 @@
-"""Compare `quantkit serve` under load with llama.cpp's llama-server, and with vLLM: tables in Markdown.
+"""Compare `quantkit serve` under load with llama.cpp's llama-server, and with vLLM: tables in
+Markdown.
 
-    python scripts/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf [--vllm PYTHON] [--backends cpu-fast]
-        [--clients 1 4 8 16 32] [--slots 8] [--arrivals 0.5 0.8] [--seconds 30] [--rounds 3] [--seed 0] [--json OUT]
-    python scripts/measure_serve.py --make FOLDER        # random weights of TinyLlama's shape, with a tokenizer
+    python scripts/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf [--vllm PYTHON]
+    [--backends cpu-fast]
+        [--clients 1 4 8 16 32] [--slots 8] [--arrivals 0.5 0.8] [--seconds 30] [--rounds 3] [--seed
+        0] [--json OUT]
+    python scripts/measure_serve.py --make FOLDER        # random weights of TinyLlama's shape, with
+                                                         a tokenizer
 
-`scripts/llama_server.sh` builds LLAMA_SERVER, and `peer_llamacpp.py` makes the GGUF file of that shape. Requests are
-streamed completions of random token ids, greedy, with lengths that are log-uniform in `--prompt` and `--new`; every
-answer has its full length: quantkit's folder is served without its end tokens, the others ignore them. All servers get
-the same requests and the same threads. They run one at a time: those that are not measured are stopped by SIGSTOP, and
-rounds take turns. A closed loop has as many requests at once as clients; where there are more clients than `--slots`,
-also with as many slots as clients, and each server's better number counts. An open loop has random arrivals, at a share
-of what the slowest server answered in its best closed loop.
+`scripts/llama_server.sh` builds LLAMA_SERVER, and `peer_llamacpp.py` makes the GGUF file of that
+shape. Requests are streamed completions of random token ids, greedy, with lengths that are
+log-uniform in `--prompt` and `--new`; every answer has its full length: quantkit's folder is served
+without its end tokens, the others ignore them. All servers get the same requests and the same
+threads. They run one at a time: those that are not measured are stopped by SIGSTOP, and rounds take
+turns. A closed loop has as many requests at once as clients; where there are more clients than
+`--slots`, also with as many slots as clients, and each server's better number counts. An open loop
+has random arrivals, at a share of what the slowest server answered in its best closed loop.
 
-Figures are medians over the rounds; in parentheses the medians of the ratios to llama-server, in a closed loop of new
-tokens, of all tokens, and of all tokens per CPU second of the server. On a machine with other load the last one is the
-most reliable, with `--threads 1`: threads that wait for each other at a barrier use CPU time.
+Figures are medians over the rounds; in parentheses the medians of the ratios to llama-server, in a
+closed loop of new tokens, of all tokens, and of all tokens per CPU second of the server. On a
+machine with other load the last one is the most reliable, with `--threads 1`: threads that wait for
+each other at a barrier use CPU time.
 """
 
 from __future__ import annotations
@@ -38,7 +44,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from load_client import Answer, Target, closed_loop, latencies, open_loop, requests, send, throughput
+from load_client import (
+    Answer,
+    Target,
+    closed_loop,
+    latencies,
+    open_loop,
+    requests,
+    send,
+    throughput,
+)
 from measure_cpu import row
 
 START_SECONDS = 600.0
@@ -60,9 +75,12 @@ class Server:
         self.target = Target(port, self.extra)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [one.replace("PORT", str(port)) for one in self.command], stdout=output, stderr=output,
-                env=os.environ | self.environment, start_new_session=True,
-            )  # fmt: skip
+                [one.replace("PORT", str(port)) for one in self.command],
+                stdout=output,
+                stderr=output,
+                env=os.environ | self.environment,
+                start_new_session=True,
+            )
         end = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -88,13 +106,16 @@ class Server:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # a process that has ended
                 fields = path.read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == self._process.pid else 0
+                ticks += (
+                    int(fields[11]) + int(fields[12]) if int(fields[2]) == self._process.pid else 0
+                )
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def make(folder: Path, scheme: str) -> Path:
-    """A quantized folder of random weights with a tokenizer of letters, pairs and triples, in which every token has
-    printable text."""
+    """A quantized folder of random weights with a tokenizer of letters, pairs and triples, in which
+    every token has printable text.
+    """
     from itertools import islice, product
 
     from measure_batch import make as quantized
@@ -134,25 +155,71 @@ def servers(options: argparse.Namespace, folder: Path, slots: int) -> list[Serve
     for backend in options.backends:
         kernels = [] if backend == "default" else ["--backend", backend]
         command = [
-            str(Path(sys.executable).with_name("quantkit")), "serve", str(folder), "--port", "PORT", "--slots",
-            str(slots), "--waiting", "64", "--context", str(context), "--threads", threads, *kernels,
-        ]  # fmt: skip
-        found.append(Server("quantkit" if backend == "default" else f"quantkit, {backend}", slots, command))
+            str(Path(sys.executable).with_name("quantkit")),
+            "serve",
+            str(folder),
+            "--port",
+            "PORT",
+            "--slots",
+            str(slots),
+            "--waiting",
+            "64",
+            "--context",
+            str(context),
+            "--threads",
+            threads,
+            *kernels,
+        ]
+        found.append(
+            Server("quantkit" if backend == "default" else f"quantkit, {backend}", slots, command)
+        )
     if options.peer:
         command = [
-            options.peer, "-m", str(options.gguf), "--host", "127.0.0.1", "--port", "PORT", "--parallel", str(slots),
-            "-c", str(slots * context), "-t", threads, "-tb", threads, "--no-webui", *options.peer_options.split(),
-        ]  # fmt: skip
+            options.peer,
+            "-m",
+            str(options.gguf),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "PORT",
+            "--parallel",
+            str(slots),
+            "-c",
+            str(slots * context),
+            "-t",
+            threads,
+            "-tb",
+            threads,
+            "--no-webui",
+            *options.peer_options.split(),
+        ]
         found.append(Server(LLAMA, slots, command, {"ignore_eos": True}))
     if options.vllm:
         command = [
-            options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.folder.resolve()),
-            "--host", "127.0.0.1", "--port", "PORT", "--max-num-seqs", str(slots), "--max-model-len", str(context),
-            "--dtype", "bfloat16", "--no-enable-prefix-caching", "--served-model-name", "model",
+            options.vllm,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(options.folder.resolve()),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "PORT",
+            "--max-num-seqs",
+            str(slots),
+            "--max-model-len",
+            str(context),
+            "--dtype",
+            "bfloat16",
+            "--no-enable-prefix-caching",
+            "--served-model-name",
+            "model",
             *["--enforce-eager"] * options.vllm_eager,
-        ]  # fmt: skip
+        ]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": threads}
-        found.append(Server(VLLM, slots, command, {"ignore_eos": True, "model": "model"}, environment))
+        found.append(
+            Server(VLLM, slots, command, {"ignore_eos": True, "model": "model"}, environment)
+        )
     return found
 
 
@@ -176,7 +243,13 @@ class Measurement:
             found = asyncio.run(self._loaded(server, kind, load, number))
         finally:
             server.signal(signal.SIGSTOP)
-        known = {"server": server.label, "slots": server.slots, "kind": kind, "load": load, "round": number}
+        known = {
+            "server": server.label,
+            "slots": server.slots,
+            "kind": kind,
+            "load": load,
+            "round": number,
+        }
         self.runs.append(known | found | {"machine load": os.getloadavg()[0]})
         print(json.dumps(self.runs[-1]), file=sys.stderr, flush=True)
         if self._options.json:
@@ -185,7 +258,8 @@ class Measurement:
 
     async def _loaded(self, server: Server, kind: str, load: float, number: int) -> dict[str, Any]:
         options, target = self._options, server.target
-        seed = f"{options.seed} {kind} {load} {server.slots} {number}"  # no prompt twice: servers keep them
+        # no prompt twice: servers keep them
+        seed = f"{options.seed} {kind} {load} {server.slots} {number}"
         work = requests(seed, options.prompt, options.new, self._ids)
         first = next(requests("warm", (16, 17), (4, 5), self._ids))
         warm = Answer(len(first.prompt), first.new, time.perf_counter())
@@ -202,13 +276,25 @@ class Measurement:
             found: dict[str, Any] = throughput(answers, window) | {"ramp": window.begin - start}
             within = [one for one in answers if one.due >= window.begin and one.end is not None]
         else:
-            answers = within = await open_loop(target, work, load, seconds=options.open_seconds, seed=seed)
+            answers = within = await open_loop(
+                target, work, load, seconds=options.open_seconds, seed=seed
+            )
             found = {}
         seconds = time.perf_counter() - start
-        return found | latencies(within) | {
-            "problems": sorted({one.problem for one in answers if one.problem is not None and one.end is not None}),
-            "client's CPU": (time.process_time() - own) / seconds,
-        }  # fmt: skip
+        return (
+            found
+            | latencies(within)
+            | {
+                "problems": sorted(
+                    {
+                        one.problem
+                        for one in answers
+                        if one.problem is not None and one.end is not None
+                    }
+                ),
+                "client's CPU": (time.process_time() - own) / seconds,
+            }
+        )
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
@@ -231,7 +317,10 @@ def best(runs: list[dict[str, Any]], label: str, load: float) -> list[dict[str, 
 
 def closed_table(runs: list[dict[str, Any]], labels: list[str], clients: list[int]) -> list[str]:
     """New tokens a second; all tokens a second, the slots of the better setting, and ratios."""
-    lines = [row("new tok/s (all tok/s), clients", list(map(str, clients))), "|---" * (len(clients) + 1) + "|"]
+    lines = [
+        row("new tok/s (all tok/s), clients", list(map(str, clients))),
+        "|---" * (len(clients) + 1) + "|",
+    ]
     for label in labels:
         cells = []
         for load in clients:
@@ -248,14 +337,28 @@ def closed_table(runs: list[dict[str, Any]], labels: list[str], clients: list[in
 
 def open_table(runs: list[dict[str, Any]], labels: list[str]) -> list[str]:
     """Times to the first token and between tokens, at each rate of arrivals."""
-    names = ["first median", "first p99", "between median", "between p99", "mean median", "mean p99"]
+    names = [
+        "first median",
+        "first p99",
+        "between median",
+        "between p99",
+        "mean median",
+        "mean p99",
+    ]
     lines = [row("ms, at a rate of requests", names), "|---" * (len(names) + 1) + "|"]
     for rate in sorted({run["load"] for run in runs if run["kind"] == "open"}):
-        at = {one: [run for run in runs if (run["server"], run["load"]) == (one, rate)] for one in labels}
+        at = {
+            one: [run for run in runs if (run["server"], run["load"]) == (one, rate)]
+            for one in labels
+        }
         for label in labels:
             cells = []
             for name in names:
-                peer = f" ({ratio(at[label], at[LLAMA], name):.2f} x)" if LLAMA in at and label != LLAMA else ""
+                peer = (
+                    f" ({ratio(at[label], at[LLAMA], name):.2f} x)"
+                    if LLAMA in at and label != LLAMA
+                    else ""
+                )
                 cells.append(f"{median(at[label], name):.0f}{peer}")
             lines.append(row(f"{label}, {rate:.2f}/s", cells))
     return lines
@@ -265,7 +368,9 @@ def measure(options: argparse.Namespace) -> None:
     vocabulary = int(json.loads((options.folder / "config.json").read_text())["vocab_size"])
     measurement = Measurement(options, vocabulary)
     base = options.slots
-    settings = {base: options.clients} | {count: [count] for count in options.clients if count > base}
+    settings = {base: options.clients} | {
+        count: [count] for count in options.clients if count > base
+    }
     with tempfile.TemporaryDirectory() as temporary:
         view, log = without_ends(options.folder, Path(temporary)), Path(temporary) / "log"
         for slots, clients in settings.items():
@@ -281,7 +386,10 @@ def measure(options: argparse.Namespace) -> None:
                 if slots == base:
                     labels = [server.label for server in running]
                     capacity = min(
-                        max(median(best(measurement.runs, label, count), "answers") for count in clients)
+                        max(
+                            median(best(measurement.runs, label, count), "answers")
+                            for count in clients
+                        )
                         for label in labels
                     )
                     for share in options.arrivals:

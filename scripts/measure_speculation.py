@@ -3,10 +3,11 @@
     python scripts/measure_speculation.py replay FOLDER [--scheme int4-g128] [--right 0.8]
     python scripts/measure_speculation.py lookup MODEL [--new 200]
 
-`replay` runs random weights in TinyLlama's shape, which are made in FOLDER and kept; a draft that costs nothing repeats
-the known text, each token right with a probability. `lookup` lets an instruct model answer questions about texts of
-this repository, and draw random text at temperature 2, with prompt lookup and without, alternately. Prints medians of
-tokens a second after the first token, the ratio, and the share of proposals that were accepted.
+`replay` runs random weights in TinyLlama's shape, which are made in FOLDER and kept; a draft that
+costs nothing repeats the known text, each token right with a probability. `lookup` lets an instruct
+model answer questions about texts of this repository, and draw random text at temperature 2, with
+prompt lookup and without, alternately. Prints medians of tokens a second after the first token, the
+ratio, and the share of proposals that were accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Replay:
 
     def __init__(self, text: list[int], right: float, vocabulary: int) -> None:
         wrong = set(Random(0).sample(range(len(text)), round(len(text) * (1 - right))))
-        self._text = [(token + 1) % vocabulary if place in wrong else token for place, token in enumerate(text)]
+        self._text = [
+            (token + 1) % vocabulary if place in wrong else token
+            for place, token in enumerate(text)
+        ]
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
         return {one: self._text[len(one.tokens) :][:count] for one, count in counts.items()}
@@ -62,7 +66,9 @@ def timed(engine: Engine, ids: list[int], new: int, **sampling: Any) -> tuple[li
     return found, (len(found) - 1) / (time.perf_counter() - started)
 
 
-def compare(name: str, plain: Engine, other: Engine, ids: list[int], new: int, rounds: int, **sampling: Any) -> None:
+def compare(
+    name: str, plain: Engine, other: Engine, ids: list[int], new: int, rounds: int, **sampling: Any
+) -> None:
     """Run both alternately, and print a line."""
     speeds: dict[Engine, list[float]] = {plain: [], other: []}
     texts = []
@@ -72,12 +78,18 @@ def compare(name: str, plain: Engine, other: Engine, ids: list[int], new: int, r
             texts.append(text)
             speeds[engine].append(speed)
     assert all(text == texts[0] for text in texts), "a proposal changed the text"
-    ratios = [with_it / without for without, with_it in zip(speeds[plain], speeds[other], strict=True)]
-    accepted = f"{other.accepted} of {other.proposed} accepted" if other.proposed else "nothing proposed"
+    ratios = [
+        with_it / without for without, with_it in zip(speeds[plain], speeds[other], strict=True)
+    ]
+    accepted = (
+        f"{other.accepted} of {other.proposed} accepted" if other.proposed else "nothing proposed"
+    )
     print(
-        f"| {name} | {len(ids)} | {statistics.median(speeds[plain]):.1f} | {statistics.median(speeds[other]):.1f} "
-        f"| {statistics.median(ratios):.2f} x | {accepted} |", flush=True,
-    )  # fmt: skip
+        f"| {name} | {len(ids)} | {statistics.median(speeds[plain]):.1f} |"
+        f" {statistics.median(speeds[other]):.1f} | {statistics.median(ratios):.2f} x |"
+        f" {accepted} |",
+        flush=True,
+    )
 
 
 def replay(options: argparse.Namespace) -> None:
@@ -89,7 +101,9 @@ def replay(options: argparse.Namespace) -> None:
     model: Decoder = load_model(open_checkpoint(folder), device="cpu")
     ids, vocabulary = [1, *range(900, 963)], model.config.vocab_size
     length = len(ids) + options.new
-    plain, other = (Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens))
+    plain, other = (
+        Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens)
+    )
     text, _ = timed(plain, ids, options.new)
     for right in options.right:
         drafted: Any = Replay(text, right, vocabulary)
@@ -110,7 +124,9 @@ def lookup(options: argparse.Namespace) -> None:
     for name, question, sampling in cases:
         ids = chat.encode([{"role": "user", "content": question}])
         length = len(ids) + options.new
-        plain, other = (Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens))
+        plain, other = (
+            Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens)
+        )
         compare(name, plain, other, ids, options.new, options.rounds, **sampling)
 
 
@@ -124,7 +140,10 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print("| text | prompt | plain tok/s | with proposals | ratio | proposals |\n|---|---|---|---|---|---|")
+    print(
+        "| text | prompt | plain tok/s | with proposals | ratio | proposals"
+        " |\n|---|---|---|---|---|---|"
+    )
     {"replay": replay, "lookup": lookup}[options.kind](options)
 
 

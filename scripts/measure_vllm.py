@@ -1,13 +1,15 @@
-"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's loader makes of the
-folders with what the model card, `inspect` and `doctor` say.
+"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's loader
+makes of the folders with what the model card, `inspect` and `doctor` say.
 
-    python scripts/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE] [--update-docs]
+    python scripts/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE]
+    [--update-docs]
 
-PYTHON has vLLM, see `peer_vllm_loader.py`. Each architecture is quantized by rounding to compressed-tensors, and if
-quantkit has a decoder for it to GPTQ and AWQ too: all linears in one scheme, with a layer in floats, with several
-schemes, and with linears in floats that vLLM fuses with others. Prints what differs. `--update-docs` judges all
-architectures and writes the table of docs/models.md. With `--json` a run that was interrupted continues; with
-`--folders` the folders stay.
+PYTHON has vLLM, see `peer_vllm_loader.py`. Each architecture is quantized by rounding to
+compressed-tensors, and if quantkit has a decoder for it to GPTQ and AWQ too: all linears in one
+scheme, with a layer in floats, with several schemes, and with linears in floats that vLLM fuses
+with others. Prints what differs. `--update-docs` judges all architectures and writes the table of
+docs/models.md. With `--json` a run that was interrupted continues; with `--folders` the folders
+stay.
 """
 
 from __future__ import annotations
@@ -41,12 +43,20 @@ _FORMATS = ("compressed-tensors", "gptq", "awq")
 
 # vLLM has no separate output head for these, as in the published models.
 _TIED = frozenset({"bloom", "gemma2", "gemma3n_text"})
-# What the published config.json states, vLLM needs and transformers does not write. A key with a dot is in a part.
-# Towers whose tensors have these names in published models, and which transformers writes without the last part.
+# What the published config.json states, vLLM needs and transformers does not write. A key with a
+# dot is in a part. Towers whose tensors have these names in published models, and which
+# transformers writes without the last part.
 _TOWER = ("vision_tower.", "vision_tower.vision_model.")
-_TOWERS_RENAMED = frozenset({
-    "gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "paligemma",
-})  # fmt: skip
+_TOWERS_RENAMED = frozenset(
+    {
+        "gemma3",
+        "llava",
+        "llava_next",
+        "llava_next_video",
+        "llava_onevision",
+        "paligemma",
+    }
+)
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 16},
@@ -74,7 +84,11 @@ class Judge:
         """The outcome of loading a folder and its reason."""
         if self._process is None:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         print(folder, file=self._process.stdin, flush=True)
@@ -83,7 +97,10 @@ class Judge:
             self._process = None
             return {"outcome": "fails", "reason": "vLLM's process died"}
         answer = json.loads(line)
-        return {"outcome": answer["outcome"], "reason": answer["reason"].replace(str(folder), "DST")}
+        return {
+            "outcome": answer["outcome"],
+            "reason": answer["reason"].replace(str(folder), "DST"),
+        }
 
 
 def main() -> None:
@@ -92,7 +109,9 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="the Python that has vLLM")
     parser.add_argument("--folders", type=Path, help="where to keep the folders")
     parser.add_argument("--json", type=Path, help="where to write the results, or to continue")
-    parser.add_argument("--update-docs", action="store_true", help="write the table of docs/models.md")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="write the table of docs/models.md"
+    )
     options = parser.parse_args()
     if options.names and options.update_docs:
         parser.error("the table is of all architectures")
@@ -131,7 +150,9 @@ def measure(name: str, folder: Path, judge: Judge) -> dict[str, Any]:
         return result
     for form in _FORMATS if name in families() and families()[name].runs else _FORMATS[:1]:
         for kind, recipe in recipes(folder / f"{_FORMATS[0]}-plain"):
-            result["folders"][f"{form} {kind}"] = judge_folder(source, folder / f"{form}-{kind}", form, recipe, judge)
+            result["folders"][f"{form} {kind}"] = judge_folder(
+                source, folder / f"{form}-{kind}", form, recipe, judge
+            )
     return result
 
 
@@ -156,7 +177,9 @@ def rename_tensors(folder: Path, beginning: str, replacement: str) -> None:
     for path in folder.glob("*.safetensors"):
         tensors = {}
         for name, tensor in load_file(path).items():
-            renamed = replacement + name.removeprefix(beginning) if name.startswith(beginning) else name
+            renamed = (
+                replacement + name.removeprefix(beginning) if name.startswith(beginning) else name
+            )
             tensors[renamed] = tensor
         save_file(tensors, path, metadata={"format": "pt"})
 
@@ -172,7 +195,9 @@ def recipes(plain: Path) -> Iterator[tuple[str, Recipe]]:
         return
     modules: Mapping[str, Any] = json.loads((plain / "quantkit.json").read_text())["modules"]
     quantized = [module for module, facts in modules.items() if facts["scheme"] is not None]
-    blocks = list(dict.fromkeys(match[0] for module in quantized if (match := _BLOCK.match(module))))
+    blocks = list(
+        dict.fromkeys(match[0] for module in quantized if (match := _BLOCK.match(module)))
+    )
     first, last = (module.rpartition(".")[2] for module in (quantized[0], quantized[-1]))
     if len(blocks) > 1:
         yield "kept-layer", Recipe(_INT4, (Override(f"{blocks[0]}.*", None),))
@@ -182,14 +207,23 @@ def recipes(plain: Path) -> Iterator[tuple[str, Recipe]]:
         yield "kept-linears", Recipe(_INT4, (Override(f"*.{first}", None),))
 
 
-def judge_folder(source: Path, folder: Path, form: str, recipe: Recipe, judge: Judge) -> dict[str, Any]:
-    """Quantize a model, and return vLLM's outcome with what quantkit says of the folder; `refused` is quantkit's
-    error."""
+def judge_folder(
+    source: Path, folder: Path, form: str, recipe: Recipe, judge: Judge
+) -> dict[str, Any]:
+    """Quantize a model, and return vLLM's outcome with what quantkit says of the folder; `refused`
+    is quantkit's error.
+    """
     notes: list[str] = []
     if not folder.exists():
         try:
             made = quantkit.quantize(
-                source, folder, recipe, to=form, method="rtn", source_check=False, accept_quality_loss=True
+                source,
+                folder,
+                recipe,
+                to=form,
+                method="rtn",
+                source_check=False,
+                accept_quality_loss=True,
             )
         except quantkit.errors.QuantkitError as error:
             return {"refused": f"{type(error).__name__}: {error}".replace(str(source), "SRC")}
@@ -197,7 +231,9 @@ def judge_folder(source: Path, folder: Path, form: str, recipe: Recipe, judge: J
     inspection = quantkit.inspect(folder)
     diagnosis = quantkit.diagnose(folder, runtime="vllm")
     named = {
-        finding.rule.name: finding.what for finding in diagnosis.findings if diagnosis.severity(finding) == "error"
+        finding.rule.name: finding.what
+        for finding in diagnosis.findings
+        if diagnosis.severity(finding) == "error"
     }
     return {
         **judge.judge(folder),

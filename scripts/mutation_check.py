@@ -1,18 +1,20 @@
 """Counts how many small mutations of the code the tests notice.
 
-Draws places in `FOLDERS` with a fixed seed and one mutation for each: a comparison flipped, + and - swapped, `and` and
-`or` swapped, a constant changed, `not` dropped, a returned value replaced by None, a statement dropped. Which tests
-reach a place is found without a coverage tool: in a copy of the repository each place gets a call that writes down the
-test now running, also from the processes that the test starts, and the whole suite runs once. A place that is reached
-while a shared fixture is made belongs to every test that uses the fixture. Then each mutation is made alone, in another
+Draws places in `FOLDERS` with a fixed seed and one mutation for each: a comparison flipped, + and -
+swapped, `and` and `or` swapped, a constant changed, `not` dropped, a returned value replaced by
+None, a statement dropped. Which tests reach a place is found without a coverage tool: in a copy of
+the repository each place gets a call that writes down the test now running, also from the processes
+that the test starts, and the whole suite runs once. A place that is reached while a shared fixture
+is made belongs to every test that uses the fixture. Then each mutation is made alone, in another
 copy, and its tests run until one fails.
 
-    python scripts/mutation_check.py --state /tmp/mutations.json
-    python scripts/mutation_check.py --state /tmp/old.json --repository ../older --count 20
-    python scripts/mutation_check.py --state /tmp/two.json --count 2 --folders quantkit/solver --tests tests/solver
+    python scripts/mutation_check.py --state /tmp/mutations.json python scripts/mutation_check.py
+    --state /tmp/old.json --repository ../older --count 20 python scripts/mutation_check.py --state
+    /tmp/two.json --count 2 --folders quantkit/solver --tests tests/solver
 
-The repository needs its `.venv` with the tests' packages. A run that is stopped goes on where it was if the command is
-repeated. Places are drawn from the repository as it is, so two versions are compared by their shares.
+The repository needs its `.venv` with the tests' packages. A run that is stopped goes on where it
+was if the command is repeated. Places are drawn from the repository as it is, so two versions are
+compared by their shares.
 """
 
 from __future__ import annotations
@@ -38,9 +40,17 @@ SECONDS = 180
 """The time limit of the tests of one mutation."""
 
 _FLIPPED: dict[type, Callable[[], ast.cmpop]] = {
-    ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 _RECORDER = '''"""Writes down which tests reach which place, and which shared fixtures each test uses."""
 
 import json
@@ -114,7 +124,7 @@ def pytest_fixture_setup(fixturedef, request):
 def pytest_runtest_logreport(report):
     if report.failed and not _WITHIN_A_TEST and "MUTATION_CHECK_LOG" in os.environ:
         _write(["failed", report.nodeid])
-'''
+'''  # noqa: E501
 
 
 class Place(NamedTuple):
@@ -139,7 +149,9 @@ def mutations_of(node: ast.AST) -> Iterator[str]:
             yield "not dropped"
         case ast.Constant(value=int() | float()):
             yield "constant changed"
-        case ast.Return(value=ast.AST() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+        case ast.Return(value=ast.AST() as value) if not (
+            isinstance(value, ast.Constant) and value.value is None
+        ):
             yield "returned value replaced"
         case ast.Expr(value=ast.Call()) | ast.Assign() | ast.AugAssign() | ast.Raise():
             yield "statement dropped"
@@ -178,7 +190,9 @@ def places_of(root: Path, folders: list[str]) -> list[Place]:
             for number, node in enumerate(ast.walk(tree)):
                 if id(node) in inside:
                     file, line = str(path.relative_to(root)), getattr(node, "lineno", 0)
-                    found += [Place(file, line, number, mutation) for mutation in mutations_of(node)]
+                    found += [
+                        Place(file, line, number, mutation) for mutation in mutations_of(node)
+                    ]
     return found
 
 
@@ -187,8 +201,12 @@ def _within_functions(tree: ast.AST) -> Iterator[ast.AST]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in function.body:
-                patterns = [case.pattern for case in ast.walk(statement) if isinstance(case, ast.match_case)]
-            apart = {id(node) for pattern in patterns for node in ast.walk(pattern)}  # which take no calls
+                patterns = [
+                    case.pattern for case in ast.walk(statement) if isinstance(case, ast.match_case)
+                ]
+            apart = {
+                id(node) for pattern in patterns for node in ast.walk(pattern)
+            }  # which take no calls
             yield from (node for node in ast.walk(statement) if id(node) not in apart)
 
 
@@ -225,7 +243,7 @@ def _copy(repository: Path, target: Path) -> Path:
     """A copy of the repository's files that Git knows."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=True
-    ).stdout.split("\0")  # fmt: skip
+    ).stdout.split("\0")
     for name in filter(None, names):
         if (repository / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +274,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder)
 sys.path.append(str(ROOT / "mutation_tools"))
-'''
+'''  # noqa: E501
 
 
 def _environment(root: Path, log: Path | None = None) -> dict[str, str]:
@@ -265,8 +283,9 @@ def _environment(root: Path, log: Path | None = None) -> dict[str, str]:
     (root / "mutation_imports.py").write_text(_IMPORTS)
     (tools / "mutation_recorder.py").write_text(_RECORDER)
     (tools / "sitecustomize.py").write_text(
-        f"import importlib.util\n_spec = importlib.util.spec_from_file_location('mutation_imports', "
-        f"{str(root / 'mutation_imports.py')!r})\n_spec.loader.exec_module(importlib.util.module_from_spec(_spec))\n"
+        "import importlib.util\n_spec = importlib.util.spec_from_file_location('mutation_imports', "
+        f"{str(root / 'mutation_imports.py')!r})\n"
+        "_spec.loader.exec_module(importlib.util.module_from_spec(_spec))\n"
     )
     found = {**os.environ, "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": "1"}
     return found | ({"MUTATION_CHECK_LOG": str(log)} if log else {})
@@ -288,7 +307,16 @@ def _tests_by_place(
             tree = _Change(nodes[place.number], _recorded(index)).visit(tree)
         (root / file).write_text(ast.unparse(ast.fix_missing_locations(tree)))
     parallel = ["--numprocesses", str(workers), "--dist", "loadfile"] if workers > 1 else []
-    command = [_python(repository), "-m", "pytest", "-q", "-p", "mutation_recorder", *parallel, *only]
+    command = [
+        _python(repository),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "mutation_recorder",
+        *parallel,
+        *only,
+    ]
     environment = _environment(root, log)
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     print(done.stdout.strip().rsplit("\n", 1)[-1], flush=True)
@@ -311,7 +339,9 @@ def _tests_of(log: Path) -> dict[int, list[str]]:
             for fixture in second:
                 users.setdefault(fixture, []).append(first)
     return {
-        index: sorted({test for name in names for test in users.get(name, [name])} - failed - set(users))
+        index: sorted(
+            {test for name in names for test in users.get(name, [name])} - failed - set(users)
+        )
         for index, names in reached.items()
     }
 
@@ -320,9 +350,14 @@ def _require_own_package(repository: Path, root: Path) -> None:
     """The copy's package is the one that is imported."""
     code = "import quantkit; print(quantkit.__file__)"
     command = [_python(repository), "-c", code]
-    found = subprocess.run(command, cwd="/", env=_environment(root), capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(
+        command, cwd="/", env=_environment(root), capture_output=True, text=True
+    ).stdout.strip()
     if not found.startswith(str(root)):
-        sys.exit(f"the copy is not what is imported (found {found or 'an error'}, expected a file in {root})")
+        sys.exit(
+            f"the copy is not what is imported (found {found or 'an error'}, expected a file in"
+            f" {root})"
+        )
 
 
 def _python(repository: Path) -> str:
@@ -338,10 +373,24 @@ def _verdict(repository: Path, place: Place, tests: list[str], work: Path) -> st
         _rewrite(root / place.file, place.number, mutated)
         names = root / "tests_of_the_place"
         names.write_text("\n".join(tests))
-        command = [_python(repository), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"@{names}"]
+        command = [
+            _python(repository),
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"@{names}",
+        ]
         try:
             done = subprocess.run(
-                command, cwd=root, env=_environment(root), capture_output=True, text=True, timeout=SECONDS
+                command,
+                cwd=root,
+                env=_environment(root),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             return "time limit"
@@ -355,9 +404,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="number of places")
     parser.add_argument("--repository", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--folders", nargs="+", default=[f"quantkit/{name}" for name in FOLDERS])
-    parser.add_argument("--tests", nargs="*", default=[], help="run only these tests; by default all")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="run only these tests; by default all"
+    )
     parser.add_argument("--workers", type=int, default=2, help="of the run that records")
-    parser.add_argument("--state", type=Path, required=True, help="a JSON file, written after each step")
+    parser.add_argument(
+        "--state", type=Path, required=True, help="a JSON file, written after each step"
+    )
     options = parser.parse_args()
     repository = options.repository.resolve()
     state: dict[str, Any] = json.loads(options.state.read_text()) if options.state.exists() else {}
@@ -366,13 +419,17 @@ def main() -> None:
         options.state.write_text(json.dumps(state, indent=1))
 
     if not state:
-        drawn = random.Random(options.seed).sample(places_of(repository, options.folders), options.count)
+        drawn = random.Random(options.seed).sample(
+            places_of(repository, options.folders), options.count
+        )
         state.update(places=sorted(drawn), tests=None, verdicts={})
         save()
     places = [Place(*place) for place in state["places"]]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         if state["tests"] is None:
-            reached = _tests_by_place(repository, places, options.tests, options.workers, Path(folder))
+            reached = _tests_by_place(
+                repository, places, options.tests, options.workers, Path(folder)
+            )
             state["tests"] = [reached.get(index, []) for index in range(len(places))]
             save()
         for index, place in enumerate(places):
@@ -384,7 +441,9 @@ def main() -> None:
                 save()
             verdict, seconds = state["verdicts"][str(index)]
             print(
-                f"{place.file}:{place.line}: {place.mutation}: {len(tests)} tests, {verdict}, {seconds} s", flush=True
+                f"{place.file}:{place.line}: {place.mutation}: {len(tests)} tests, {verdict},"
+                f" {seconds} s",
+                flush=True,
             )
     counts = Counter(verdict for verdict, _ in state["verdicts"].values())
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))

@@ -1,19 +1,21 @@
-"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be compared with quantkit's.
+"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be compared
+with quantkit's.
 
-    PEER scripts/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32 [--asym] [--positive]
-    PEER scripts/peer_autoround.py weights OUT READ
-    PEER scripts/peer_autoround.py tune MODEL OUT TOKENS --iterations 200 --group-size 128
-    python scripts/compare_with_owner.py OUT ROUNDED
-    python scripts/compare_with_owner.py OUT READ
+    PEER scripts/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32
+    [--asym] [--positive] PEER scripts/peer_autoround.py weights OUT READ PEER
+    scripts/peer_autoround.py tune MODEL OUT TOKENS --iterations 200 --group-size 128 python
+    scripts/compare_with_owner.py OUT ROUNDED python scripts/compare_with_owner.py OUT READ
 
-PEER has auto-round and not quantkit. `make` quantizes MODEL, a Hugging Face folder of floats, on a few random samples
-into OUT, and writes the float32 weights that AutoRound rounded to, before it packed them; `weights` writes those that
-its own linears make of what is packed. With `--positive` no weight in the first group of a row is negative, so that its
-zero point is 0, which GPTQ's version 1 does not hold as AutoRound packs it: there ROUNDED differs, and READ does not.
+PEER has auto-round and not quantkit. `make` quantizes MODEL, a Hugging Face folder of floats, on a
+few random samples into OUT, and writes the float32 weights that AutoRound rounded to, before it
+packed them; `weights` writes those that its own linears make of what is packed. With `--positive`
+no weight in the first group of a row is negative, so that its zero point is 0, which GPTQ's version
+1 does not hold as AutoRound packs it: there ROUNDED differs, and READ does not.
 `scripts/peer_gptqmodel.py` prints what gptqmodel makes of OUT.
 
-`tune` quantizes MODEL on samples, a safetensors file whose `tokens` are [N, T] int64, into OUT, a folder of the floats
-that it rounded to, and prints one line of JSON with the `seconds` of that alone; `scripts/measure_accuracy.py` runs it.
+`tune` quantizes MODEL on samples, a safetensors file whose `tokens` are [N, T] int64, into OUT, a
+folder of the floats that it rounded to, and prints one line of JSON with the `seconds` of that
+alone; `scripts/measure_accuracy.py` runs it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FORMATS = ("auto_gptq", "auto_awq", "auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
+FORMATS = (
+    "auto_gptq",
+    "auto_awq",
+    "auto_round",
+    "auto_round:auto_gptq",
+    "auto_round:gptqmodel",
+    "auto_round:auto_awq",
+)
 
 
 def make(options: argparse.Namespace) -> None:
@@ -46,13 +55,26 @@ def make(options: argparse.Namespace) -> None:
     samples = torch.randint(3, model.config.vocab_size, (16, 64))
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
     rounder = AutoRound(
-        model, AutoTokenizer.from_pretrained(options.model), bits=4, group_size=options.group_size,
-        sym=not options.asym, iters=2, dataset=torch.utils.data.DataLoader(rows, batch_size=8), seqlen=64, nsamples=16,
-        batch_size=8, amp=False, enable_torch_compile=False, device_map="cpu",
-    )  # fmt: skip
+        model,
+        AutoTokenizer.from_pretrained(options.model),
+        bits=4,
+        group_size=options.group_size,
+        sym=not options.asym,
+        iters=2,
+        dataset=torch.utils.data.DataLoader(rows, batch_size=8),
+        seqlen=64,
+        nsamples=16,
+        batch_size=8,
+        amp=False,
+        enable_torch_compile=False,
+        device_map="cpu",
+    )
     rounded, *_ = rounder.quantize()
     linears = {name: module for name, module in rounded.named_modules() if hasattr(module, "scale")}
-    weights = {f"{name}.weight": linear.weight.data.float().contiguous() for name, linear in linears.items()}
+    weights = {
+        f"{name}.weight": linear.weight.data.float().contiguous()
+        for name, linear in linears.items()
+    }
     save_file(weights, options.file)
     zeros = torch.cat([torch.as_tensor(linear.zp).flatten() for linear in linears.values()])
     print("zero points from", int(zeros.min()), "to", int(zeros.max()))
@@ -89,10 +111,20 @@ def tune(options: argparse.Namespace) -> None:
     samples = load_file(options.file)["tokens"]
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
     rounder = AutoRound(
-        model, AutoTokenizer.from_pretrained(options.model), bits=4, group_size=options.group_size, sym=True,
-        iters=options.iterations, dataset=torch.utils.data.DataLoader(rows, batch_size=8), seqlen=samples.shape[1],
-        nsamples=len(samples), batch_size=8, amp=False, enable_torch_compile=False, device_map="cpu",
-    )  # fmt: skip
+        model,
+        AutoTokenizer.from_pretrained(options.model),
+        bits=4,
+        group_size=options.group_size,
+        sym=True,
+        iters=options.iterations,
+        dataset=torch.utils.data.DataLoader(rows, batch_size=8),
+        seqlen=samples.shape[1],
+        nsamples=len(samples),
+        batch_size=8,
+        amp=False,
+        enable_torch_compile=False,
+        device_map="cpu",
+    )
     started = time.monotonic()
     rounder.quantize()
     seconds = time.monotonic() - started

@@ -1,10 +1,12 @@
-"""Quantize a model with bitsandbytes through transformers, and say what its weights mean to bitsandbytes itself.
+"""Quantize a model with bitsandbytes through transformers, and say what its weights mean to
+bitsandbytes itself.
 
     python scripts/peer_bitsandbytes.py MODEL OUT [--kind nf4-double]
 
-Runs in a separate environment, with `bitsandbytes`, `transformers` and `accelerate`, on a CPU and without quantkit.
-MODEL is a Hugging Face folder. OUT becomes a folder as transformers saves it, OUT.floats.safetensors the weights that
-bitsandbytes dequantizes from it, by their names: what `compare_with_owner.py` holds quantkit's reading against.
+Runs in a separate environment, with `bitsandbytes`, `transformers` and `accelerate`, on a CPU and
+without quantkit. MODEL is a Hugging Face folder. OUT becomes a folder as transformers saves it,
+OUT.floats.safetensors the weights that bitsandbytes dequantizes from it, by their names: what
+`compare_with_owner.py` holds quantkit's reading against.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ def settings(kind: str) -> BitsAndBytesConfig:
         return BitsAndBytesConfig(load_in_8bit=True)
     name, _, double = kind.partition("-")
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_use_double_quant=bool(double),
+        load_in_4bit=True,
+        bnb_4bit_quant_type=name,
+        bnb_4bit_use_double_quant=bool(double),
         bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
 
 
 def floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -40,11 +44,15 @@ def floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = module.weight
-            found[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+            found[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(
+                weight.data, weight.quant_state
+            )
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
             weight = module.weight
             scale = module.state.SCB if weight.SCB is None else weight.SCB
-            found[f"{name}.weight"] = bitsandbytes.functional.int8_vectorwise_dequant(weight.data, scale)
+            found[f"{name}.weight"] = bitsandbytes.functional.int8_vectorwise_dequant(
+                weight.data, scale
+            )
     return {name: weight.contiguous() for name, weight in found.items()}
 
 

@@ -1,10 +1,12 @@
-"""Make compressed-tensors folders with llm-compressor, one of each form, and say what the weights mean to their owner.
+"""Make compressed-tensors folders with llm-compressor, one of each form, and say what the weights
+mean to their owner.
 
     python scripts/peer_compressed_tensors.py MODEL OUT [--kinds W4A16 W8A8]
 
-Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face folder. OUT/KIND
-becomes a folder of each kind, OUT/KIND.floats.safetensors the weights that compressed-tensors decompresses from it, by
-their names: what `compare_with_owner.py` holds quantkit's reading against. Its log goes to stderr.
+Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
+folder. OUT/KIND becomes a folder of each kind, OUT/KIND.floats.safetensors the weights that
+compressed-tensors decompresses from it, by their names: what `compare_with_owner.py` holds
+quantkit's reading against. Its log goes to stderr.
 """
 
 from __future__ import annotations
@@ -54,18 +56,31 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str | None]] = {
 def make(model: Path, kind: str, out: Path) -> None:
     weights, activations, order = KINDS[kind]
     scheme = QuantizationScheme(
-        targets=["Linear"], weights=QuantizationArgs(type="int", **weights),
-        input_activations=None if activations is None else QuantizationArgs(type="int", **activations),
-    )  # fmt: skip
+        targets=["Linear"],
+        weights=QuantizationArgs(type="int", **weights),
+        input_activations=None
+        if activations is None
+        else QuantizationArgs(type="int", **activations),
+    )
     groups = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
-    recipe = QuantizationModifier(**groups) if order is None else GPTQModifier(**groups, actorder=order)
+    recipe = (
+        QuantizationModifier(**groups) if order is None else GPTQModifier(**groups, actorder=order)
+    )
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, loaded.config.vocab_size, (8, 64), generator=generator)
     # It insists on a tokenizer, and has no use for one where the samples are tokens already.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token="")))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token=""))
+    )
     samples = DataLoader([{"input_ids": sample} for sample in tokens])
-    oneshot(model=loaded, tokenizer=tokenizer, dataset=samples, recipe=recipe, num_calibration_samples=len(tokens))
+    oneshot(
+        model=loaded,
+        tokenizer=tokenizer,
+        dataset=samples,
+        recipe=recipe,
+        num_calibration_samples=len(tokens),
+    )
     loaded.save_pretrained(out, save_compressed=True)
 
 
@@ -77,8 +92,14 @@ def floats(folder: Path) -> dict[str, torch.Tensor]:
     compressor = BaseCompressor.get_value_from_registry(group.get("format") or settings["format"])
     stored = load_file(folder / "model.safetensors")
     found = {}
-    for module in [name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")]:
-        own = {name.removeprefix(f"{module}."): stored[name] for name in stored if name.startswith(f"{module}.")}
+    for module in [
+        name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")
+    ]:
+        own = {
+            name.removeprefix(f"{module}."): stored[name]
+            for name in stored
+            if name.startswith(f"{module}.")
+        }
         found[f"{module}.weight"] = compressor.decompress(own, scheme)["weight"].contiguous()
     return found
 
@@ -96,7 +117,14 @@ def main() -> None:
             means = floats(folder)
         save_file(means, options.out / f"{kind}.floats.safetensors")
         print(json.dumps({"kind": kind, "weights": len(means)}), flush=True)
-    print(json.dumps({name: version(name) for name in ("llmcompressor", "compressed-tensors", "transformers")}))
+    print(
+        json.dumps(
+            {
+                name: version(name)
+                for name in ("llmcompressor", "compressed-tensors", "transformers")
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Hold GGUF files that quantkit writes against llama.cpp: logits, codes, greedy texts, prompts of conversations.
+"""Hold GGUF files that quantkit writes against llama.cpp: logits, codes, greedy texts, prompts of
+conversations.
 
     .venv/bin/python scripts/peer_gguf.py make OUT [--steps 150]
     .venv/bin/python scripts/peer_gguf.py check PYTHON OUT FOLDER...
 
-The first makes a few small models, each trained a little, with tokenizers of their families' kinds. The second converts
-each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way of a Hugging Face folder, the latter
-also with the embedding in Q8_0; PYTHON, which has llama-cpp-python, computes with them. Prints a table in Markdown, and
-exits with 1 if a figure is out of its bounds.
+The first makes a few small models, each trained a little, with tokenizers of their families' kinds.
+The second converts each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way
+of a Hugging Face folder, the latter also with the embedding in Q8_0; PYTHON, which has
+llama-cpp-python, computes with them. Prints a table in Markdown, and exits with 1 if a figure is
+out of its bounds.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from gguf_models import MODELS, make, text
 TOKENS, PROMPT, NEW = 200, 12, 50
 LOGITS, KL, TIE = 2e-3, 1e-3, 0.05
 SCHEMES: dict[str, dict[str, Any]] = {
-    "Q8_0": {"scheme": "int8"}, "Q4_0": {"scheme": "int4-g64"},
+    "Q8_0": {"scheme": "int8"},
+    "Q4_0": {"scheme": "int4-g64"},
     "Q4_0-embedding": {"scheme": "int4-g64", "embedding": "int8"},
-}  # fmt: skip
+}
 TALK = [
-    {"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
     {"role": "user", "content": "And of  Spain?\n"},
-]  # fmt: skip
+]
 
 
 # Ours
@@ -46,7 +50,9 @@ class Ours:
     def __init__(self, path: Path) -> None:
         import quantkit
 
-        self.model, self.tokenizer = quantkit.load(path, dtype="fp32", backend="reference", device="cpu")
+        self.model, self.tokenizer = quantkit.load(
+            path, dtype="fp32", backend="reference", device="cpu"
+        )
         self.path = path
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -79,9 +85,12 @@ class Theirs:
     def __init__(self, python: Path, file: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [python, __file__, "serve", file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [python, __file__, "serve", file],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env=environment,
-        )  # fmt: skip
+        )
 
     def request(self, **question: Any) -> Any:
         assert self._process.stdin is not None
@@ -104,7 +113,10 @@ def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
     """Whether all figures are within their bounds."""
     import quantkit
 
-    print("| model | file | largest difference of logits | mean KL | largest KL | greedy | codes | tokens | talk |")
+    print(
+        "| model | file | largest difference of logits | mean KL | largest KL | greedy | codes |"
+        " tokens | talk |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     good = True
     for folder in folders:
@@ -117,7 +129,12 @@ def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
             else:
                 source = out / f"{folder.name}-{kind}"
                 quantkit.quantize(
-                    folder, source, **SCHEMES[kind], method="rtn", source_check=False, accept_quality_loss=True
+                    folder,
+                    source,
+                    **SCHEMES[kind],
+                    method="rtn",
+                    source_check=False,
+                    accept_quality_loss=True,
                 )
                 quantkit.convert(source, file, source_check=False)
             good &= compare(python, folder.name, kind, source, file)
@@ -143,11 +160,19 @@ def compare(python: Path, name: str, kind: str, source: Path, file: Path) -> boo
     theirs.close()
     template = "none" if talk is None and their_talk is None else str(talk == their_talk)
     print(
-        f"| {name} | {kind} | {difference:.2g} | {mean:.2g} | {largest:.2g} | {same.sum()} of {len(same)},"
-        f" {(~same & clear).sum()} clear ones missed | {codes} | {same_tokens} | {template} |", flush=True,
-    )  # fmt: skip
+        f"| {name} | {kind} | {difference:.2g} | {mean:.2g} | {largest:.2g} | {same.sum()} of"
+        f" {len(same)}, {(~same & clear).sum()} clear ones missed | {codes} | {same_tokens} |"
+        f" {template} |",
+        flush=True,
+    )
     close = difference <= LOGITS if kind == "F32" else mean <= KL
-    return bool(close and not (~same & clear).any() and same_tokens and template != "False" and codes != "False")
+    return bool(
+        close
+        and not (~same & clear).any()
+        and same_tokens
+        and template != "False"
+        and codes != "False"
+    )
 
 
 def divergence(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -163,7 +188,9 @@ def logs(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def equal_codes(source: Path, file: Path) -> bool:
-    """Whether the gguf library reads the weights that the folder's codes mean, in every quantized tensor."""
+    """Whether the gguf library reads the weights that the folder's codes mean, in every
+    quantized tensor.
+    """
     import gguf
 
     from quantkit.architectures.gguf import gguf_architecture, gguf_tensors
@@ -180,7 +207,9 @@ def equal_codes(source: Path, file: Path) -> bool:
             continue
         floats = [value.dequantize().numpy() for value in values if isinstance(value, QuantTensor)]
         expected = np.concatenate(floats)
-        if gguf_architecture(config).interleaved_rotary and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+        if gguf_architecture(config).interleaved_rotary and tensor.name.endswith(
+            ("attn_q.weight", "attn_k.weight")
+        ):
             rows, columns = expected.shape
             heads = expected.reshape(rows // config.head_dim, 2, config.head_dim // 2, columns)
             expected = heads.swapaxes(1, 2).reshape(rows, columns)
@@ -203,7 +232,9 @@ def serve(file: Path) -> None:
     quiet = llama_cpp.llama_log_callback(lambda level, message, data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        str(file).encode(), llama_cpp.llama_model_default_params()
+    )
     if not model:
         raise SystemExit(f"llama.cpp does not load {file}")
     vocabulary = llama_cpp.llama_model_get_vocab(model)
@@ -224,7 +255,10 @@ def serve(file: Path) -> None:
             batch.seq_id[index][0], batch.logits[index] = 0, True
         if llama_cpp.llama_decode(context, batch):
             raise SystemExit("llama.cpp failed")
-        rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (width,)) for i in range(len(tokens))]
+        rows = [
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (width,))
+            for i in range(len(tokens))
+        ]
         llama_cpp.llama_batch_free(batch)
         path = file.with_suffix(".npy")
         np.save(path, np.stack(rows))
@@ -233,7 +267,9 @@ def serve(file: Path) -> None:
     def tokens_of(words: str, *, specials: bool, around: bool = True) -> list[int]:
         raw = words.encode()
         found = (llama_cpp.llama_token * (len(raw) + 8))()
-        count = llama_cpp.llama_tokenize(vocabulary, raw, len(raw), found, len(found), around, specials)
+        count = llama_cpp.llama_tokenize(
+            vocabulary, raw, len(raw), found, len(found), around, specials
+        )
         return list(found[:count])
 
     def talk(messages: list[dict[str, str]]) -> list[int] | None:
@@ -242,9 +278,14 @@ def serve(file: Path) -> None:
             return None
         begin, end = (
             llama_cpp.llama_vocab_get_text(vocabulary, token).decode() if token >= 0 else ""
-            for token in (llama_cpp.llama_vocab_bos(vocabulary), llama_cpp.llama_vocab_eos(vocabulary))
+            for token in (
+                llama_cpp.llama_vocab_bos(vocabulary),
+                llama_cpp.llama_vocab_eos(vocabulary),
+            )
         )
-        made = Jinja2ChatFormatter(template.decode(), eos_token=end, bos_token=begin)(messages=messages)
+        made = Jinja2ChatFormatter(template.decode(), eos_token=end, bos_token=begin)(
+            messages=messages
+        )
         return tokens_of(made.prompt, specials=True, around=not made.added_special)
 
     for line in sys.stdin:
@@ -254,7 +295,9 @@ def serve(file: Path) -> None:
         elif "tokens" in question:
             answer = tokens_of(question["tokens"], specials=False)
         elif "ends" in question:
-            answer = [token for token in range(width) if llama_cpp.llama_vocab_is_eog(vocabulary, token)]
+            answer = [
+                token for token in range(width) if llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            ]
         else:
             answer = talk(question["talk"])
         print(json.dumps(answer), flush=True)

@@ -1,12 +1,15 @@
-"""Hold quantkit's reading of files that llama.cpp's own quantizer made against the gguf package and llama.cpp.
+"""Hold quantkit's reading of files that llama.cpp's own quantizer made against the gguf package and
+llama.cpp.
 
-    .venv/bin/python scripts/peer_gguf_quantizer.py PYTHON OUT FOLDER... [--kinds Q4_0 Q8_0 Q4_K_M Q6_K]
+    .venv/bin/python scripts/peer_gguf_quantizer.py PYTHON OUT FOLDER... [--kinds Q4_0 Q8_0 Q4_K_M
+    Q6_K]
 
-Each folder's model is written as a float16 file in OUT, which PYTHON, with llama-cpp-python, quantizes. Every tensor
-must be what the gguf package dequantizes it to: to the bit in float32, rounded once where it is read in another type;
-with the codes counted that were read as such. Logits of 200 tokens are compared with llama.cpp's, which rounds
-activations to 8 bits. Prints a table in Markdown, and exits with 1 if a tensor differs or KL is out of its bound.
-`scripts/peer_gguf.py make` makes folders.
+Each folder's model is written as a float16 file in OUT, which PYTHON, with llama-cpp-python,
+quantizes. Every tensor must be what the gguf package dequantizes it to: to the bit in float32,
+rounded once where it is read in another type; with the codes counted that were read as such. Logits
+of 200 tokens are compared with llama.cpp's, which rounds activations to 8 bits. Prints a table in
+Markdown, and exits with 1 if a tensor differs or KL is out of its bound. `scripts/peer_gguf.py
+make` makes folders.
 """
 
 from __future__ import annotations
@@ -41,15 +44,20 @@ def check(python: Path, out: Path, folder: Path, kind: str) -> bool:
     mean, largest = divergence(a, b)
     agreement = float((a.argmax(-1) == b.argmax(-1)).mean())
     largest_difference = np.abs(a - b).max()
-    print(f"| {folder.name} | {kind} | {tensors} | {coded} | {len(differing)} | {largest_difference:.2g} | {mean:.2g} |"
-          f" {largest:.2g} | {agreement:.1%} |", flush=True)  # fmt: skip
+    print(
+        f"| {folder.name} | {kind} | {tensors} | {coded} | {len(differing)} |"
+        f" {largest_difference:.2g} | {mean:.2g} | {largest:.2g} | {agreement:.1%} |",
+        flush=True,
+    )
     for name in differing[:3]:
         print(f"differs: {name}", file=sys.stderr)
     return not differing and mean <= KL
 
 
 def compare(file: Path) -> tuple[int, int, list[str]]:
-    """How many tensors of the model there are, how many were read as codes, and which are not what gguf says."""
+    """How many tensors of the model there are, how many were read as codes, and which are not
+    what gguf says.
+    """
     import gguf
     import torch
 
@@ -63,11 +71,15 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
     count, coded, differing = 0, 0, []
     for tensor in gguf_tensors(config):
         raw = stored[tensor.name]
-        meant = torch.from_numpy(gguf.quants.dequantize(raw.data, raw.tensor_type).copy()).view(tensor.shape)
+        meant = torch.from_numpy(gguf.quants.dequantize(raw.data, raw.tensor_type).copy()).view(
+            tensor.shape
+        )
         for place in tensor.places:
             value = checkpoint.load(place.name)
             expected = meant if place.expert is None else meant[place.expert]
-            expected = expected[place.first : place.first + place.shape[0]] - stored_offset(config, tensor)
+            expected = expected[place.first : place.first + place.shape[0]] - stored_offset(
+                config, tensor
+            )
             if gguf_architecture(config).interleaved_rotary and tensor.name.endswith(
                 ("attn_q.weight", "attn_k.weight")
             ):
@@ -106,10 +118,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    print("| model | quantizer's | tensors | as codes | unlike gguf | largest difference of logits | mean KL"
-          " | largest KL | same likeliest |")  # fmt: skip
+    print(
+        "| model | quantizer's | tensors | as codes | unlike gguf | largest difference of logits |"
+        " mean KL | largest KL | same likeliest |"
+    )
     print("|---" * 9 + "|")
-    found = [check(options.python, options.out, folder, kind) for folder in options.folders for kind in options.kinds]
+    found = [
+        check(options.python, options.out, folder, kind)
+        for folder in options.folders
+        for kind in options.kinds
+    ]
     if not all(found):
         raise SystemExit(1)
 

@@ -1,11 +1,13 @@
-"""Convert and quantize a model with gpt-fast's own scripts, and give what its own model makes of some tokens.
+"""Convert and quantize a model with gpt-fast's own scripts, and give what its own model makes of
+some tokens.
 
     python scripts/peer_gpt_fast.py GPT_FAST MODEL OUT
 
-GPT_FAST is a checkout of pytorch-labs/gpt-fast; it needs torch, safetensors, sentencepiece and tiktoken, and runs on a
-CPU without quantkit. MODEL is a Hugging Face folder of a Llama in one safetensors file. OUT becomes a folder as
-gpt-fast leaves it, without MODEL's own weights; OUT.logits.safetensors has `tokens` [T] and, for `model` and
-`model_int8`, the logits [T, V] of gpt-fast's model in float32.
+GPT_FAST is a checkout of pytorch-labs/gpt-fast; it needs torch, safetensors, sentencepiece and
+tiktoken, and runs on a CPU without quantkit. MODEL is a Hugging Face folder of a Llama in one
+safetensors file. OUT becomes a folder as gpt-fast leaves it, without MODEL's own weights;
+OUT.logits.safetensors has `tokens` [T] and, for `model` and `model_int8`, the logits [T, V] of
+gpt-fast's model in float32.
 """
 
 from __future__ import annotations
@@ -52,11 +54,16 @@ def main() -> None:
     shutil.copytree(options.model, options.out)
     raw: dict[str, Any] = json.loads((options.out / "config.json").read_text())
     model.transformer_configs[options.out.name] = {
-        "block_size": 512, "vocab_size": raw["vocab_size"], "n_layer": raw["num_hidden_layers"],
-        "n_head": raw["num_attention_heads"], "n_local_heads": raw["num_key_value_heads"], "dim": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"], "norm_eps": raw["rms_norm_eps"],
+        "block_size": 512,
+        "vocab_size": raw["vocab_size"],
+        "n_layer": raw["num_hidden_layers"],
+        "n_head": raw["num_attention_heads"],
+        "n_local_heads": raw["num_key_value_heads"],
+        "dim": raw["hidden_size"],
+        "intermediate_size": raw["intermediate_size"],
+        "norm_eps": raw["rms_norm_eps"],
         "rope_base": raw["rope_theta"],
-    }  # fmt: skip
+    }
     source = options.out / "model.safetensors"
     with safe_open(source, "pt") as file:
         index = {"weight_map": dict.fromkeys(file.keys(), source.name)}

@@ -1,15 +1,17 @@
 """GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of them.
 
-    PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
+    PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym]
+    [--act-order]
         [--tokens FILE]
     PEER scripts/peer_gptqmodel.py weights FOLDER FILE
     python scripts/peer_gptqmodel.py compare FOLDER FILE
 
-PEER has gptqmodel and not quantkit; on two cores it wants GPTQMODEL_CPU_WORKERS=2, and OMP_NUM_THREADS not set.
-`make` quantizes a Hugging Face folder of floats on a few random samples, or on those of a safetensors file whose
-`tokens` are [N, T] int64; `weights` writes the weights and logits that
-gptqmodel takes a folder's tensors for, dequantized in float32, and `compare`, with quantkit, says how far they are from
-ours, in one line of JSON: the exit status is 1 where a weight differs.
+PEER has gptqmodel and not quantkit; on two cores it wants GPTQMODEL_CPU_WORKERS=2, and
+OMP_NUM_THREADS not set. `make` quantizes a Hugging Face folder of floats on a few random samples,
+or on those of a safetensors file whose `tokens` are [N, T] int64; `weights` writes the weights and
+logits that gptqmodel takes a folder's tensors for, dequantized in float32, and `compare`, with
+quantkit, says how far they are from ours, in one line of JSON: the exit status is 1 where a weight
+differs.
 """
 
 from __future__ import annotations
@@ -34,12 +36,19 @@ def make(options: argparse.Namespace) -> None:
         {"method": "awq", "format": "gemm"}
         if awq
         else {
-            "method": "gptq", "format": options.layout, "desc_act": options.act_order, "static_groups": False,
+            "method": "gptq",
+            "format": options.layout,
+            "desc_act": options.act_order,
+            "static_groups": False,
             "act_group_aware": False,
         }
-    )  # fmt: skip
+    )
     config = QuantizeConfig(
-        bits=options.bits, group_size=options.group_size, sym=not options.asym, device="cpu", **method
+        bits=options.bits,
+        group_size=options.group_size,
+        sym=not options.asym,
+        device="cpu",
+        **method,
     )
     model = GPTQModel.load(str(options.model), config)
     vocabulary = model.model.config.vocab_size
@@ -57,7 +66,9 @@ def weights(options: argparse.Namespace) -> None:
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
-    method = json.loads((options.folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    method = json.loads((options.folder / "config.json").read_text())["quantization_config"][
+        "quant_method"
+    ]
     backend = BACKEND.AWQ_TORCH if method == "awq" else BACKEND.GPTQ_TORCH
     model = GPTQModel.load(str(options.folder), device="cpu", backend=backend, dtype=torch.float16)
     found = {}
@@ -67,7 +78,9 @@ def weights(options: argparse.Namespace) -> None:
         module.scales = module.scales.float()
         if method == "awq":
             size = module.in_features if module.group_size == -1 else module.group_size
-            weight = dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, size)
+            weight = dequantize_gemm(
+                module.qweight, module.qzeros, module.scales, module.bits, size
+            )
         else:
             weight = module.dequantize_weight()
         found[f"{name}.weight"] = weight.t().contiguous().float()
@@ -89,18 +102,26 @@ def compare(options: argparse.Namespace) -> None:
         value = checkpoint.load(name)
         coded = isinstance(value, QuantTensor)
         ours = value.dequantize() if coded else value.float()
-        wanted = theirs[name] if coded else theirs[name].to(value.dtype).float()  # floats are rounded once
+        wanted = (
+            theirs[name] if coded else theirs[name].to(value.dtype).float()
+        )  # floats are rounded once
         equal += torch.equal(ours, wanted)
         farthest = max(farthest, (ours - wanted).abs().max().item())
-    found = {str(scheme) for scheme in schemes(checkpoint).values()} | set(read_as_floats(checkpoint).values())
+    found = {str(scheme) for scheme in schemes(checkpoint).values()} | set(
+        read_as_floats(checkpoint).values()
+    )
     print(
         json.dumps(
             {
-                "folder": options.folder.name, "schemes": sorted(found), "weights": len(names), "equal": equal,
-                "farthest": farthest, "notes": checkpoint.notes,
+                "folder": options.folder.name,
+                "schemes": sorted(found),
+                "weights": len(names),
+                "equal": equal,
+                "farthest": farthest,
+                "notes": checkpoint.notes,
             }
         )
-    )  # fmt: skip
+    )
     if equal < len(names) or not names:
         sys.exit(1)
 

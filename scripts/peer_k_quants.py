@@ -1,11 +1,14 @@
-"""Compare K-quants by GPTQ with llama.cpp's own, with an importance matrix from the same tokens, both run by llama.cpp.
+"""Compare K-quants by GPTQ with llama.cpp's own, with an importance matrix from the same tokens,
+both run by llama.cpp.
 
-    .venv/bin/python scripts/peer_k_quants.py PYTHON MODEL --calibration TEXT --texts TEXT... [--mixes q4_k_m q5_k_m]
+    .venv/bin/python scripts/peer_k_quants.py PYTHON MODEL --calibration TEXT --texts TEXT...
+    [--mixes q4_k_m q5_k_m]
         [--seeds 0 1 2] [--samples 128] [--length 256] [--windows 30]
 
-PYTHON has llama-cpp-python and numpy. For each seed, the samples that GPTQ is calibrated on give the mean squared
-inputs of each linear, with which llama.cpp quantizes a float32 file. Prints a table in Markdown: bytes of both files,
-their KL from the float32 file in units of 1e-4 nats a token, by text, and the ratio.
+PYTHON has llama-cpp-python and numpy. For each seed, the samples that GPTQ is calibrated on give
+the mean squared inputs of each linear, with which llama.cpp quantizes a float32 file. Prints a
+table in Markdown: bytes of both files, their KL from the float32 file in units of 1e-4 nats a
+token, by text, and the ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ def quantize(source: str, file: str, kind: str, matrix: str) -> None:
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
-    held = {name.encode(): np.ascontiguousarray(value, np.float32) for name, value in np.load(matrix).items()}
+    held = {
+        name.encode(): np.ascontiguousarray(value, np.float32)
+        for name, value in np.load(matrix).items()
+    }
     entries = (llama_cpp.llama_model_imatrix_data * (len(held) + 1))()
     for entry, (name, value) in zip(entries, held.items(), strict=False):
         entry.name, entry.size = name, value.size
@@ -46,7 +52,12 @@ def logits(file: str, windows: str, out: str) -> None:
 
     tokens = np.load(windows)
     model = llama_cpp.Llama(
-        file, n_ctx=tokens.shape[1], n_batch=tokens.shape[1], n_threads=2, logits_all=True, verbose=False
+        file,
+        n_ctx=tokens.shape[1],
+        n_batch=tokens.shape[1],
+        n_threads=2,
+        logits_all=True,
+        verbose=False,
     )
     found = []
     for window in tokens:
@@ -59,7 +70,9 @@ def logits(file: str, windows: str, out: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("python", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, required=True)
@@ -93,7 +106,9 @@ def main() -> None:
     texts = {}
     for text in options.texts:
         read = text.read_text(encoding="utf-8")[: 8 * options.windows * options.length]
-        windows = text_windows(tokenizer.encode(read), prompt_start(tokenizer), options.length)[: options.windows]
+        windows = text_windows(tokenizer.encode(read), prompt_start(tokenizer), options.length)[
+            : options.windows
+        ]
         np.save(folder / f"{text.stem}.npy", windows.numpy().astype(np.int32))
         peer("logits", floats, folder / f"{text.stem}.npy", folder / f"{text.stem}-floats.npy")
         texts[text.stem] = np.load(folder / f"{text.stem}-floats.npy").astype(np.float64)
@@ -106,27 +121,45 @@ def main() -> None:
             found.append(float((np.exp(p) * (p - q)).sum(-1).mean()))
         return found
 
-    print(f"| mix | seed | bytes | llama.cpp's | {' | '.join(f'{name}, ours | llama.cpp | ratio' for name in texts)} |")
+    print(
+        "| mix | seed | bytes | llama.cpp's |"
+        f" {' | '.join(f'{name}, ours | llama.cpp | ratio' for name in texts)} |"
+    )
     print("|---|---|---|---|" + "---|---|---|" * len(texts), flush=True)
     ratios: dict[str, list[float]] = {}
     for seed in options.seeds:
-        settings: dict[str, Any] = {"samples": options.samples, "length": options.length, "seed": seed}
+        settings: dict[str, Any] = {
+            "samples": options.samples,
+            "length": options.length,
+            "seed": seed,
+        }
         tokens = load_calibration(options.calibration, tokenizer, **settings).tokens
         sums, counts = squared_inputs(source, tokens)
         matrix = {
             tensor.name: (sums[module] / counts[module]).numpy()
-            for tensor in gguf_tensors(source.config) for module in [tensor.parts[0].removesuffix(".weight")]
+            for tensor in gguf_tensors(source.config)
+            for module in [tensor.parts[0].removesuffix(".weight")]
             if module in sums
-        }  # fmt: skip
+        }
         np.savez(folder / "matrix.npz", **matrix)
         for mix in options.mixes:
             ours, theirs = folder / f"{mix}-{seed}.gguf", folder / f"{mix}-{seed}-llama.gguf"
-            quantkit.quantize(options.model, ours, mix, calibration=options.calibration, source_check=False, **settings)
+            quantkit.quantize(
+                options.model,
+                ours,
+                mix,
+                calibration=options.calibration,
+                source_check=False,
+                **settings,
+            )
             peer("quantize", floats, theirs, mix.upper(), folder / "matrix.npz")
             pairs = list(zip(divergences(ours), divergences(theirs), strict=True))
             ratios.setdefault(mix, []).extend(a / b for a, b in pairs)
             shown = " | ".join(f"{1e4 * a:.2f} | {1e4 * b:.2f} | {a / b:.2f}" for a, b in pairs)
-            print(f"| {mix} | {seed} | {ours.stat().st_size} | {theirs.stat().st_size} | {shown} |", flush=True)
+            print(
+                f"| {mix} | {seed} | {ours.stat().st_size} | {theirs.stat().st_size} | {shown} |",
+                flush=True,
+            )
     print(json.dumps({mix: round(float(np.mean(found)), 3) for mix, found in ratios.items()}))
 
 

@@ -1,10 +1,12 @@
-"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and `measure_batch.py`.
+"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and
+`measure_batch.py`.
 
-    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] [--context 2048] [--sequences 8]
+    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] [--context
+    2048] [--sequences 8]
 
-PYTHON has llama-cpp-python and gguf. The model is made in FOLDER, in a folder of its shape, and kept. Says how many
-bytes of weights it reads for a token; then, for each line on standard input that names a measurement, or holds prompts
-as JSON, its tokens per second.
+PYTHON has llama-cpp-python and gguf. The model is made in FOLDER, in a folder of its shape, and
+kept. Says how many bytes of weights it reads for a token; then, for each line on standard input
+that names a measurement, or holds prompts as JSON, its tokens per second.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes as `quantkit.evals.synthetic` has them for a shape of this name; `experts` is how many, and how many of
-    them take a token."""
+    """Sizes as `quantkit.evals.synthetic` has them for a shape of this name; `experts` is how many,
+    and how many of them take a token.
+    """
 
     arch: str
     hidden: int
@@ -45,8 +48,11 @@ SHAPES = {
     "tinyllama-1.1b": Shape("llama", 2048, 5632, 22, 32, 4, 64),
     "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8), 30000),
 }
-TYPES = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-         "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}  # fmt: skip
+TYPES = {
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
 
 
 def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -67,16 +73,24 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{block}{norm}.weight", (shape.head_dim,)
             yield f"{block}ffn_gate_inp.weight", (*bank, hidden)
         for name, rows, columns in (
-            ("attn_q", queries, hidden), ("attn_k", kv, hidden), ("attn_v", kv, hidden),
+            ("attn_q", queries, hidden),
+            ("attn_k", kv, hidden),
+            ("attn_v", kv, hidden),
             ("attn_output", hidden, queries),
-        ):  # fmt: skip
+        ):
             yield f"{block}{name}.weight", (rows, columns)
-        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        for name, rows, columns in (
+            ("gate", inner, hidden),
+            ("up", inner, hidden),
+            ("down", hidden, inner),
+        ):
             yield f"{block}ffn_{name}{of_experts}.weight", (*bank, rows, columns)
 
 
 def make_source(path: Path, shape: Shape) -> None:
-    """A float model with a vocabulary of nothing but bytes and unused tokens, written tensor by tensor."""
+    """A float model with a vocabulary of nothing but bytes and unused tokens, written tensor by
+    tensor.
+    """
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
@@ -124,7 +138,9 @@ def make(folder: Path, kind: str, shape: Shape) -> Path:
             make_source(source, shape)
         options = llama_cpp.llama_model_quantize_default_params()
         options.ftype = TYPES[kind]
-        failed = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
+        failed = llama_cpp.llama_model_quantize(
+            str(source).encode(), str(path).encode(), ctypes.byref(options)
+        )
         if failed:
             raise SystemExit(f"llama.cpp could not make {path}")
     return path
@@ -133,9 +149,15 @@ def make(folder: Path, kind: str, shape: Shape) -> Path:
 class Session:
     """One model and context."""
 
-    def __init__(self, path: Path, threads: int, context: int, sequences: int, *, unified: bool) -> None:
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+    def __init__(
+        self, path: Path, threads: int, context: int, sequences: int, *, unified: bool
+    ) -> None:
+        self._model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = context, 512, 512
         options.n_threads = options.n_threads_batch = threads
@@ -180,7 +202,9 @@ class Session:
     def likeliest(self, row: int) -> int:
         """The token with the largest logit in a row of the last run."""
         return int(
-            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (self._vocabulary,)).argmax()
+            np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(self._context, row), (self._vocabulary,)
+            ).argmax()
         )
 
     def together(self, prompts: list[list[int]], new: int) -> float:
@@ -209,7 +233,9 @@ def weight_bytes(path: Path, shape: Shape) -> int:
     count, per_token = shape.experts or (1, 1)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
     del tensors["token_embd.weight"]
-    return sum(size * per_token // count if "_exps" in name else size for name, size in tensors.items())
+    return sum(
+        size * per_token // count if "_exps" in name else size for name, size in tensors.items()
+    )
 
 
 def main() -> None:
@@ -224,11 +250,15 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder / options.shape
     folder.mkdir(parents=True, exist_ok=True)
-    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # to live as long as the library
+    quiet = llama_cpp.llama_log_callback(
+        lambda level, text, data: None
+    )  # to live as long as the library
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     path = make(folder, options.serve, SHAPES[options.shape])
-    session = Session(path, options.threads, options.context, options.sequences, unified=not options.split)
+    session = Session(
+        path, options.threads, options.context, options.sequences, unified=not options.split
+    )
     measures = {
         "decode": lambda: session.decoding(48),
         "decode batch 8": lambda: session.batched(8, 8),

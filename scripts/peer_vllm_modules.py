@@ -1,12 +1,13 @@
-"""Find out how vLLM names the linears of models, and write the table that quantkit's doctor and writer read.
+"""Find out how vLLM names the linears of models, and write the table that quantkit's doctor and
+writer read.
 
     PYTHON scripts/peer_vllm_modules.py FOLDER ... > quantkit/formats/codecs/vllm_modules.toml
 
-PYTHON has vLLM, see `peer_vllm_loader.py`, and the folders are float models, named by their `model_type`, which
-`measure_vllm.py --folders` makes. vLLM builds each with settings that name all of its tensors as not quantized, and
-loads its weights; meanwhile it is written down which module takes which tensor, by which name that module looked for
-its settings, and what became of the names in the settings. What `vllm_modules.py` does not know by its rules is
-printed.
+PYTHON has vLLM, see `peer_vllm_loader.py`, and the folders are float models, named by their
+`model_type`, which `measure_vllm.py --folders` makes. vLLM builds each with settings that name all
+of its tensors as not quantized, and loads its weights; meanwhile it is written down which module
+takes which tensor, by which name that module looked for its settings, and what became of the names
+in the settings. What `vllm_modules.py` does not know by its rules is printed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _HEADER = """\
 # unlisted: fused linears for whose parts vLLM does not look. listed: others, and their parts.
 # floats: linears, by their names on disk, that vLLM never quantizes.
 # * is a number, + one that counts on from the number of layers.
-"""
+"""  # noqa: E501
 _SETTINGS: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -56,8 +57,8 @@ class Observation:
     Attributes:
         linears: the names of tensors that may be weights of linears, without ``.weight``.
         mapped: what became of each name in the settings.
-        modules: by which name the module that takes a tensor looked for its settings; None if it did not, and is never
-            quantized.
+        modules: by which name the module that takes a tensor looked for its settings; None if it
+            did not, and is never quantized.
         shards: the names for whose settings vLLM also looks, by the name of the module.
     """
 
@@ -79,7 +80,10 @@ def main() -> None:
         if rows := find_exceptions(observation):
             print(format_table(name, rows), file=answers, flush=True)
             for linear, expected, derived in mismatches(observation, rows):
-                print(f"# {name}: {linear} is in {expected}, and by the table in {derived}", file=sys.stderr)
+                print(
+                    f"# {name}: {linear} is in {expected}, and by the table in {derived}",
+                    file=sys.stderr,
+                )
 
 
 def watch() -> Any:
@@ -87,7 +91,9 @@ def watch() -> Any:
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     observed = Observation([])
@@ -143,7 +149,9 @@ def watch() -> Any:
             (copy / "config.json").write_text(json.dumps(config))
             outcome, reason = loader.judge(str(copy))
         known = set(observed.linears)
-        observed.modules = {name: module for name, module in observed.modules.items() if name in known}
+        observed.modules = {
+            name: module for name, module in observed.modules.items() if name in known
+        }
         if outcome != "loads":  # then only what became of the names in the settings is sure
             print(f"# {folder}: {reason}", file=sys.stderr)
             observed.modules = {}
@@ -172,23 +180,36 @@ def find_exceptions(observation: Observation) -> dict[str, Any]:
     if shorter := shorten(mapped):
         rows["mapped"] = shorter
     names = VllmNames.of_table(rows)
-    derived = {part: module.name for module in names.group(observation.linears) for part in module.parts}
+    derived = {
+        part: module.name for module in names.group(observation.linears) for part in module.parts
+    }
     exceptions = {
-        name: module for name, module in observation.modules.items() if module is not None and derived[name] != module
+        name: module
+        for name, module in observation.modules.items()
+        if module is not None and derived[name] != module
     }
     if exceptions:
         rows["modules"] = shorten_modules(observation, exceptions, derived, rows)
-    if floats := {template(name): None for name, module in observation.modules.items() if module is None}:
+    if floats := {
+        template(name): None for name, module in observation.modules.items() if module is None
+    }:
         kept = [name for name in floats if ROUTERS.isdisjoint(name.split("."))]
         rows |= {"floats": kept} if kept else {}
-    fused = {name: parts for name, parts in observation.shards.items() if name in observation.modules.values()}
+    fused = {
+        name: parts
+        for name, parts in observation.shards.items()
+        if name in observation.modules.values()
+    }
     rows |= find_listed(fused)
     return rows
 
 
 def find_listed(shards: Mapping[str, list[str]]) -> dict[str, Any]:
     """Which fused linears vLLM does not list, and which it lists besides the usual ones."""
-    shards = {name: [part for part in parts if not name.endswith(f".{part}")] for name, parts in shards.items()}
+    shards = {
+        name: [part for part in parts if not name.endswith(f".{part}")]
+        for name, parts in shards.items()
+    }
     is_listed = {name.rpartition(".")[2] for name, parts in shards.items() if parts}
     unlisted: dict[str, None] = {}
     listed: dict[str, list[str]] = {}
@@ -218,10 +239,17 @@ def shorten(replacements: Mapping[str, str]) -> dict[str, str]:
 
 
 def shorten_modules(
-    observation: Observation, exceptions: Mapping[str, str], derived: Mapping[str, str], rows: Mapping[str, Any]
+    observation: Observation,
+    exceptions: Mapping[str, str],
+    derived: Mapping[str, str],
+    rows: Mapping[str, Any],
 ) -> dict[str, str]:
-    """As `shorten`, for the modules that hold linears: by what they would be called if they were not fused."""
-    layers = 1 + max((int(match[1]) for name in observation.linears if (match := _LAYER.match(name))), default=-1)
+    """As `shorten`, for the modules that hold linears: by what they would be called if they were
+    not fused.
+    """
+    layers = 1 + max(
+        (int(match[1]) for name in observation.linears if (match := _LAYER.match(name))), default=-1
+    )
     whole: dict[str, str] = {}
     unfused: dict[str, str] = {}
     for name, module in observation.modules.items():
@@ -231,7 +259,9 @@ def shorten_modules(
         whole[template(name)] = target
         parent, joint, _ = target.rpartition(".")
         is_usual = module.rpartition(".")[2] == derived[name].rpartition(".")[2]
-        unfused[template(name)] = f"{parent}{joint}{name.rpartition('.')[2]}" if is_usual else target
+        unfused[template(name)] = (
+            f"{parent}{joint}{name.rpartition('.')[2]}" if is_usual else target
+        )
     short = shorten(unfused)
     excepted = {template(name) for name in exceptions if not _EXPERT.fullmatch(name)}
     found = {
@@ -242,7 +272,11 @@ def shorten_modules(
     names = VllmNames.of_table({**rows, "modules": found})
     for module in names.group(observation.linears):
         for part in module.parts:
-            if part in exceptions and not _EXPERT.fullmatch(part) and module.name != exceptions[part]:
+            if (
+                part in exceptions
+                and not _EXPERT.fullmatch(part)
+                and module.name != exceptions[part]
+            ):
                 found[template(part)] = whole[template(part)]
     return found
 
@@ -255,19 +289,27 @@ def template_of_module(name: str, module: str, layers: int) -> str:
 
 
 def without_last(old: str, new: str) -> tuple[str, str] | None:
-    """Two names without their last parts, if these are equal; None if not, or if nothing is left."""
+    """Two names without their last parts, if these are equal; None if not, or if nothing is
+    left.
+    """
     (first, _, last), (second, _, other) = old.rpartition("."), new.rpartition(".")
     return (first, second) if last == other and first and second else None
 
 
 def agrees(beginning: str, replacement: str, replacements: Mapping[str, str]) -> bool:
     """Whether all that begin so are replaced so."""
-    within = {old: new for old, new in replacements.items() if old == beginning or old.startswith(f"{beginning}.")}
+    within = {
+        old: new
+        for old, new in replacements.items()
+        if old == beginning or old.startswith(f"{beginning}.")
+    }
     return all(new == replacement + old[len(beginning) :] for old, new in within.items())
 
 
 def mismatches(observation: Observation, rows: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The linears whose module the table does not give: what vLLM has, and what follows from the table."""
+    """The linears whose module the table does not give: what vLLM has, and what follows from the
+    table.
+    """
     for module in VllmNames.of_table(rows).group(observation.linears):
         for part in module.parts:
             expected = observation.modules.get(part)
@@ -284,7 +326,9 @@ def format_table(name: str, rows: Mapping[str, Any]) -> str:
     lines = [f"[{name}]" if re.fullmatch(r"[\w-]+", name) else f"[{json.dumps(name)}]"]
     lines += [f"{key} = {json.dumps(rows[key])}" for key in ("unlisted", "floats") if key in rows]
     for key in ("listed", "mapped", "modules"):
-        lines += [f"{key}.{json.dumps(old)} = {json.dumps(new)}" for old, new in rows.get(key, {}).items()]
+        lines += [
+            f"{key}.{json.dumps(old)} = {json.dumps(new)}" for old, new in rows.get(key, {}).items()
+        ]
     return "\n".join([*lines, ""])
 
 

@@ -1,4 +1,7 @@
-"""The jobs of `real_models.py` on published models and tokenizers. Each raises `CheckFailed`, or returns a detail."""
+"""The jobs of `real_models.py` on published models and tokenizers.
+
+Each raises `CheckFailed`, or returns a detail.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ KL_OF_CONVERSION = 2e-3  # bfloat16 activations of llama.cpp cost 1e-4
 KL_SHARE = 0.15  # how far the gate's figure may be from the judge's, of the larger
 KL_ROUNDING = 1e-3  # and below this they may differ by as much
 EIGHT_BIT_ACTIVATIONS = 0.02  # what llama.cpp's rounding of activations adds at most
-PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time,  there", "1, 2, 3, 5, 8,")
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time,  there",
+    "1, 2, 3, 5, 8,",
+)
 MESSAGES = [
     {"role": "user", "content": "Name  three colors.\n"},
     {"role": "assistant", "content": "Red, green, blue."},
@@ -38,7 +46,11 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "Return the weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     }
 ]
@@ -62,7 +74,9 @@ MIN_REFINE_SAMPLES = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """What all jobs share: llama.cpp's Python, how much calibration, and how many texts tokenizers are compared on."""
+    """What all jobs share: llama.cpp's Python, how much calibration, and how many texts
+    tokenizers are compared on.
+    """
 
     peer: Path | None
     samples: int
@@ -72,7 +86,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A published GGUF file, or a folder with a published tokenizer, and the folder of its results."""
+    """A published GGUF file, or a folder with a published tokenizer, and the folder of its
+    results.
+    """
 
     name: str
     source: Path
@@ -96,14 +112,20 @@ class Job:
 
 def remove(path: Path) -> None:
     """Remove a file or a folder, with its manifest and what an interrupted run left of it."""
-    for leftover in (path, path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.quantkit.json")):
+    for leftover in (
+        path,
+        path.with_name(f"{path.name}.partial"),
+        path.with_name(f"{path.name}.quantkit.json"),
+    ):
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
             leftover.unlink(missing_ok=True)
 
 
-def run_quantkit(subject: Subject, *arguments: str | Path, output: Path | None = None, code: int = 0) -> str:
+def run_quantkit(
+    subject: Subject, *arguments: str | Path, output: Path | None = None, code: int = 0
+) -> str:
     """Run one command and return its stdout.
 
     Args:
@@ -115,7 +137,10 @@ def run_quantkit(subject: Subject, *arguments: str | Path, output: Path | None =
     command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     with (subject.work / "commands.log").open("a", encoding="utf-8") as log:
-        log.write(f"$ quantkit {' '.join(command[3:])}\n{done.stdout}{done.stderr}exit code {done.returncode}\n")
+        log.write(
+            f"$ quantkit {' '.join(command[3:])}\n{done.stdout}{done.stderr}exit code"
+            f" {done.returncode}\n"
+        )
     if done.returncode != code:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         message = lines[-1] if lines else ""
@@ -123,7 +148,9 @@ def run_quantkit(subject: Subject, *arguments: str | Path, output: Path | None =
     return done.stdout
 
 
-def read_report(subject: Subject, *arguments: str | Path, output: Path | None = None, code: int = 0) -> Any:
+def read_report(
+    subject: Subject, *arguments: str | Path, output: Path | None = None, code: int = 0
+) -> Any:
     """Run one command and return what it writes as JSON."""
     return json.loads(run_quantkit(subject, *arguments, "--json", "-", output=output, code=code))
 
@@ -163,7 +190,9 @@ def inspect_file(subject: Subject) -> str:
 
 
 def convert_to_folder(subject: Subject) -> str:
-    """Convert the file to a folder of floats, and compare logits with transformers' own reader of GGUF."""
+    """Convert the file to a folder of floats, and compare logits with transformers' own reader
+    of GGUF.
+    """
     folder = subject.path("folder")
     run_quantkit(subject, "convert", subject.source, folder, "--dequantize", output=folder)
     reference = judges.load_model(subject.source)
@@ -175,7 +204,9 @@ def convert_to_folder(subject: Subject) -> str:
 
 
 def compare_tokens(subject: Subject) -> str:
-    """Compare the folder's tokens in transformers with llama.cpp's of the published file, and with quantkit's."""
+    """Compare the folder's tokens in transformers with llama.cpp's of the published file, and
+    with quantkit's.
+    """
     lines = judges.load_texts(subject.settings.texts)
     compare_own_tokens(subject.path("folder"), subject.path("folder"), lines)
     return compare_tokens_with_llama_cpp(subject, subject.path("folder"), subject.source)
@@ -196,8 +227,8 @@ def compare_own_tokens(path: Path, folder: Path, lines: Sequence[str]) -> None:
 def compare_tokens_with_llama_cpp(subject: Subject, folder: Path, file: Path) -> str:
     """Compare the tokens of a folder in transformers with llama.cpp's of a file, on strings in NFC.
 
-    All running text must be cut the same way. llama.cpp's own patterns differ from the published ones on some rare
-    marks, so a small share of random strings may be cut otherwise.
+    All running text must be cut the same way. llama.cpp's own patterns differ from the published
+    ones on some rare marks, so a small share of random strings may be cut otherwise.
     """
     tokenizer = judges.load_tokenizer(folder)
     details = []
@@ -209,7 +240,9 @@ def compare_tokens_with_llama_cpp(subject: Subject, folder: Path, file: Path) ->
             lines = judges.normalize(lines)
             rows = [judges.encode(tokenizer, line) for line in lines]
             expected = [peer.request(tokens=line) for line in lines]
-            differing = sum(row != expected_row for row, expected_row in zip(rows, expected, strict=True))
+            differing = sum(
+                row != expected_row for row, expected_row in zip(rows, expected, strict=True)
+            )
             differences = judges.describe_differences(lines, rows, expected)
             require(differing <= allowed * len(lines), f"tokens of {kind}: {differences}")
             details.append(f"{len(lines) - differing} of {len(lines)} {kind}")
@@ -217,7 +250,9 @@ def compare_tokens_with_llama_cpp(subject: Subject, folder: Path, file: Path) ->
 
 
 def check_end_tokens(subject: Subject) -> str:
-    """Require that the folder's end tokens are named by the file's metadata, or are control tokens of llama.cpp's."""
+    """Require that the folder's end tokens are named by the file's metadata, or are control
+    tokens of llama.cpp's.
+    """
     metadata, _ = judges.read_gguf(subject.source)
     ends = judges.read_json(subject.path("folder") / "generation_config.json")["eos_token_id"]
     ends = ends if isinstance(ends, list) else [ends]
@@ -228,7 +263,10 @@ def check_end_tokens(subject: Subject) -> str:
         stopping = set(peer.request(ends=True))
     for token in ends:
         is_control = types[token] == CONTROL and token in stopping
-        require(token in named or is_control, f"end token {token} is {tokens[token]!r}, of type {types[token]}")
+        require(
+            token in named or is_control,
+            f"end token {token} is {tokens[token]!r}, of type {types[token]}",
+        )
     eos = metadata[f"{prefix}.eos_token_id"]
     require(eos in ends, f"end tokens {ends} lack {eos}")
     return f"end tokens {ends}"
@@ -240,7 +278,9 @@ def convert_back(subject: Subject) -> str:
     run_quantkit(subject, "convert", folder, file, output=file)
     _, original = judges.read_gguf(subject.source)
     _, tensors = judges.read_gguf(file)
-    require(set(tensors) <= set(original), f"more tensors: {sorted(set(tensors) - set(original))[:3]}")
+    require(
+        set(tensors) <= set(original), f"more tensors: {sorted(set(tensors) - set(original))[:3]}"
+    )
     missing = set(original) - set(tensors) - {"output.weight"}  # a tied head may be left out
     require(not missing, f"fewer tensors: {sorted(missing)[:3]}")
     for name, tensor in tensors.items():
@@ -269,7 +309,9 @@ def measure_kl_by_llama_cpp(subject: Subject, file: Path) -> float:
 
 
 def check_doctor(subject: Subject) -> str:
-    """Require that `doctor` accepts the folder, and not a copy in which transformers misses a tensor."""
+    """Require that `doctor` accepts the folder, and not a copy in which transformers misses a
+    tensor.
+    """
     folder, damaged = subject.path("folder"), subject.path("damaged")
     run_quantkit(subject, "doctor", folder)
     require(not judges.find_missing_tensors(folder), "transformers misses tensors of the folder")
@@ -279,10 +321,14 @@ def check_doctor(subject: Subject) -> str:
         if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy(file, damaged)
     tensors = judges.load_tensors(folder)
-    victim = next(name for name in tensors if "layers.1." in name and name.endswith("down_proj.weight"))
+    victim = next(
+        name for name in tensors if "layers.1." in name and name.endswith("down_proj.weight")
+    )
     del tensors[victim]
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
-    require(judges.find_missing_tensors(damaged) == {victim}, f"transformers does not miss {victim}")
+    require(
+        judges.find_missing_tensors(damaged) == {victim}, f"transformers does not miss {victim}"
+    )
     try:
         run_quantkit(subject, "doctor", damaged, code=12)
     finally:
@@ -294,7 +340,9 @@ def check_doctor(subject: Subject) -> str:
 
 
 def quantize_to_folder(scheme: str) -> Callable[[Subject], str]:
-    """Return the job that quantizes to a scheme, judged by what transformers computes with the result."""
+    """Return the job that quantizes to a scheme, judged by what transformers computes with the
+    result.
+    """
 
     def check(subject: Subject) -> str:
         folder, output = subject.path("folder"), subject.path(scheme)
@@ -314,25 +362,44 @@ def quantize_to_folder(scheme: str) -> Callable[[Subject], str]:
 
 
 def quantize_to_file(scheme: str) -> Callable[[Subject], str]:
-    """Return the job that quantizes to GGUF, judged by the gguf package and by what llama.cpp computes."""
+    """Return the job that quantizes to GGUF, judged by the gguf package and by what llama.cpp
+    computes.
+    """
 
     def check(subject: Subject) -> str:
         output = subject.path(f"{scheme}.gguf")
         report = quantize(subject, scheme, output)
         metadata, _ = judges.read_gguf(output)
         file_type = metadata["general.file_type"]
-        require(file_type == FILE_TYPES[scheme], f"general.file_type is {file_type}, not {FILE_TYPES[scheme]}")
-        return compare_with_gate(report, measure_kl_by_llama_cpp(subject, output), more=EIGHT_BIT_ACTIVATIONS)
+        require(
+            file_type == FILE_TYPES[scheme],
+            f"general.file_type is {file_type}, not {FILE_TYPES[scheme]}",
+        )
+        return compare_with_gate(
+            report, measure_kl_by_llama_cpp(subject, output), more=EIGHT_BIT_ACTIVATIONS
+        )
 
     return check
 
 
 def quantize(subject: Subject, scheme: str, output: Path, *options: str) -> Any:
     """Quantize the folder with few samples and return the report."""
-    arguments: list[str | Path] = ["quantize", subject.path("folder"), output, "--scheme", scheme, *options]
+    arguments: list[str | Path] = [
+        "quantize",
+        subject.path("folder"),
+        output,
+        "--scheme",
+        scheme,
+        *options,
+    ]
     calibrated = scheme.startswith(("int4", "q4_k")) and "rtn" not in options
     if calibrated:
-        arguments += ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length)]
+        arguments += [
+            "--samples",
+            str(subject.settings.samples),
+            "--length",
+            str(subject.settings.length),
+        ]
     return read_report(subject, *arguments, output=output)
 
 
@@ -351,14 +418,27 @@ def compare_with_gate(report: Any, kl: float, more: float = 0.0) -> str:
 
 
 def write_formats(subject: Subject) -> str:
-    """Quantize once to five formats: each must be as near to the floats as what transformers reads of the first."""
+    """Quantize once to five formats: each must be as near to the floats as what transformers
+    reads of the first.
+    """
     output = subject.path("formats")
-    quantize(subject, "int4-g64", output, "--method", "rtn", "--accept-quality-loss", "--to", ",".join(FORMATS))
+    quantize(
+        subject,
+        "int4-g64",
+        output,
+        "--method",
+        "rtn",
+        "--accept-quality-loss",
+        "--to",
+        ",".join(FORMATS),
+    )
     rounded = judges.load_weights(output / FORMATS[0])
     floats = judges.load_weights(subject.path("folder"))
     details = []
     for name in ("gptq", "awq", "mlx"):
-        details.append(f"{name} {judges.compare_unpacked(name, output / name, rounded, floats)} linears")
+        details.append(
+            f"{name} {judges.compare_unpacked(name, output / name, rounded, floats)} linears"
+        )
     (file,) = (output / "gguf").glob("*.gguf")
     windows = judges.cut_windows(judges.load_tokenizer(subject.path("folder")))
     reference = judges.load_model(subject.path("folder"))
@@ -373,9 +453,16 @@ def merge_lora(subject: Subject) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import peft
-    folder, adapter, output = subject.path("folder"), subject.path("adapter"), subject.path("merged")
+    folder, adapter, output = (
+        subject.path("folder"),
+        subject.path("adapter"),
+        subject.path("merged"),
+    )
     remove(adapter)
-    base = {name: value.clone() for name, value in judges.load_model(folder, torch.bfloat16).state_dict().items()}
+    base = {
+        name: value.clone()
+        for name, value in judges.load_model(folder, torch.bfloat16).state_dict().items()
+    }
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=8,
@@ -388,7 +475,9 @@ def merge_lora(subject: Subject) -> str:
     tuned.save_pretrained(str(adapter))
     expected = tuned.merge_and_unload().state_dict()
     # A random adapter makes nonsense of the model, which the source check would refuse.
-    run_quantkit(subject, "convert", folder, output, "--lora", adapter, "--no-source-check", output=output)
+    run_quantkit(
+        subject, "convert", folder, output, "--lora", adapter, "--no-source-check", output=output
+    )
     merged = judges.load_model(output, torch.bfloat16).state_dict()
     changed = 0
     for name, value in expected.items():
@@ -404,7 +493,11 @@ def merge_lora(subject: Subject) -> str:
 
 def refine(subject: Subject) -> str:
     """Refine a rounded model: transformers must find the result nearer to the floats."""
-    folder, output, rounded = subject.path("folder"), subject.path("refined"), subject.path("formats")
+    folder, output, rounded = (
+        subject.path("folder"),
+        subject.path("refined"),
+        subject.path("formats"),
+    )
     # Training takes some steps to gain anything: 8 samples would be one step in each epoch.
     samples = max(subject.settings.samples, MIN_REFINE_SAMPLES)
     few = ["--samples", str(samples), "--length", str(subject.settings.length), "--epochs", "2"]
@@ -427,7 +520,9 @@ def refine(subject: Subject) -> str:
 
 
 def check_verify(subject: Subject) -> str:
-    """Require the exit codes of `verify` for a folder and its file, its int8 model, and a changed copy."""
+    """Require the exit codes of `verify` for a folder and its file, its int8 model, and a
+    changed copy.
+    """
     folder, changed = subject.path("folder"), subject.path("changed")
     run_quantkit(subject, "verify", folder, subject.path("back.gguf"))
     run_quantkit(subject, "verify", folder, subject.path("int8"))
@@ -435,7 +530,9 @@ def check_verify(subject: Subject) -> str:
     remove(changed)
     shutil.copytree(folder, changed)
     tensors = judges.load_tensors(folder)
-    victim = next(name for name in tensors if "layers.1." in name and name.endswith("down_proj.weight"))
+    victim = next(
+        name for name in tensors if "layers.1." in name and name.endswith("down_proj.weight")
+    )
     tensors[victim] = tensors[victim].roll(1, 0)
     for file in changed.glob("*.safetensors*"):
         file.unlink()
@@ -445,7 +542,10 @@ def check_verify(subject: Subject) -> str:
         run_quantkit(subject, "verify", subject.source, folder)
     finally:
         remove(changed)
-    return f"0 for the file, int8 and the source, 10 for int8 with --strict, 11 where {victim} is shifted"
+    return (
+        f"0 for the file, int8 and the source, 10 for int8 with --strict, 11 where {victim} is"
+        " shifted"
+    )
 
 
 # Published models: use
@@ -463,28 +563,59 @@ def evaluate(subject: Subject) -> str:
     ids = judges.encode(judges.load_tokenizer(folder), text.read_text(encoding="utf-8"))
     expected = judges.measure_perplexity(judges.load_model(folder), ids, judges.WINDOW)
     actual = figures["token_perplexity"]
-    require(abs(actual / expected - 1) < 0.005, f"perplexity {actual:.3f}, {expected:.3f} by transformers")
+    require(
+        abs(actual / expected - 1) < 0.005,
+        f"perplexity {actual:.3f}, {expected:.3f} by transformers",
+    )
     return f"perplexity {actual:.3f}, {expected:.3f} by transformers"
 
 
 def generate(subject: Subject) -> str:
     """Compare greedy texts with those that transformers generates."""
-    folder, prompts, output = subject.path("folder"), subject.path("prompts.jsonl"), subject.path("texts.jsonl")
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    arguments: list[str | Path] = ["generate", folder, "--prompts", prompts, "--output", output, "--dtype", "fp32"]
-    run_quantkit(subject, *arguments, "--temperature", "0", "--max-new-tokens", str(NEW_TOKENS), output=output)
+    folder, prompts, output = (
+        subject.path("folder"),
+        subject.path("prompts.jsonl"),
+        subject.path("texts.jsonl"),
+    )
+    prompts.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8"
+    )
+    arguments: list[str | Path] = [
+        "generate",
+        folder,
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--dtype",
+        "fp32",
+    ]
+    run_quantkit(
+        subject,
+        *arguments,
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        str(NEW_TOKENS),
+        output=output,
+    )
     tokenizer, model = judges.load_tokenizer(folder), judges.load_model(folder)
     lines = output.read_text(encoding="utf-8").splitlines()
     require(len(lines) == len(PROMPTS), f"{len(lines)} results of {len(PROMPTS)} prompts")
     for line, prompt in zip(lines, PROMPTS, strict=True):
         expected = continue_text(tokenizer, model, judges.encode(tokenizer, prompt))
         actual = json.loads(line)["text"]
-        require(actual == expected and len(actual) > 0, f"{prompt!r}: {actual[:60]!r}, not {expected[:60]!r}")
+        require(
+            actual == expected and len(actual) > 0,
+            f"{prompt!r}: {actual[:60]!r}, not {expected[:60]!r}",
+        )
     return f"{len(lines)} texts of {NEW_TOKENS} tokens"
 
 
 def continue_text(tokenizer: Any, model: Any, ids: Sequence[int]) -> str:
-    """Return the text that transformers generates after token ids; a space at its beginning is kept."""
+    """Return the text that transformers generates after token ids; a space at its beginning is
+    kept.
+    """
     new_ids = judges.continue_greedily(model, ids, NEW_TOKENS)
     before: str = tokenizer.decode(ids, skip_special_tokens=True)
     after: str = tokenizer.decode([*ids, *new_ids], skip_special_tokens=True)
@@ -510,7 +641,9 @@ def start_server(subject: Subject) -> Iterator[str]:
         try:
             assert process.stdout is not None
             address = re.search(r"http://\S+/v1", process.stdout.readline())
-            require(address is not None, f"the server does not start: {subject.work / 'server.log'}")
+            require(
+                address is not None, f"the server does not start: {subject.work / 'server.log'}"
+            )
             assert address is not None
             yield address[0]
         finally:
@@ -527,11 +660,22 @@ def serve(subject: Subject) -> str:
     settings: dict[str, Any] = {"model": subject.name, "temperature": 0, "max_tokens": NEW_TOKENS}
     ids = judges.encode(tokenizer, PROMPTS[0])
     expected = continue_text(tokenizer, model, ids)
-    with start_server(subject) as address, OpenAI(base_url=address, api_key="none", max_retries=0) as client:
-        require([entry.id for entry in client.models.list()] == [subject.name], "the list of models")
+    with (
+        start_server(subject) as address,
+        OpenAI(base_url=address, api_key="none", max_retries=0) as client,
+    ):
+        require(
+            [entry.id for entry in client.models.list()] == [subject.name], "the list of models"
+        )
         completion = client.completions.create(prompt=PROMPTS[0], **settings)
-        require(completion.choices[0].text == expected, f"{completion.choices[0].text!r}, not {expected!r}")
-        require(completion.usage is not None and completion.usage.prompt_tokens == len(ids), "usage of a completion")
+        require(
+            completion.choices[0].text == expected,
+            f"{completion.choices[0].text!r}, not {expected!r}",
+        )
+        require(
+            completion.usage is not None and completion.usage.prompt_tokens == len(ids),
+            "usage of a completion",
+        )
         if tokenizer.chat_template is None:
             return "a completion; the model has no chat template"
         for tools in (None, TOOLS):
@@ -539,9 +683,13 @@ def serve(subject: Subject) -> str:
     return "a completion, chats with and without tools, streamed and not"
 
 
-def check_chat(client: Any, tokenizer: Any, model: Any, settings: dict[str, Any], tools: Any) -> None:
+def check_chat(
+    client: Any, tokenizer: Any, model: Any, settings: dict[str, Any], tools: Any
+) -> None:
     """Compare one conversation, streamed and not, with transformers' template and greedy text."""
-    prompt = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     ids = judges.encode(tokenizer, prompt, specials=False)
     expected = continue_text(tokenizer, model, ids).strip()
     options = {**settings, "messages": MESSAGES}
@@ -549,7 +697,10 @@ def check_chat(client: Any, tokenizer: Any, model: Any, settings: dict[str, Any]
         options["tools"] = tools
     answer = client.chat.completions.create(**options)
     counted = answer.usage.prompt_tokens
-    require(counted == len(ids), f"tools {tools is not None}: {counted} tokens of the prompt, not {len(ids)}")
+    require(
+        counted == len(ids),
+        f"tools {tools is not None}: {counted} tokens of the prompt, not {len(ids)}",
+    )
     content = answer.choices[0].message.content or ""
     if answer.choices[0].message.tool_calls is None:
         require(content.strip() == expected, f"{content!r}, not {expected!r}")
@@ -568,7 +719,9 @@ def attach_tokenizer(subject: Subject) -> Path:
     folder = subject.path("folder")
     remove(folder)
     settings = judges.read_json(subject.source / "tokenizer_config.json")
-    tokenizer = judges.transformers.PreTrainedTokenizerFast(tokenizer_file=str(subject.source / "tokenizer.json"))
+    tokenizer = judges.transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(subject.source / "tokenizer.json")
+    )
     ids = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
@@ -592,14 +745,18 @@ def attach_tokenizer(subject: Subject) -> Path:
         **ids,
     )
     torch.manual_seed(0)
-    judges.transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    judges.transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16
+    ).save_pretrained(folder)
     for file in subject.source.glob("*.json"):
         shutil.copy(file, folder)
     return folder
 
 
 def convert_tokenizer(subject: Subject) -> str:
-    """Convert a model with the tokenizer to GGUF: llama.cpp must load it, and stop at the same token."""
+    """Convert a model with the tokenizer to GGUF: llama.cpp must load it, and stop at the same
+    token.
+    """
     folder, file = attach_tokenizer(subject), subject.path("model.gguf")
     run_quantkit(subject, "convert", folder, file, "--no-source-check", output=file)
     eos = judges.load_tokenizer(folder).eos_token_id
@@ -611,11 +768,15 @@ def convert_tokenizer(subject: Subject) -> str:
 
 def compare_tokenizer_with_llama_cpp(subject: Subject) -> str:
     """Compare llama.cpp's tokens of the file with transformers' of the folder."""
-    return compare_tokens_with_llama_cpp(subject, subject.path("folder"), subject.path("model.gguf"))
+    return compare_tokens_with_llama_cpp(
+        subject, subject.path("folder"), subject.path("model.gguf")
+    )
 
 
 def convert_tokenizer_back(subject: Subject) -> str:
-    """Convert to GGUF and back, and from folder to folder: tokens, texts and prompts must be transformers'."""
+    """Convert to GGUF and back, and from folder to folder: tokens, texts and prompts must be
+    transformers'.
+    """
     folder = subject.path("folder")
     outputs = [subject.path("back"), subject.path("copy")]
     for source, output in zip((subject.path("model.gguf"), folder), outputs, strict=True):
@@ -691,10 +852,17 @@ MODEL_JOBS = [
 ]
 TOKENIZER_JOBS = [
     Job("tokenizer to GGUF", "llama.cpp", convert_tokenizer),
-    Job("tokenizer in llama.cpp", "llama.cpp", compare_tokenizer_with_llama_cpp, ("tokenizer to GGUF",)),
+    Job(
+        "tokenizer in llama.cpp",
+        "llama.cpp",
+        compare_tokenizer_with_llama_cpp,
+        ("tokenizer to GGUF",),
+    ),
     Job("tokenizer back", "transformers", convert_tokenizer_back, ("tokenizer to GGUF",)),
     Job("tokenizer's tokens", "transformers", compare_tokenizer_with_own, ("tokenizer to GGUF",)),
-    Job("tokenizer's verify", "quantkit", verify_tokenizer, ("tokenizer to GGUF", "tokenizer back")),
+    Job(
+        "tokenizer's verify", "quantkit", verify_tokenizer, ("tokenizer to GGUF", "tokenizer back")
+    ),
 ]
 
 

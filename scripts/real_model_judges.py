@@ -1,6 +1,8 @@
-"""Judge quantkit's results for `real_models.py` by transformers, the gguf package, llama.cpp and plain torch.
+"""Judge quantkit's results for `real_models.py` by transformers, the gguf package, llama.cpp and
+plain torch.
 
-No function uses quantkit's own readers: what it wrote is opened as users of the other tools open it.
+No function uses quantkit's own readers: what it wrote is opened as users of the other tools open
+it.
 """
 
 from __future__ import annotations
@@ -34,11 +36,17 @@ class CheckFailed(Exception):
 
 
 def silence_transformers() -> None:
-    """Turn off the bars and warnings of transformers, and requests to the hub, in this process and those it starts.
+    """Turn off the bars and warnings of transformers, and requests to the hub, in this process and
+    those it starts.
 
-    It is called by the script alone: a test that imports this module shares its environment with all other tests.
+    It is called by the script alone: a test that imports this module shares its environment with
+    all other tests.
     """
-    for setting, value in (("HF_HUB_OFFLINE", "1"), ("TQDM_DISABLE", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+    for setting, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("TQDM_DISABLE", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
         os.environ.setdefault(setting, value)
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # it was read from the environment at import
     transformers.logging.set_verbosity_error()
@@ -55,7 +63,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def load_texts(count: int) -> list[str]:
-    """Return lines of running text, at most half of all, then random strings; none spells a control token."""
+    """Return lines of running text, at most half of all, then random strings; none spells a
+    control token.
+    """
     lines = load_lines()[: count // 2]
     return [*lines, *load_random_strings(count - len(lines))]
 
@@ -83,8 +93,12 @@ def normalize(lines: Sequence[str]) -> list[str]:
     return [unicodedata.normalize("NFC", line) for line in lines]
 
 
-def describe_differences(lines: Sequence[str], rows: Sequence[object], expected: Sequence[object]) -> str:
-    """Return how many rows differ from the expected ones and the first such line, or an empty string for none."""
+def describe_differences(
+    lines: Sequence[str], rows: Sequence[object], expected: Sequence[object]
+) -> str:
+    """Return how many rows differ from the expected ones and the first such line, or an empty
+    string for none.
+    """
     differing = []
     for line, row, expected_row in zip(lines, rows, expected, strict=True):
         if row != expected_row:
@@ -92,7 +106,10 @@ def describe_differences(lines: Sequence[str], rows: Sequence[object], expected:
     if not differing:
         return ""
     line, row, expected_row = differing[0]
-    return f"{len(differing)} of {len(lines)} differ, first {line[:40]!r}: {str(row)[:60]} not {str(expected_row)[:60]}"
+    return (
+        f"{len(differing)} of {len(lines)} differ, first {line[:40]!r}: {str(row)[:60]} not"
+        f" {str(expected_row)[:60]}"
+    )
 
 
 # transformers
@@ -103,7 +120,9 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if path.suffix == ".gguf":
-            model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=dtype
+            )
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.eval()
@@ -113,7 +132,9 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     """Return a folder's tensors as transformers computes with them."""
     model = load_model(folder)
     with torch.inference_mode():
-        model(torch.tensor([[1, 2]]))  # compressed-tensors decompresses weights when the model first runs
+        model(
+            torch.tensor([[1, 2]])
+        )  # compressed-tensors decompresses weights when the model first runs
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -121,15 +142,18 @@ def find_missing_tensors(folder: Path) -> set[str]:
     """Return the parameters that transformers does not find in a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        _, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
     return set(report["missing_keys"])
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a folder with transformers, as its files state it.
 
-    For Llama's class, transformers 5 replaces what tokenizer.json states: a text that begins with a space loses it, and
-    ``add_bos_token`` is ignored. sentencepiece and llama.cpp do what the files state, and so did transformers 4.
+    For Llama's class, transformers 5 replaces what tokenizer.json states: a text that begins with a
+    space loses it, and ``add_bos_token`` is ignored. sentencepiece and llama.cpp do what the files
+    state, and so did transformers 4.
     """
     settings = read_json(folder / "tokenizer_config.json")
     if str(settings.get("tokenizer_class")).removesuffix("Fast") != "LlamaTokenizer":
@@ -146,7 +170,9 @@ def encode(tokenizer: Any, line: str, *, specials: bool = True) -> list[int]:
 
 
 def cut_windows(tokenizer: Any) -> Tensor:
-    """Return the gate's windows [N, WINDOW] of its two texts, each with what the tokenizer puts before a prompt."""
+    """Return the gate's windows [N, WINDOW] of its two texts, each with what the tokenizer puts
+    before a prompt.
+    """
     from quantkit.data.files import gate_texts
 
     prefix = encode(tokenizer, "")
@@ -182,7 +208,9 @@ def measure_kl(reference: Any, model: Any, windows: Tensor) -> float:
 
 
 def measure_perplexity(model: Any, ids: Sequence[int], window: int) -> float:
-    """Return the perplexity of whole windows of token ids; the first token of each is not predicted."""
+    """Return the perplexity of whole windows of token ids; the first token of each is not
+    predicted.
+    """
     losses = []
     for start in range(0, len(ids) - window + 1, window):
         tokens = torch.tensor(ids[start : start + window])
@@ -194,7 +222,11 @@ def measure_perplexity(model: Any, ids: Sequence[int], window: int) -> float:
 def continue_greedily(model: Any, ids: Sequence[int], count: int) -> list[int]:
     """Return the likeliest continuation, without the end token, as transformers generates it."""
     output = model.generate(
-        torch.tensor([list(ids)]), max_new_tokens=count, do_sample=False, repetition_penalty=1.0, pad_token_id=0
+        torch.tensor([list(ids)]),
+        max_new_tokens=count,
+        do_sample=False,
+        repetition_penalty=1.0,
+        pad_token_id=0,
     )
     new_ids: list[int] = output[0, len(ids) :].tolist()
     ends = model.generation_config.eos_token_id
@@ -218,7 +250,9 @@ def round_linears(model: Any, group_size: int) -> None:
             size //= 2
         groups = module.weight.reshape(-1, size)
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
-        module.weight.copy_((groups / scale).round().clamp(-8, 7).mul(scale).reshape(module.weight.shape))
+        module.weight.copy_(
+            (groups / scale).round().clamp(-8, 7).mul(scale).reshape(module.weight.shape)
+        )
 
 
 # GGUF files
@@ -268,14 +302,18 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack_words(words: Tensor, places: Sequence[int] = range(8)) -> Tensor:
-    """Unpack eight codes of four bits from each int32 along the last axis: code n lies at place places[n]."""
+    """Unpack eight codes of four bits from each int32 along the last axis: code n lies at place
+    places[n].
+    """
     shifts = torch.tensor([4 * place for place in places])
     codes = (words.long().unsqueeze(-1) >> shifts) & 15
     return codes.flatten(-2)
 
 
 def unpack_gptq(tensors: dict[str, Tensor], module: str) -> Tensor:
-    """Return the weight [out, in] of a GPTQ module of version 1, whose stored zero points are one too small."""
+    """Return the weight [out, in] of a GPTQ module of version 1, whose stored zero points are
+    one too small.
+    """
     codes = unpack_words(tensors[f"{module}.qweight"].t())
     zeros = unpack_words(tensors[f"{module}.qzeros"]).t() + 1
     scales = tensors[f"{module}.scales"].float().t()
@@ -313,8 +351,11 @@ def measure_relative_error(weight: Tensor, reference: Tensor) -> float:
     return float((weight.float() - reference.float()).norm() / reference.float().norm())
 
 
-def compare_unpacked(format_name: str, folder: Path, rounded: dict[str, Tensor], floats: dict[str, Tensor]) -> int:
-    """Compare the error of every quantized module of a folder with that of other codes; return how many there are.
+def compare_unpacked(
+    format_name: str, folder: Path, rounded: dict[str, Tensor], floats: dict[str, Tensor]
+) -> int:
+    """Compare the error of every quantized module of a folder with that of other codes; return how
+    many there are.
 
     Codes may differ between formats: GPTQ and AWQ have no negative scales.
 
@@ -329,7 +370,10 @@ def compare_unpacked(format_name: str, folder: Path, rounded: dict[str, Tensor],
         reference = floats[f"{module}.weight"]
         error = measure_relative_error(UNPACKERS[format_name](tensors, module), reference)
         bound = 1.1 * measure_relative_error(rounded[f"{module}.weight"], reference)
-        require(error <= bound, f"{format_name}: {module} has an error of {error:.3g}, bound {bound:.3g}")
+        require(
+            error <= bound,
+            f"{format_name}: {module} has an error of {error:.3g}, bound {bound:.3g}",
+        )
     require(len(modules) > 0, f"{format_name}: no quantized module in {folder}")
     return len(modules)
 

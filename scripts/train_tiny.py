@@ -1,10 +1,12 @@
-"""Train a tiny language model to measure quantization on: mostly of architectures that quantkit has no decoder for.
+"""Train a tiny language model to measure quantization on: mostly of architectures that quantkit has
+no decoder for.
 
     python scripts/train_tiny.py NAME TEXT OUT [--steps 1500] [--seed 0]
 
-NAME is `hybrid` (Qwen3.5: gated delta nets between attention layers), `experts` (GLM-4.5: shared and routed experts) or
-`wide` (Qwen3, whose widths 256 divides, as GGUF's K-quants need). The tokenizer is that of the packaged model. The same
-steps and seed give the same model on the same machine.
+NAME is `hybrid` (Qwen3.5: gated delta nets between attention layers), `experts` (GLM-4.5: shared
+and routed experts) or `wide` (Qwen3, whose widths 256 divides, as GGUF's K-quants need). The
+tokenizer is that of the packaged model. The same steps and seed give the same model on the same
+machine.
 """
 
 from __future__ import annotations
@@ -26,30 +28,61 @@ from quantkit.text.tokenizer import load_tokenizer
 _LENGTH, _BATCH, _WARM = 256, 8, 100
 _RATE = 3e-3
 _COMMON: dict[str, object] = {
-    "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048,
-    "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-    "tie_word_embeddings": False, "dtype": "float32",
-}  # fmt: skip
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "hybrid": (
         "qwen3_5_text",
         {
-            "num_hidden_layers": 4, "intermediate_size": 512,
-            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-            "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+            "num_hidden_layers": 4,
+            "intermediate_size": 512,
+            "layer_types": [
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+            ],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
         },
     ),
-    "wide": ("qwen3", {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 8, "intermediate_size": 512}),
+    "wide": (
+        "qwen3",
+        {
+            "hidden_size": 256,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 8,
+            "intermediate_size": 512,
+        },
+    ),
     "experts": (
         "glm4_moe",
         {
-            "num_hidden_layers": 3, "intermediate_size": 512, "moe_intermediate_size": 192, "n_routed_experts": 8,
-            "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "num_hidden_layers": 3,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 192,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
             "use_qk_norm": True,
         },
     ),
-}  # fmt: skip
+}
 
 
 def train(model: PreTrainedModel, tokens: Tensor, steps: int, seed: int) -> None:
@@ -69,7 +102,10 @@ def train(model: PreTrainedModel, tokens: Tensor, steps: int, seed: int) -> None
         schedule.step()
         total += loss.item()
         if step % 100 == 0:
-            print(f"step {step}: loss {total / 100:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"step {step}: loss {total / 100:.3f}, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
             total = 0.0
 
 

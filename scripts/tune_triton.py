@@ -1,13 +1,15 @@
-"""Find the fastest tile configs of the Triton kernels on the GPU at hand and write them into the package.
+"""Find the fastest tile configs of the Triton kernels on the GPU at hand and write them into the
+package.
 
-    python scripts/tune_triton.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
+    python scripts/tune_triton.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b]
+    [--tokens 1,16]
                                   [--output FILE.json] [--seconds 500] [--dry-run]
 
-Every candidate is timed with a cold cache for every linear shape of the models, q/k/v and gate/up joined, and
-every number of tokens: the fewest tokens first, of all schemes and shapes. What is found replaces what
-kernels/triton_configs.json, or the file named, has for this GPU, these schemes, shapes and numbers of tokens; the
-rest of the file stays. Each is written as it is found, and nothing new is begun after --seconds. A dry run takes a tiny
-shape through Triton's interpreter.
+Every candidate is timed with a cold cache for every linear shape of the models, q/k/v and gate/up
+joined, and every number of tokens: the fewest tokens first, of all schemes and shapes. What is
+found replaces what kernels/triton_configs.json, or the file named, has for this GPU, these schemes,
+shapes and numbers of tokens; the rest of the file stays. Each is written as it is found, and
+nothing new is begun after --seconds. A dry run takes a tiny shape through Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def main() -> None:
             return
         scheme = QuantScheme.parse(text)
         codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8, device=device)
-        scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device)
+        scale = torch.full(
+            (rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device
+        )
         prepared = TritonBackend().prepare(QuantTensor(codes, scale, None, scheme))
         found = tune(prepared, text, columns, [tokens])
         save_configs(options.output, gpu_spec(device), text, rows, columns, found)

@@ -26,12 +26,16 @@ Result = Mapping[str, Any]
 
 
 def says_loadable(folder: Result) -> dict[str, bool]:
-    """Whether each of `inspect`, the model card and `doctor` finds nothing that vLLM does not load."""
+    """Whether each of `inspect`, the model card and `doctor` finds nothing that vLLM does not
+    load.
+    """
     return {"inspect": folder["inspect"], "card": folder["card"], "doctor": not folder["doctor"]}
 
 
 def differences(result: Result) -> list[str]:
-    """The folders of which `inspect`, the model card or `doctor` say another thing than vLLM's loader."""
+    """The folders of which `inspect`, the model card or `doctor` say another thing than vLLM's
+    loader.
+    """
     differing = []
     for name, folder in result["folders"].items():
         if "refused" in folder:
@@ -52,9 +56,12 @@ def describe(result: Result) -> list[str]:
             lines.append(f"{name}: refused: {folder['refused'][:150]}")
             continue
         mark = "DIFFERS: " if name in differing else ""
-        verdicts = ", ".join(f"{one} {'loads' if says else 'fails'}" for one, says in says_loadable(folder).items())
+        verdicts = ", ".join(
+            f"{one} {'loads' if says else 'fails'}" for one, says in says_loadable(folder).items()
+        )
         lines.append(
-            f"{mark}{name}: {folder['outcome']}; {verdicts}; {list(folder['doctor'])} {folder['reason'][:200]}"
+            f"{mark}{name}: {folder['outcome']}; {verdicts}; {list(folder['doctor'])}"
+            f" {folder['reason'][:200]}"
         )
     return lines
 
@@ -71,10 +78,18 @@ def section(results: Mapping[str, Result]) -> str:
             loaded = [folder for folder in judged if folder["outcome"] == "loads"]
             counts = [sum(not says_loadable(folder)[one] for folder in judged) for one in _SAYS]
             agreeing = sum(
-                set(says_loadable(folder).values()) == {folder["outcome"] == "loads"} for folder in judged
-            )  # fmt: skip
+                set(says_loadable(folder).values()) == {folder["outcome"] == "loads"}
+                for folder in judged
+            )
             rows.append(_row(form, title, len(judged), len(loaded), *counts, agreeing))
-    heads = ("format", "recipe", "folders", "vLLM loads", *(f"{one} says it does not" for one in _SAYS), "all agree")
+    heads = (
+        "format",
+        "recipe",
+        "folders",
+        "vLLM loads",
+        *(f"{one} says it does not" for one in _SAYS),
+        "all agree",
+    )
     head = _row(*heads)
     judged_names = [name for name, one in results.items() if one["source"]["outcome"] == "loads"]
     tables = [
@@ -89,20 +104,29 @@ def section(results: Mapping[str, Result]) -> str:
 def update(results: Mapping[str, Result]) -> None:
     """Write the section of docs/models.md anew."""
     made = section(results)
-    PAGE.write_text(_SECTION.sub(lambda _: made, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(
+        _SECTION.sub(lambda _: made, PAGE.read_text(encoding="utf-8")), encoding="utf-8"
+    )
 
 
 def _not_judged(results: Mapping[str, Result]) -> list[str]:
-    """The architectures that vLLM has no class for, and those whose float model it does not load."""
+    """The architectures that vLLM has no class for, and those whose float model it does not
+    load.
+    """
     titles = {
         "unknown": "vLLM has no class for it",
-        "fails": "vLLM does not load the tiny float model: config.json or tensors differ from the published ones,"
-        " or it needs a GPU",
+        "fails": (
+            "vLLM does not load the tiny float model: config.json or tensors differ from the"
+            " published ones, or it needs a GPU"
+        ),
     }
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, result in results.items():
         names[result["source"]["outcome"]].append(name)
-    return [_row(f"{title} ({len(names[outcome])})", _names(names[outcome])) for outcome, title in titles.items()]
+    return [
+        _row(f"{title} ({len(names[outcome])})", _names(names[outcome]))
+        for outcome, title in titles.items()
+    ]
 
 
 def _names(names: list[str]) -> str:

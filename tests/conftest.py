@@ -27,8 +27,9 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _demo_tokenizer_exported_once() -> Iterator[None]:
-    """Half the time of converting the demo model goes into its ``tokenizer.json``, which is the same each time: the
-    jobs of a file make it once."""
+    """Half the time of converting the demo model goes into its ``tokenizer.json``, which is the
+    same each time: the jobs of a file make it once.
+    """
     from quantkit.data.files import DEMO_MODEL
     from quantkit.formats.containers import hf
 
@@ -60,7 +61,8 @@ def _disks_are_not_waited_for() -> Iterator[None]:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On matrices as small as these, threads cost more than they bring; also in the processes that tests start.
+# On matrices as small as these, threads cost more than they bring; also in the processes that tests
+# start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["QUANTKIT_BF16"] = "0"  # results that do not depend on the processor
@@ -68,12 +70,37 @@ ENVIRONMENT = dict(os.environ)
 SET_BY_LIBRARIES = {"HF_XET_HIGH_PERFORMANCE", "TORCHINDUCTOR_CACHE_DIR"}
 
 LONGEST = (
-    "triton_interpreter", "xla", "tensor_parallel", "triton_kernels", "architectures", "readme", "plan", "image_text",
-    "via_transformers", "fuzz", "cpu_kernels", "xla_batch", "engine", "batch", "fused", "demo", "calibrated_experts",
-    "gate", "captured", "bench", "calibration", "without_kernels", "quantized_families", "processors", "stacks",
-    "chat_command", "resume",
-)  # fmt: skip
-"""Files that begin first: where files run at the same time, none of these is then left to run alone at the end."""
+    "triton_interpreter",
+    "xla",
+    "tensor_parallel",
+    "triton_kernels",
+    "architectures",
+    "readme",
+    "plan",
+    "image_text",
+    "via_transformers",
+    "fuzz",
+    "cpu_kernels",
+    "xla_batch",
+    "engine",
+    "batch",
+    "fused",
+    "demo",
+    "calibrated_experts",
+    "gate",
+    "captured",
+    "bench",
+    "calibration",
+    "without_kernels",
+    "quantized_families",
+    "processors",
+    "stacks",
+    "chat_command",
+    "resume",
+)
+"""Files that begin first: where files run at the same time, none of these is then left to run
+alone at the end.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,11 +109,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Refuse modules that change the environment of all tests; spare the collector of garbage those imported.
+    """Refuse modules that change the environment of all tests; spare the collector of garbage those
+    imported.
 
     They are most objects and stay: a tenth of all the time.
     """
-    changed = {name for name, _ in os.environ.items() ^ ENVIRONMENT.items() if not name.startswith("PYTEST")}
+    changed = {
+        name
+        for name, _ in os.environ.items() ^ ENVIRONMENT.items()
+        if not name.startswith("PYTEST")
+    }
     if changed := changed - SET_BY_LIBRARIES:
         raise pytest.UsageError(f"the import of a test changed the environment: {sorted(changed)}")
     gc.collect()
@@ -95,8 +127,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def without_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine that has no kernels and cannot compile them; processes that the test starts inherit it."""
+def without_kernels(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """A machine that has no kernels and cannot compile them; processes that the test starts
+    inherit it.
+    """
     from quantkit.kernels import dispatch, library
     from quantkit.model.column_kernels import column_kernels
 
@@ -123,8 +159,9 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a tiny random model of an architecture of transformers, by its ``model_type``; the same folder each time,
-    which no test changes."""
+    """Makes a tiny random model of an architecture of transformers, by its ``model_type``; the same
+    folder each time, which no test changes.
+    """
     folder = tmp_path_factory.mktemp("tiny")
 
     @functools.cache
@@ -159,8 +196,9 @@ def tiny_image_text_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.fixture(scope="session")
 def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a tiny model with the widths and the tokenizer of a published one, by its name in
-    `real_shapes.SHAPES`; the same folder each time, which no test changes."""
+    """Return a function that makes a tiny model with the widths and the tokenizer of a published
+    one, by its name in `real_shapes.SHAPES`; the same folder each time, which no test changes.
+    """
     folder = tmp_path_factory.mktemp("real-shapes")
 
     @functools.cache

@@ -30,14 +30,31 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 FUNCTIONS = (
-    "bench", "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "push",
-    "quantize", "stream", "verify",
-)  # fmt: skip
+    "bench",
+    "convert",
+    "evaluate",
+    "generate",
+    "generate_batch",
+    "inspect",
+    "load",
+    "open_checkpoint",
+    "push",
+    "quantize",
+    "stream",
+    "verify",
+)
 REPORTS = (
-    "Bench", "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "PushResult",
+    "Bench",
+    "ConvertResult",
+    "Estimate",
+    "Evaluation",
+    "FolderReport",
+    "Gate",
+    "Inspection",
+    "PushResult",
     "QuantizeResult",
     "VerifyReport",
-)  # fmt: skip
+)
 
 
 def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
@@ -49,9 +66,20 @@ def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
         "print(*names)\n"
         "print(*(getattr(quantkit, name) is not None for name in names))\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    ).stdout
     names, found = out.splitlines()
-    assert {*FUNCTIONS, *REPORTS, "errors", "plan", "Progress", "Tokenizer", "Recipe", "Verdict"} <= set(names.split())
+    assert {
+        *FUNCTIONS,
+        *REPORTS,
+        "errors",
+        "plan",
+        "Progress",
+        "Tokenizer",
+        "Recipe",
+        "Verdict",
+    } <= set(names.split())
     assert set(found.split()) == {"True"}
     assert sorted(dir(quantkit)) == names.split()
 
@@ -73,9 +101,14 @@ def test_names_mean_what_a_type_checker_is_reported() -> None:
     source = Path(str(quantkit.__file__)).read_text()
     for name in set(dir(quantkit)) - {"__version__"}:
         value = getattr(quantkit, name)
-        home, _, own = (value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{name}").rpartition(".")
+        home, _, own = (
+            value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{name}"
+        ).rpartition(".")
         assert f"    from {home} import {own} as {own}\n" in source, name
-    assert len(re.findall(r"^    from .* import .* as ", source, re.MULTILINE)) == len(dir(quantkit)) - 1
+    assert (
+        len(re.findall(r"^    from .* import .* as ", source, re.MULTILINE))
+        == len(dir(quantkit)) - 1
+    )
 
 
 def test_help_reads_as_a_reference() -> None:
@@ -100,7 +133,9 @@ def test_metas_interface_says_what_it_takes_gives_and_raises(method: str) -> Non
 
 def test_metas_interface_has_metas_arguments() -> None:
     """In its order and with its defaults, for calls without names."""
-    build = "ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, model_parallel_size=None, seed=1"
+    build = (
+        "ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, model_parallel_size=None, seed=1"
+    )
     drawn = "temperature=0.6, top_p=0.9"
     for method, expected in {
         "build": build,
@@ -110,7 +145,9 @@ def test_metas_interface_has_metas_arguments() -> None:
     }.items():
         parameters = inspect.signature(getattr(quantkit.Llama, method)).parameters.values()
         by_place = [
-            one.replace(annotation=inspect.Parameter.empty) for one in parameters if one.kind != one.KEYWORD_ONLY
+            one.replace(annotation=inspect.Parameter.empty)
+            for one in parameters
+            if one.kind != one.KEYWORD_ONLY
         ]
         assert ", ".join(map(str, by_place)) == expected
 
@@ -124,7 +161,9 @@ def test_every_plan_says_what_it_takes_gives_and_raises(name: str) -> None:
     if name != "generate":  # it has arguments of its own
         real = inspect.signature(getattr(quantkit, name)).parameters
         planned = inspect.signature(function).parameters
-        assert list(planned) == [one for one in real if one not in ("group", "on_estimate", "on_note", "progress")]
+        assert list(planned) == [
+            one for one in real if one not in ("group", "on_estimate", "on_note", "progress")
+        ]
         assert all(real[one].default == planned[one].default for one in planned)
 
 
@@ -160,26 +199,45 @@ def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:
         assert json.loads(json.dumps(report.to_json()))
         assert report.lines()
     found = quantkit.inspect(demo_model).to_json()
-    assert (found["rope"]["theta"], found["rope"]["type"], found["window_rope"]) == (10000.0, "default", None)
-    assert found["tokenizer"] == {"kind": "sentencepiece", "vocab_size": found["vocabulary"], "bos_id": 1}
+    assert (found["rope"]["theta"], found["rope"]["type"], found["window_rope"]) == (
+        10000.0,
+        "default",
+        None,
+    )
+    assert found["tokenizer"] == {
+        "kind": "sentencepiece",
+        "vocab_size": found["vocabulary"],
+        "bos_id": 1,
+    }
 
 
 def test_every_field_of_an_inspection_is_reported() -> None:
     reported = (inspect.getdoc(quantkit.Inspection) or "").partition("Attributes:")[2]
-    assert not [one.name for one in dataclasses.fields(quantkit.Inspection) if one.name not in reported]
+    assert not [
+        one.name for one in dataclasses.fields(quantkit.Inspection) if one.name not in reported
+    ]
 
 
 def test_docs_name_the_errors_that_are_worth_another_try() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
-    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, QuantkitError)]
+    kinds = [
+        one
+        for one in vars(errors).values()
+        if isinstance(one, type) and issubclass(one, QuantkitError)
+    ]
     worth_it = {one for one in kinds if one.retryable}
     assert worth_it == {errors.BeingWrittenError, errors.NoSpaceError, errors.UnreachableError}
     for kind in {*worth_it, errors.InterruptedRunError}:
         again = "yes" if kind.retryable else "no"
-        assert f"| `{kind.__name__}`, a `{kind.__mro__[1].__name__}` | {kind.exit_code} | {again} |" in page
+        assert (
+            f"| `{kind.__name__}`, a `{kind.__mro__[1].__name__}` | {kind.exit_code} | {again} |"
+            in page
+        )
 
 
-def test_evaluate_takes_one_path_or_several_as_text_or_paths(demo_model: Path, tmp_path: Path) -> None:
+def test_evaluate_takes_one_path_or_several_as_text_or_paths(
+    demo_model: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 40)
     one = quantkit.evaluate(str(demo_model), texts=str(text), window=64, device=torch.device("cpu"))
@@ -202,14 +260,25 @@ def test_a_model_and_its_tokenizer_can_be_called(demo_model: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        ([10**7], r"outside the vocabulary \(found 10000000, expected token ids from 0 to 2047, \[T\] or \[B, T\]\)"),
+        (
+            [10**7],
+            (
+                r"outside the vocabulary \(found 10000000, expected token ids from 0 to 2047, \[T\]"
+                r" or \[B, T\]\)"
+            ),
+        ),
         (torch.tensor([[1, -1]]), r"outside the vocabulary \(found -1, "),
         ("hi", r"`tokens` is of the wrong type \(found 'hi', expected token ids from 0 to 2047"),
-        ([2**70], "wrong type"), ([1.5], "wrong type"), ([[1], [1, 2]], "wrong type"), (3, "wrong type"),
+        ([2**70], "wrong type"),
+        ([1.5], "wrong type"),
+        ([[1], [1, 2]], "wrong type"),
+        (3, "wrong type"),
         (None, "wrong type"),
     ],
-)  # fmt: skip
-def test_a_model_is_called_with_ids_of_its_vocabulary(tokens: Any, problem: str, demo_model: Path) -> None:
+)
+def test_a_model_is_called_with_ids_of_its_vocabulary(
+    tokens: Any, problem: str, demo_model: Path
+) -> None:
     with pytest.raises(RequestError, match=problem):
         quantkit.load(demo_model, device="cpu")[0](tokens)
 
@@ -224,7 +293,9 @@ def test_choices_are_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("spelled", ["bf16", "BF16", "bfloat16", torch.bfloat16])
-def test_a_float_type_is_taken_by_any_of_its_names_everywhere(spelled: Any, demo_model: Path, tmp_path: Path) -> None:
+def test_a_float_type_is_taken_by_any_of_its_names_everywhere(
+    spelled: Any, demo_model: Path, tmp_path: Path
+) -> None:
     source = quantkit.convert(demo_model, tmp_path / "source", dtype="fp16").path
     assert quantkit.load(source, device="cpu", dtype=spelled)[0].dtype is torch.bfloat16
     planned = quantkit.plan.convert(source, tmp_path / "out", dtype=spelled)
@@ -232,11 +303,15 @@ def test_a_float_type_is_taken_by_any_of_its_names_everywhere(spelled: Any, demo
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["options"]["dtype"] == "bf16"
     assert quantkit.inspect(tmp_path / "out").tensors.keys() == {"bfloat16"}
-    assert planned.disk_bytes == pytest.approx(quantkit.inspect(tmp_path / "out").weight_bytes, rel=0.2)
+    assert planned.disk_bytes == pytest.approx(
+        quantkit.inspect(tmp_path / "out").weight_bytes, rel=0.2
+    )
 
 
 @pytest.mark.parametrize("spelled", ["fp8", "", "half", torch.int8, torch.float64, 32])
-def test_another_float_type_is_refused_everywhere(spelled: Any, demo_model: Path, tmp_path: Path) -> None:
+def test_another_float_type_is_refused_everywhere(
+    spelled: Any, demo_model: Path, tmp_path: Path
+) -> None:
     for job in (
         lambda: float_name(spelled),
         lambda: quantkit.load(demo_model, dtype=spelled),
@@ -252,5 +327,10 @@ def test_another_float_type_is_refused_everywhere(spelled: Any, demo_model: Path
 def test_memory_is_a_number_of_bytes(memory: Any, demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"no number of bytes .*expected such as 4_000_000_000"):
         quantkit.plan.quantize(
-            demo_model, tmp_path / "out", "int8", method="gptq", calibration="x", activation_memory=memory
+            demo_model,
+            tmp_path / "out",
+            "int8",
+            method="gptq",
+            calibration="x",
+            activation_memory=memory,
         )

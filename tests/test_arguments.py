@@ -1,4 +1,6 @@
-"""What is of the wrong type is refused at once, in one line that names the argument, and leaves nothing behind."""
+"""What is of the wrong type is refused at once, in one line that names the argument, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,19 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
         "load_xla": (load_xla, {"path": demo_model}),
         "generate": (quantkit.generate, {"model": model, "ids": PROMPT}),
         "stream": (quantkit.stream, {"model": model, "tokenizer": tokenizer, "prompt": "The"}),
-        "generate_batch": (quantkit.generate_batch, {"model": model, "prompts": ["The"], "tokenizer": tokenizer}),
+        "generate_batch": (
+            quantkit.generate_batch,
+            {"model": model, "prompts": ["The"], "tokenizer": tokenizer},
+        ),
         "Engine": (Engine, {"model": model, "length": 20}),
-        "chat_format": (quantkit.chat_format, {"folder": demo_model, "tokenizer": tokenizer, "template": "llama2"}),
-        "ChatSession": (quantkit.ChatSession, {"model": model, "tokenizer": tokenizer, "chat": chat, "context": 60}),
+        "chat_format": (
+            quantkit.chat_format,
+            {"folder": demo_model, "tokenizer": tokenizer, "template": "llama2"},
+        ),
+        "ChatSession": (
+            quantkit.ChatSession,
+            {"model": model, "tokenizer": tokenizer, "chat": chat, "context": 60},
+        ),
         "ask": (quantkit.ChatSession(model, tokenizer, chat, context=60).ask, {"text": "Who?"}),
         "chat.encode": (chat.encode, {}),
         "encode": (tokenizer.encode, {"text": "The"}),
@@ -73,7 +84,7 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
         "Override": (quantkit.Override, {"pattern": "*", "scheme": None}),
         "Recipe": (quantkit.Recipe, {"default": INT8}),
         "from_json": (quantkit.Recipe.from_json, {}),
-    }  # fmt: skip
+    }
 
     def of(function: Job, arguments: dict[str, Any]) -> Job:
         return lambda **given: function(**{**arguments, **given})
@@ -84,8 +95,21 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
 WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("convert", ("resume", "allow_nonfinite", "source_check"), FLAGS),
     ("plan.convert", ("resume", "allow_nonfinite", "source_check"), FLAGS),
-    *((name, ("thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check"), FLAGS)
-      for name in ("quantize", "plan.quantize", "gptq")),
+    *(
+        (
+            name,
+            (
+                "thorough",
+                "strict",
+                "accept_quality_loss",
+                "resume",
+                "allow_nonfinite",
+                "source_check",
+            ),
+            FLAGS,
+        )
+        for name in ("quantize", "plan.quantize", "gptq")
+    ),
     ("evaluate", ("speed", "allow_slow"), FLAGS),
     ("load", ("allow_slow",), FLAGS),
     ("load_xla", ("multi_host",), FLAGS),
@@ -108,10 +132,16 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("Engine", ("draft_tokens",), WHOLE),
     ("QuantScheme", ("bits",), (*WHOLE, 4.0, None)),
     ("QuantScheme", ("group_size",), ("128", 64.0, True)),
-    *((name, ("src", "dst"), PATHS) for name in ("convert", "quantize", "plan.convert", "plan.quantize")),
+    *(
+        (name, ("src", "dst"), PATHS)
+        for name in ("convert", "quantize", "plan.convert", "plan.quantize")
+    ),
     ("gptq", ("calibration",), ("", 3, b"text")),
     ("verify", ("a", "b"), PATHS),
-    *((name, ("path",), PATHS) for name in ("inspect", "open_checkpoint", "load", "load_xla", "from_json")),
+    *(
+        (name, ("path",), PATHS)
+        for name in ("inspect", "open_checkpoint", "load", "load_xla", "from_json")
+    ),
     ("evaluate", ("paths",), (*SEVERAL, [], "", [""])),
     ("evaluate", ("texts",), (*SEVERAL, "", [""])),
     ("evaluate", ("tasks",), SEVERAL),
@@ -122,20 +152,33 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     *((name, ("base_model", "license"), (3, ["x"])) for name in ("quantize", "plan.quantize")),
     *((name, ("to",), (3, [])) for name in ("convert", "quantize", "plan.quantize")),
     ("quantize", ("method",), (3, ["gptq"])),
-    *((name, ("weights",), (3, [])) for name in ("convert", "quantize", "inspect", "open_checkpoint", "load")),
+    *(
+        (name, ("weights",), (3, []))
+        for name in ("convert", "quantize", "inspect", "open_checkpoint", "load")
+    ),
     ("load", ("device",), (3, [], True)),
     ("load", ("backend",), (3, [])),
     ("quantize", ("group",), (None, 3)),
     ("evaluate", ("group",), (None, 3)),
     ("load", ("tp",), (None, 2)),
-    *((name, ("progress",), PROGRESS) for name in ("convert", "quantize", "verify", "evaluate", "load", "load_xla")),
+    *(
+        (name, ("progress",), PROGRESS)
+        for name in ("convert", "quantize", "verify", "evaluate", "load", "load_xla")
+    ),
     ("generate", ("model",), ("g4", None, (1, 2))),
     ("stream", ("model",), ("g4", None, (1, 2))),
     ("stream", ("tokenizer",), ("g4", None)),
     ("generate_batch", ("model",), ("g4", None, (1, 2))),
-    ("generate_batch", ("prompts",), ("The", b"The", None, 3, {"a": 1}, torch.tensor(3), np.array(3))),
+    (
+        "generate_batch",
+        ("prompts",),
+        ("The", b"The", None, 3, {"a": 1}, torch.tensor(3), np.array(3)),
+    ),
     ("generate_batch", ("stop",), (3, b"x", torch.tensor(3))),
-    *((name, ("tokenizer",), ("g4", 3)) for name in ("generate_batch", "chat_format", "ChatSession")),
+    *(
+        (name, ("tokenizer",), ("g4", 3))
+        for name in ("generate_batch", "chat_format", "ChatSession")
+    ),
     *((name, ("tokenizer",), (None,)) for name in ("chat_format", "ChatSession")),
     ("Engine", ("model",), ("g4", None, (1, 2))),
     ("Engine", ("length", "slots"), (*WHOLE, None, 0, -3)),
@@ -151,14 +194,32 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("Override", ("scheme",), ("int8", 3)),
     ("Recipe", ("default",), ("int8", None)),
     ("Recipe", ("overrides",), ([{"pattern": "*"}], {}, "lm_head", None)),
-    ("decode", ("ids",), (None, 3, "abc", b"abc", [1.0], [True], {1, 2}, [-1], torch.tensor([[1], [2]]),
-                          torch.tensor([True]))),
-)  # fmt: skip
+    (
+        "decode",
+        ("ids",),
+        (
+            None,
+            3,
+            "abc",
+            b"abc",
+            [1.0],
+            [True],
+            {1, 2},
+            [-1],
+            torch.tensor([[1], [2]]),
+            torch.tensor([True]),
+        ),
+    ),
+)
 
 
 @pytest.mark.parametrize(
     ("job", "argument", "values"),
-    [pytest.param(job, one, values, id=f"{job}-{one}") for job, names, values in WRONG for one in names],
+    [
+        pytest.param(job, one, values, id=f"{job}-{one}")
+        for job, names, values in WRONG
+        for one in names
+    ],
 )
 def test_a_wrong_type_is_refused_in_one_line_that_names_the_argument(
     job: str, argument: str, values: tuple[Any, ...], jobs: dict[str, Job], tmp_path: Path
@@ -174,7 +235,10 @@ def test_a_wrong_type_is_refused_in_one_line_that_names_the_argument(
 
 def test_what_is_reported_a_wrong_type(jobs: dict[str, Job]) -> None:
     for arguments, line in (
-        ({"strict": "false"}, "`strict` is of the wrong type (found 'false', expected True or False)"),
+        (
+            {"strict": "false"},
+            "`strict` is of the wrong type (found 'false', expected True or False)",
+        ),
         ({"dst": None}, "`dst` is of the wrong type (found None, expected a path)"),
         ({"src": ""}, "`src` is empty (expected a path)"),
     ):
@@ -182,7 +246,9 @@ def test_what_is_reported_a_wrong_type(jobs: dict[str, Job]) -> None:
             jobs["quantize"](**arguments)
 
 
-def test_a_text_does_not_turn_the_gate_off(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_does_not_turn_the_gate_off(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failed(*_: object) -> None:
         raise QualityError("too far")
 
@@ -192,14 +258,19 @@ def test_a_text_does_not_turn_the_gate_off(demo_model: Path, tmp_path: Path, mon
         quantkit.quantize(demo_model, dst, "int8", accept_quality_loss="false")  # type: ignore[arg-type]
     with pytest.raises(QualityError):
         quantkit.quantize(demo_model, dst, "int8", accept_quality_loss=False)
-    assert quantkit.quantize(demo_model, dst, "int8", resume=True, accept_quality_loss=True).path == dst
+    assert (
+        quantkit.quantize(demo_model, dst, "int8", resume=True, accept_quality_loss=True).path
+        == dst
+    )
 
 
 def test_verify_of_nothing_is_no_check_of_one_model(demo_model: Path, tmp_path: Path) -> None:
     """A key that a config lacks must not make a comparison pass."""
     quantkit.convert(demo_model, tmp_path / "out")
     config: dict[str, Any] = {}
-    with pytest.raises(RequestError, match=r"`b` .*found None.*leave it out to check one model alone"):
+    with pytest.raises(
+        RequestError, match=r"`b` .*found None.*leave it out to check one model alone"
+    ):
         quantkit.verify(tmp_path / "out", config.get("reference"))  # type: ignore[call-overload]
     assert isinstance(quantkit.verify(tmp_path / "out"), quantkit.FolderReport)
     assert isinstance(quantkit.verify(tmp_path / "out", demo_model), quantkit.VerifyReport)
@@ -219,8 +290,11 @@ def test_none_listens_to_no_progress(demo_model: Path, tmp_path: Path) -> None:
 def test_numbers_of_other_libraries_are_numbers(jobs: dict[str, Job]) -> None:
     drawn = {"max_new_tokens": 5, "temperature": 1.0, "top_p": 0.5, "seed": 3}
     numpys = {
-        "max_new_tokens": np.int64(5), "temperature": np.float32(1), "top_p": np.float64(0.5), "seed": np.uint8(3),
-    }  # fmt: skip
+        "max_new_tokens": np.int64(5),
+        "temperature": np.float32(1),
+        "top_p": np.float64(0.5),
+        "seed": np.uint8(3),
+    }
     found: Any = [jobs["generate"](**options) for options in (drawn, numpys)]
     assert list(found[0]) == list(found[1])
     scheme = quantkit.QuantScheme(np.int64(4), np.int64(64))  # type: ignore[arg-type]
@@ -230,9 +304,20 @@ def test_numbers_of_other_libraries_are_numbers(jobs: dict[str, Job]) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [{1, 2}, [True, False], torch.tensor([True]), np.array([True]), [np.True_], iter([1, 2]), {1: 2}, {1: 2}.values()],
+    [
+        {1, 2},
+        [True, False],
+        torch.tensor([True]),
+        np.array([True]),
+        [np.True_],
+        iter([1, 2]),
+        {1: 2},
+        {1: 2}.values(),
+    ],
 )
-def test_what_has_no_order_or_holds_truth_values_is_no_prompt(prompt: Any, jobs: dict[str, Job]) -> None:
+def test_what_has_no_order_or_holds_truth_values_is_no_prompt(
+    prompt: Any, jobs: dict[str, Job]
+) -> None:
     for job, name in (("generate", "ids"), ("stream", "prompt")):
         with pytest.raises(RequestError, match="the prompt is not a list of token ids"):
             jobs[job](**{name: prompt})
@@ -246,8 +331,13 @@ def test_tokens_beyond_the_vocabulary_are_left_out(loaded: tuple[Decoder, Tokeni
 
 
 def test_a_cache_has_a_type_by_name_or_by_torchs(loaded: tuple[Decoder, Tokenizer]) -> None:
-    for dtype, expected in (("int8", torch.int8), (torch.int8, torch.int8), ("bf16", torch.bfloat16),
-                            (torch.float16, torch.float16), (None, loaded[0].dtype)):  # fmt: skip
+    for dtype, expected in (
+        ("int8", torch.int8),
+        (torch.int8, torch.int8),
+        ("bf16", torch.bfloat16),
+        (torch.float16, torch.float16),
+        (None, loaded[0].dtype),
+    ):
         (keys, *_) = Engine(loaded[0], 20, cache_dtype=dtype)._cache.keys  # type: ignore[arg-type]
         assert keys.rows.dtype == expected
 
@@ -264,18 +354,24 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
         lambda: quantkit.stream(model, tokenizer, [1]),
         lambda: quantkit.ChatSession(Engine(model, 20), tokenizer, chat),
     ):
-        with pytest.raises(CheckpointError, match="the tokenizer knows more tokens than the embedding has rows"):
+        with pytest.raises(
+            CheckpointError, match="the tokenizer knows more tokens than the embedding has rows"
+        ):
             use()
 
 
 @pytest.mark.parametrize("scheme", ["recipe.json", Path("recipe.json")])
 def test_a_path_is_no_scheme(scheme: Any, jobs: dict[str, Job]) -> None:
     for job in ("quantize", "plan.quantize"):
-        with pytest.raises(RequestError, match=r"found 'recipe.json'.*quantkit\.Recipe\.from_json\(path\)"):
+        with pytest.raises(
+            RequestError, match=r"found 'recipe.json'.*quantkit\.Recipe\.from_json\(path\)"
+        ):
             jobs[job](scheme=scheme)
 
 
-def test_the_command_line_is_not_reported_python(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_line_is_not_reported_python(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     code, _, err = run(capfd, "quantize", demo_model, tmp_path / "out", "--scheme", "recipe.json")
     assert code == 2
     assert "unknown quantization scheme (found 'recipe.json'" in err
@@ -285,7 +381,9 @@ def test_the_command_line_is_not_reported_python(demo_model: Path, tmp_path: Pat
 def test_a_recipe_is_made_of_overrides(jobs: dict[str, Job]) -> None:
     first = quantkit.Override("model.layers.0.*", None)
     assert quantkit.Recipe(INT8, [first]) == quantkit.Recipe(INT8, (first,))  # type: ignore[arg-type]
-    assert quantkit.Recipe(INT8).keeping("lm_head").overrides == (quantkit.Override("lm_head", None),)
+    assert quantkit.Recipe(INT8).keeping("lm_head").overrides == (
+        quantkit.Override("lm_head", None),
+    )
 
 
 def test_a_text_that_was_not_measured_on_has_no_ratio(demo_model: Path, tmp_path: Path) -> None:

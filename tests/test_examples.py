@@ -46,7 +46,9 @@ def test_a_file_of_prompts(int4: Path, tmp_path: Path) -> None:
 
 def test_a_conversation(int4: Path) -> None:
     command = forked.command("-c", (EXAMPLES / "chat.py").read_text(), int4, "llama2")
-    done = subprocess.run(command, input="Who are you?\nAnd I?\n", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input="Who are you?\nAnd I?\n", capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     first, second, rest = re.split(r"(?:^|\n)> ", done.stdout)[1:]
     assert (bool(first), bool(second), rest) == (True, True, "")
@@ -54,7 +56,9 @@ def test_a_conversation(int4: Path) -> None:
 
 def test_a_choice_by_log_probabilities(demo_model: Path) -> None:
     *lines, best = _run("multiple_choice.py", demo_model).splitlines()
-    scores = {choice: float(score) for score, choice in (line.split(" nats a byte ") for line in lines)}
+    scores = {
+        choice: float(score) for score, choice in (line.split(" nats a byte ") for line in lines)
+    }
     model, tokenizer = quantkit.load(demo_model)
     start = len(tokenizer.encode("The capital of France is"))
     for choice, score in scores.items():
@@ -77,7 +81,9 @@ def test_transformers_says_what_quantkit_says(int4: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_metas_interface(processes: int, demo_model: Path) -> None:
     code = (EXAMPLES / "meta_interface.py").read_text()
-    for rank, done in enumerate(forked.group(processes, code, demo_model, demo_model / "tokenizer.model")):
+    for rank, done in enumerate(
+        forked.group(processes, code, demo_model, demo_model / "tokenizer.model")
+    ):
         assert (done.returncode, done.stderr) == (0, "")
         lines = done.stdout.splitlines()
         assert bool(lines) == (rank == 0)

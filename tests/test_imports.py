@@ -11,11 +11,26 @@ from collections.abc import Iterator
 import pytest
 from paths import ROOT
 
-FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantkit.cli", "evals": "quantkit.evals"}
+FOLDERS = {
+    "quantkit": "quantkit",
+    "kernels": "quantkit.kernels",
+    "cli": "quantkit.cli",
+    "evals": "quantkit.evals",
+}
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "cgroups", "memory", "processors", "json_values", "arguments", "patterns"),
+    (
+        "errors",
+        "version",
+        "progress",
+        "cgroups",
+        "memory",
+        "processors",
+        "json_values",
+        "arguments",
+        "patterns",
+    ),
     ("data", "architectures", "tensors"),
     ("files", "solver"),
     ("text",),
@@ -52,20 +67,44 @@ ONLY = {
     "quantkit.patterns": {"errors", "json_values"},
 }
 NO_TORCH = {
-    "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.arguments", "quantkit.architectures",
-    "quantkit.tensors.scheme", "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer",
-    "quantkit.formats.manifest", "quantkit.tensors.spec", "quantkit.files.source",
-    "quantkit.files.pickles", "quantkit.files.pth_io", "quantkit.files.safetensors_io",
-    "quantkit.formats.detect", "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect",
-    "quantkit.calibration.effort", "quantkit.runtime.generation_config", "quantkit.text.chat",
-}  # fmt: skip
+    "quantkit",
+    "quantkit.errors",
+    "quantkit.json_values",
+    "quantkit.arguments",
+    "quantkit.architectures",
+    "quantkit.tensors.scheme",
+    "quantkit.tensors.recipe",
+    "quantkit.text.contained",
+    "quantkit.text.tokenizer",
+    "quantkit.formats.manifest",
+    "quantkit.tensors.spec",
+    "quantkit.files.source",
+    "quantkit.files.pickles",
+    "quantkit.files.pth_io",
+    "quantkit.files.safetensors_io",
+    "quantkit.formats.detect",
+    "quantkit.formats.folder",
+    "quantkit.formats.registry",
+    "quantkit.jobs.inspect",
+    "quantkit.calibration.effort",
+    "quantkit.runtime.generation_config",
+    "quantkit.text.chat",
+}
 
-# What headers are read with, and what all commands are parsed with: importing these imports nothing heavy either.
+# What headers are read with, and what all commands are parsed with: importing these imports nothing
+# heavy either.
 LIGHT = (
-    "quantkit.jobs.inspect", "quantkit.cli.main", "quantkit.formats.detect", "quantkit.formats.folder",
-    "quantkit.formats.manifest", "quantkit.text.export", "quantkit.tensors.recipe", "quantkit.doctor.diagnose",
-    "quantkit.kernels.library", "quantkit.serve.remote_chat",
-)  # fmt: skip
+    "quantkit.jobs.inspect",
+    "quantkit.cli.main",
+    "quantkit.formats.detect",
+    "quantkit.formats.folder",
+    "quantkit.formats.manifest",
+    "quantkit.text.export",
+    "quantkit.tensors.recipe",
+    "quantkit.doctor.diagnose",
+    "quantkit.kernels.library",
+    "quantkit.serve.remote_chat",
+)
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 
 # Loaded by their backend alone, and only where it may serve.
@@ -103,7 +142,9 @@ def _imports(tree: ast.Module, *, first: bool = False) -> set[str]:
 
 
 def _at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a module is imported: not the bodies of functions, nor what is for types only."""
+    """What runs when a module is imported: not the bodies of functions, nor what is for types
+    only.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -155,7 +196,11 @@ def test_guarded_rooms_import_only_what_they_may(prefix: str) -> None:
 def test_what_is_imported_of_ours_is_there() -> None:
     """Also within functions, where a name that has moved is missed only by whoever calls them."""
     for module, tree in MODULES.items():
-        wanted = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        wanted = {
+            node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+        }
         assert not {name for name in wanted if name.startswith("quantkit")} - set(MODULES), module
 
 
@@ -188,14 +233,20 @@ def test_the_library_does_not_print() -> None:
 
 @pytest.mark.parametrize("package", ["transformers", "greenlet"])
 def test_transformers_and_what_runs_it_are_used_in_one_room(package: str) -> None:
-    users = [m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))]
+    users = [
+        m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))
+    ]
     assert users
     assert all(module.startswith("quantkit.via_transformers.") for module in users)
 
 
 def test_jax_is_requested_in_one_room_and_torchax_in_one_module() -> None:
     def users(package: str) -> set[str]:
-        return {m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))}
+        return {
+            m
+            for m, tree in MODULES.items()
+            if any(n.split(".")[0] == package for n in _imports(tree))
+        }
 
     assert users("torchax") == {f"{XLA}.bridge"}
     assert users("jax")
@@ -203,12 +254,18 @@ def test_jax_is_requested_in_one_room_and_torchax_in_one_module() -> None:
 
 
 def test_one_module_knows_whether_torch_has_a_process_group() -> None:
-    users = {m for m, tree in MODULES.items() if any(n.startswith("torch.distributed") for n in _imports(tree))}
+    users = {
+        m
+        for m, tree in MODULES.items()
+        if any(n.startswith("torch.distributed") for n in _imports(tree))
+    }
     assert users == {"quantkit.distributed.group"}
 
 
 def test_only_jobs_import_the_xla_room() -> None:
-    users = {module for module, tree in MODULES.items() if any(n.startswith(XLA) for n in _imports(tree))}
+    users = {
+        module for module, tree in MODULES.items() if any(n.startswith(XLA) for n in _imports(tree))
+    }
     assert users
     assert {_room(module) for module in users} == {"xla", "jobs"}
 
@@ -229,12 +286,10 @@ def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
     needs_jax = {module for module in MODULES if module.startswith(XLA) and module not in XLA_LIGHT}
     names = sorted(set(MODULES) - {"quantkit.cli.__main__"} - NEEDS_TRITON - needs_jax)
     code = (
-        "import importlib, sys\n"
-        f"for name in {names}: importlib.import_module(name)\n"
-        "import torch\n"
-        "heavy = {'triton', 'jax', 'torchax', 'transformers', 'torch._inductor', 'torch.utils.cpp_extension',\n"
-        "         'datasets', 'pyarrow', 'pandas', 'huggingface_hub', 'lm_eval', 'matplotlib'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "assert not torch.cuda.is_initialized()\n"
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nimport"
+        " torch\nheavy = {'triton', 'jax', 'torchax', 'transformers', 'torch._inductor',"
+        " 'torch.utils.cpp_extension',\n         'datasets', 'pyarrow', 'pandas',"
+        " 'huggingface_hub', 'lm_eval', 'matplotlib'}\nassert not heavy & set(sys.modules), heavy"
+        " & set(sys.modules)\nassert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

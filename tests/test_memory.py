@@ -12,7 +12,13 @@ GB = 10**9
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(999, "0.999 kB"), (1500, "1.5 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (999_997_440, "1 GB")],
+    [
+        (999, "0.999 kB"),
+        (1500, "1.5 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (999_997_440, "1 GB"),
+    ],
 )
 def test_sizes_have_three_digits(size: int, words: str) -> None:
     assert memory.size_text(size) == words
@@ -25,7 +31,7 @@ def test_sizes_have_three_digits(size: int, words: str) -> None:
         ([MemoryLimit(GB, GB // 4), MemoryLimit(2 * GB, 2 * GB - 1000)], GB, 1000),
         ([MemoryLimit(GB, 2 * GB)], GB, 0),  # beyond `memory.high`
     ],
-)  # fmt: skip
+)
 def test_memory_is_that_of_the_smallest_group(
     limits: list[MemoryLimit], total: int, available: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

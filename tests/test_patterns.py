@@ -12,12 +12,56 @@ from quantkit import patterns
 from quantkit.errors import CheckpointError
 from quantkit.patterns import MatchTime, Pattern
 
-NAMES = [f"model.layers.{layer}.{part}_proj" for layer in (0, 1, 10, 27) for part in ("self_attn.q", "mlp.down")]
+NAMES = [
+    f"model.layers.{layer}.{part}_proj"
+    for layer in (0, 1, 10, 27)
+    for part in ("self_attn.q", "mlp.down")
+]
 PIECES = [
-    "model", "layers", r"\.", ".", "*", "+", "?", ".*", "|", "(", ")", "(?:", "[0-9]", "[^.]", r"\d", "{1,2}", "{2}",
-    "{,3}", "^", "$", "(?=q)", "(?!mlp)", "(?<=_)", "q_proj", "down", r"\w", r"\b", "(?i)", "Q", "1", "[[]", "[]a]",
-    "{x}", "*?", "++", "(?>a|.)", r"\Z", "(?P<n>.)", r"(?P=n)", "{e<=1}", "[[:alpha:]]", "[a-z&&[^q]]", r"\p{L}",
-]  # fmt: skip
+    "model",
+    "layers",
+    r"\.",
+    ".",
+    "*",
+    "+",
+    "?",
+    ".*",
+    "|",
+    "(",
+    ")",
+    "(?:",
+    "[0-9]",
+    "[^.]",
+    r"\d",
+    "{1,2}",
+    "{2}",
+    "{,3}",
+    "^",
+    "$",
+    "(?=q)",
+    "(?!mlp)",
+    "(?<=_)",
+    "q_proj",
+    "down",
+    r"\w",
+    r"\b",
+    "(?i)",
+    "Q",
+    "1",
+    "[[]",
+    "[]a]",
+    "{x}",
+    "*?",
+    "++",
+    "(?>a|.)",
+    r"\Z",
+    "(?P<n>.)",
+    r"(?P=n)",
+    "{e<=1}",
+    "[[:alpha:]]",
+    "[a-z&&[^q]]",
+    r"\p{L}",
+]
 
 
 def _compile(expression: str, **affixes: str) -> Pattern:
@@ -46,23 +90,36 @@ def test_patterns_match_what_re_matches() -> None:
         for name in NAMES:
             compared += 1
             assert bool(pattern.match(name)) == bool(expected.match(name)), (expression, name)
-            assert bool(pattern.fullmatch(name)) == bool(expected.fullmatch(name)), (expression, name)
+            assert bool(pattern.fullmatch(name)) == bool(expected.fullmatch(name)), (
+                expression,
+                name,
+            )
     assert compared > 10_000
 
 
-@pytest.mark.parametrize("expression", ["q_proj{e<=1}|k", "[[:alpha:]]*q_proj", "(?:q_prof){s}", r"[a\]b[:digit:]]+"])
+@pytest.mark.parametrize(
+    "expression", ["q_proj{e<=1}|k", "[[:alpha:]]*q_proj", "(?:q_prof){s}", r"[a\]b[:digit:]]+"]
+)
 def test_patterns_that_mean_something_else_to_regex_are_refused(expression: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^x/config\.json: a pattern of the\.key is not supported"):
+    with pytest.raises(
+        CheckpointError, match=r"^x/config\.json: a pattern of the\.key is not supported"
+    ):
         _compile(expression)
 
 
 @pytest.mark.parametrize("expression", [r"(\w|\.|.)*(\w|\.|.)*[XY]", "(?:.|.)" * 40 + "[XY]"])
 @pytest.mark.parametrize("method", ["match", "fullmatch"])
-def test_a_match_that_takes_for_ever_is_given_up(expression: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_match_that_takes_for_ever_is_given_up(
+    expression: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patterns, "MAX_SECONDS", 0.2)
     pattern = _compile(expression, prefix=r"(.*\.)?(", suffix=")$")
-    with pytest.raises(CheckpointError, match=r"^x/config\.json: the patterns of the\.key take too long"):
-        getattr(pattern, method)("model.language_model.layers.10.self_attn.q_proj.base_layer.weight")
+    with pytest.raises(
+        CheckpointError, match=r"^x/config\.json: the patterns of the\.key take too long"
+    ):
+        getattr(pattern, method)(
+            "model.language_model.layers.10.self_attn.q_proj.base_layer.weight"
+        )
 
 
 def test_all_patterns_of_a_file_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +135,11 @@ def test_all_patterns_of_a_file_share_its_time(monkeypatch: pytest.MonkeyPatch) 
     assert Pattern("q.*", key="other", match_time=MatchTime("x/config.json")).match("q_proj")
 
 
-@pytest.mark.parametrize("expression", ["(?:(?:a{999}){999}){999}", "a" * 20_000, ".{99999999999999999999}"])
+@pytest.mark.parametrize(
+    "expression", ["(?:(?:a{999}){999}){999}", "a" * 20_000, ".{99999999999999999999}"]
+)
 def test_a_pattern_that_is_slow_to_compile_is_refused(expression: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^x/config\.json: a pattern of the\.key is too large"):
+    with pytest.raises(
+        CheckpointError, match=r"^x/config\.json: a pattern of the\.key is too large"
+    ):
         _compile(expression)

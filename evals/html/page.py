@@ -10,7 +10,14 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from quantkit.evals.html.charts import HEIGHT, Chart, cost_chart, model_color, position_chart, position_lines
+from quantkit.evals.html.charts import (
+    HEIGHT,
+    Chart,
+    cost_chart,
+    model_color,
+    position_chart,
+    position_lines,
+)
 from quantkit.evals.html.heatmap import comparable, heat_maps
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
 from quantkit.evals.report import method, position_tables, side_by_side
@@ -25,23 +32,39 @@ def page(evaluation: Evaluation) -> str:
     """The page as one file that loads nothing."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     whole = environment.get_template("page.html.jinja").render(
-        evaluation=evaluation, headline=headline(evaluation), main_model=main_model(evaluation).name,
-        tables=side_by_side(evaluation), charts=list(_charts(evaluation)), height=HEIGHT,
-        position_tables=position_tables(evaluation), heat_maps=heat_maps(evaluation),
-        comparable=comparable(evaluation), token_scale=token_scale(evaluation), worst_tokens=worst_tokens,
+        evaluation=evaluation,
+        headline=headline(evaluation),
+        main_model=main_model(evaluation).name,
+        tables=side_by_side(evaluation),
+        charts=list(_charts(evaluation)),
+        height=HEIGHT,
+        position_tables=position_tables(evaluation),
+        heat_maps=heat_maps(evaluation),
+        comparable=comparable(evaluation),
+        token_scale=token_scale(evaluation),
+        worst_tokens=worst_tokens,
         method=[line.partition(": ") for line in method(evaluation)],
-        dots={row.name: None if row.name == evaluation.reference else model_color(index)
-              for index, row in enumerate(evaluation.rows)},
-        columns_to_right=columns_to_right, in_text=in_text, script=Markup(script),
+        dots={
+            row.name: None if row.name == evaluation.reference else model_color(index)
+            for index, row in enumerate(evaluation.rows)
+        },
+        columns_to_right=columns_to_right,
+        in_text=in_text,
+        script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         data=Markup(script_data(evaluation)) if evaluation.details else None,
-    )  # fmt: skip
-    return whole.encode(errors="surrogateescape").decode(errors="replace")  # a folder's name need not be Unicode
+    )
+    return whole.encode(errors="surrogateescape").decode(
+        errors="replace"
+    )  # a folder's name need not be Unicode
 
 
 def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
@@ -53,11 +76,17 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
         title = f"KL from {evaluation.reference} by position, on {text}"
         if (chart := position_chart(position_lines(evaluation, text), title)) is not None:
             heading = "Divergence by position" + (f", {text}" if len(evaluation.texts) > 1 else "")
-            yield heading, "Further right, more text precedes a token. Bars are one standard error.", chart
+            yield (
+                heading,
+                "Further right, more text precedes a token. Bars are one standard error.",
+                chart,
+            )
 
 
 def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
-    """The title, the sentence below it where there is a reference, and a sentence for each of the other models."""
+    """The title, the sentence below it where there is a reference, and a sentence for each of
+    the other models.
+    """
     main = main_model(evaluation)
     compared = _compared(evaluation)
     others = [_summary(evaluation, row) for row in compared if row is not main]
@@ -67,15 +96,21 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
         agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
-        lead += f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
+        lead += (
+            f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
+        )
     return _summary(evaluation, main) + rank, f"{lead}.", others
 
 
 def main_model(evaluation: Evaluation) -> Row:
-    """The model that diverges least from the reference; if several do, or there is no reference, the smallest."""
+    """The model that diverges least from the reference; if several do, or there is no reference,
+    the smallest.
+    """
 
     def mean_kl(row: Row) -> float:
-        kls = [one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
+        kls = [
+            one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None
+        ]
         return sum(kls) / len(kls) if kls else 0.0
 
     return min(_compared(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
@@ -87,7 +122,9 @@ def _compared(evaluation: Evaluation) -> list[Row]:
 
 def _summary(evaluation: Evaluation, row: Row) -> str:
     if evaluation.reference is None:
-        perplexities = [Estimate(row.texts[text].documents.word_perplexity) for text in evaluation.texts]
+        perplexities = [
+            Estimate(row.texts[text].documents.word_perplexity) for text in evaluation.texts
+        ]
         cost = f", word perplexity {_range(perplexities)}" if perplexities else ""
         return f"{_size(row)}{cost}"
     ratio = evaluation.rows[0].megabytes / row.megabytes
@@ -98,7 +135,10 @@ def _summary(evaluation: Evaluation, row: Row) -> str:
     size += f" ({row.megabytes:.2f} MB)"
     if not evaluation.texts:
         return f"{row.name} is {size}"
-    return f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])} nats"
+    return (
+        f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])}"
+        " nats"
+    )
 
 
 def _size(row: Row) -> str:
@@ -115,7 +155,9 @@ def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list
 
 
 def _range(estimates: list[Estimate]) -> str:
-    """One figure, or the smallest and the largest, with the digits that tables have, without errors and line breaks."""
+    """One figure, or the smallest and the largest, with the digits that tables have, without
+    errors and line breaks.
+    """
     ordered = sorted(estimates, key=lambda one: one.value)
     values = []
     for one in (ordered[0], ordered[-1]):  # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05

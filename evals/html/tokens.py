@@ -1,4 +1,6 @@
-"""Single tokens on a page: made visible, as data for its script, and those where models diverge most."""
+"""Single tokens on a page: made visible, as data for its script, and those where models diverge
+most.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ _CONTEXT = 6  # tokens shown before each of the worst
 def token_scale(evaluation: Evaluation) -> ColorScale:
     """The color scale of all tokens of a page."""
     samples = (sample for details in evaluation.details.values() for sample in details.samples)
-    tokens = (token for sample in samples for of_model in sample.models.values() for token in of_model)
+    tokens = (
+        token for sample in samples for of_model in sample.models.values() for token in of_model
+    )
     return log_scale(token.kl for token in tokens if token is not None)
 
 
 def script_data(evaluation: Evaluation) -> str:
     """The tokens and predictions as JSON that is safe within a ``script`` element.
 
-    A prediction is a flat list: five times a token and its probability in thousandths, then the probability of the
-    token in the text; a model's prediction begins with its KL.
+    A prediction is a flat list: five times a token and its probability in thousandths, then the
+    probability of the token in the text; a model's prediction begins with its KL.
     """
     numbers: dict[int, int] = {}
     pieces: list[str] = []
@@ -44,7 +48,11 @@ def script_data(evaluation: Evaluation) -> str:
         if one is None:
             return []
         pairs = zip(one.tokens, one.probabilities, strict=True)
-        flat = [value for token, share in pairs for value in (number(sample, token), round(1000 * share))]
+        flat = [
+            value
+            for token, share in pairs
+            for value in (number(sample, token), round(1000 * share))
+        ]
         return [*flat, round(1000 * one.right)]
 
     def divergence(sample: TextSample, one: Guess | None) -> list[str | int]:
@@ -54,10 +62,14 @@ def script_data(evaluation: Evaluation) -> str:
         return {
             "tokens": [number(sample, token) for token in sample.tokens],
             "reference": [guess(sample, one) for one in sample.reference],
-            "models": [[divergence(sample, one) for one in tokens] for tokens in sample.models.values()],
+            "models": [
+                [divergence(sample, one) for one in tokens] for tokens in sample.models.values()
+            ],
         }
 
-    texts = [[plain(sample) for sample in details.samples] for details in evaluation.details.values()]
+    texts = [
+        [plain(sample) for sample in details.samples] for details in evaluation.details.values()
+    ]
     models = [row.name for row in evaluation.rows[1:]]
     value = {"reference": evaluation.reference, "models": models, "pieces": pieces, "texts": texts}
     encoded = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -67,23 +79,44 @@ def script_data(evaluation: Evaluation) -> str:
 
 
 def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
-    """The tokens where a model diverges most: for print, and for readers who cannot point at a token."""
+    """The tokens where a model diverges most: for print, and for readers who cannot point at a
+    token.
+    """
     tokens = [
         (one, expected, sample, place)
         for sample in evaluation.details[text].samples
-        for place, (one, expected) in enumerate(zip(sample.models[model], sample.reference, strict=True))
+        for place, (one, expected) in enumerate(
+            zip(sample.models[model], sample.reference, strict=True)
+        )
         if one is not None and expected is not None
     ]
     rows: list[tuple[str, ...]] = []
     for one, expected, sample, place in sorted(tokens, key=lambda item: -item[0].kl)[:_NUM_WORST]:
-        before = "".join(in_list(sample.pieces[token]) for token in sample.tokens[max(0, place - _CONTEXT) : place])
-        rows.append((
-            in_list(sample.pieces[sample.tokens[place]]), f"…{before}".replace("·", " "), significant(one.kl, 2),
-            _likeliest(sample, expected), _likeliest(sample, one), _percent(expected.right), _percent(one.right),
-        ))  # fmt: skip
+        before = "".join(
+            in_list(sample.pieces[token])
+            for token in sample.tokens[max(0, place - _CONTEXT) : place]
+        )
+        rows.append(
+            (
+                in_list(sample.pieces[sample.tokens[place]]),
+                f"…{before}".replace("·", " "),
+                significant(one.kl, 2),
+                _likeliest(sample, expected),
+                _likeliest(sample, one),
+                _percent(expected.right),
+                _percent(one.right),
+            )
+        )
     reference = evaluation.reference
-    head = ("token", "after", "KL, nats", f"likeliest in {reference}", f"likeliest in {model}",
-            f"P(token), {reference}", f"P(token), {model}")  # fmt: skip
+    head = (
+        "token",
+        "after",
+        "KL, nats",
+        f"likeliest in {reference}",
+        f"likeliest in {model}",
+        f"P(token), {reference}",
+        f"P(token), {model}",
+    )
     return Table(None, head, rows)
 
 
@@ -124,15 +157,21 @@ def in_list(piece: bytes | str) -> str:
     text = _decoded(piece)
     if text is None:
         return f"⟨{_spelled(piece)}⟩"
-    combining = unicodedata.category(text[0]).startswith("M")  # would combine with the character before it
+    combining = unicodedata.category(text[0]).startswith(
+        "M"
+    )  # would combine with the character before it
     return "".join(
-        _visible(character) if _is_invisible(character, text) or (combining and index == 0) else character
+        _visible(character)
+        if _is_invisible(character, text) or (combining and index == 0)
+        else character
         for index, character in enumerate(text)
     )
 
 
 def _decoded(piece: bytes | str) -> str | None:
-    """The text of a token; None for incomplete characters and for special tokens, which have only a name."""
+    """The text of a token; None for incomplete characters and for special tokens, which have
+    only a name.
+    """
     try:
         return None if isinstance(piece, str) else piece.decode()
     except UnicodeDecodeError:

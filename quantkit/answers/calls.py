@@ -26,7 +26,9 @@ class Syntax(Protocol):
     marks: tuple[str, ...]
 
     def start(self, text: str) -> int | None:
-        """Where the JSON value begins in the text after `opens`; None if that is not known yet, -1 if there is none."""
+        """Where the JSON value begins in the text after `opens`; None if that is not known yet,
+        -1 if there is none.
+        """
         ...
 
     def calls(self, head: str, value: str) -> list[Call] | None:
@@ -61,8 +63,8 @@ class _Scan:
 class CallParser:
     """A `Parser` of content and calls.
 
-    Text that is no call of a known tool stays content, also one that ends before it is whole. Space before and after
-    calls is dropped.
+    Text that is no call of a known tool stays content, also one that ends before it is whole. Space
+    before and after calls is dropped.
     """
 
     def __init__(self, syntax: Syntax, names: Collection[str], *, parallel: bool = True) -> None:
@@ -74,7 +76,9 @@ class CallParser:
         self._syntax, self._names, self._parallel = syntax, frozenset(names), parallel
         self._state, self._started, self._called, self._closed = "text", False, False, False
         self._buffer = ""  # text that is not read
-        self._raw: list[str] = []  # what may become a call: `opens`, the text before the value, and parts of the value
+        self._raw: list[
+            str
+        ] = []  # what may become a call: `opens`, the text before the value, and parts of the value
         self._scan = _Scan()
 
     def feed(self, text: str) -> list[Piece]:
@@ -106,7 +110,10 @@ class CallParser:
         place = self._buffer.find(opens)
         if place >= 0:
             self._emit(self._buffer[:place].rstrip(), found)
-            self._raw, self._buffer = [self._buffer[place : place + len(opens)]], self._buffer[place + len(opens) :]
+            self._raw, self._buffer = (
+                [self._buffer[place : place + len(opens)]],
+                self._buffer[place + len(opens) :],
+            )
             self._state, self._started = "head", True
             return True
         count = held(self._buffer, [opens])

@@ -44,11 +44,15 @@ class AnswerForm:
         if self.syntax is not None:
             marks += SYNTAXES[self.syntax]().marks
         known = tokenizer.special_tokens or {}
-        return {known[one]: one for one in marks if one in known and not tokenizer.decode([known[one]])}
+        return {
+            known[one]: one for one in marks if one in known and not tokenizer.decode([known[one]])
+        }
 
     def reasoning_tokens(self, tokens: Sequence[int]) -> int:
         """How many of an answer's tokens are reasoning, with those that begin and end it."""
-        if self.reasoning is None or not (self.reasoning.opened or self.reasoning.begin in tokens[:4]):
+        if self.reasoning is None or not (
+            self.reasoning.opened or self.reasoning.begin in tokens[:4]
+        ):
             return 0
         return tokens.index(self.reasoning.end) + 1 if self.reasoning.end in tokens else len(tokens)
 
@@ -70,9 +74,12 @@ class Parts:
 
 
 def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
-    """The grammar of the answers that tools allow; None if that is any text. Raises `RequestError` as
-    `Tools.grammar`."""
-    hidden: Mapping[str, int] = {mark: token for token, mark in AnswerForm(syntax).spelled(tokenizer).items()}
+    """The grammar of the answers that tools allow; None if that is any text. Raises `RequestError`
+    as `Tools.grammar`.
+    """
+    hidden: Mapping[str, int] = {
+        mark: token for token, mark in AnswerForm(syntax).spelled(tokenizer).items()
+    }
 
     def spelled(mark: str) -> str:
         return f"<[{hidden[mark]}]>" if mark in hidden else json.dumps(mark)

@@ -25,7 +25,9 @@ class Piece:
 
 
 class Parser(Protocol):
-    """Splits a text that comes in parts; the same text gives the same pieces, put together, in whatever parts."""
+    """Splits a text that comes in parts; the same text gives the same pieces, put together, in
+    whatever parts.
+    """
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are known with more text."""
@@ -49,7 +51,11 @@ class Plain:
 def begun(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text that may be the beginning of a mark."""
     longest = min(max((len(mark) for mark in marks), default=0) - 1, len(text))
-    found = (count for count in range(longest, 0, -1) if any(mark.startswith(text[-count:]) for mark in marks))
+    found = (
+        count
+        for count in range(longest, 0, -1)
+        if any(mark.startswith(text[-count:]) for mark in marks)
+    )
     return next(found, 0)
 
 

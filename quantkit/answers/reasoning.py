@@ -13,13 +13,16 @@ OPENS, CLOSES = "<think>", "</think>"
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
-    """How the answer to a prompt may begin with reasoning; None if the vocabulary has no tokens for that, or the prompt
-    itself has closed it, as templates do where none is wanted."""
+    """How the answer to a prompt may begin with reasoning; None if the vocabulary has no tokens for
+    that, or the prompt itself has closed it, as templates do where none is wanted.
+    """
     known = tokenizer.special_tokens or {}
     if OPENS not in known or CLOSES not in known:
         return None
     begin, end = known[OPENS], known[CLOSES]
-    last = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (begin, end)), None)
+    last = next(
+        (place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (begin, end)), None
+    )
     if last is None or tokenizer.decode(prompt[last + 1 :], specials=True).strip():
         return Reasoning(begin, end, opened=False)
     return Reasoning(begin, end, opened=True) if prompt[last] == begin else None
@@ -27,10 +30,12 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | Non
 
 @dataclass
 class ReasoningParser:
-    """A `Parser` of reasoning, and of what follows by another one. Space around the reasoning is dropped.
+    """A `Parser` of reasoning, and of what follows by another one. Space around the reasoning is
+    dropped.
 
     Attributes:
-        opened: whether the text begins within the reasoning; otherwise with ``<think>``, or without reasoning.
+        opened: whether the text begins within the reasoning; otherwise with ``<think>``, or without
+            reasoning.
     """
 
     rest: Parser
@@ -79,4 +84,7 @@ class ReasoningParser:
         if self._state == "reasoning":
             text = left.strip() if self._blank else left.rstrip()
             return [Piece(reasoning=text)] if text else []
-        return [*(self.rest.feed(left) if left and self._state == "start" else []), *self.rest.close()]
+        return [
+            *(self.rest.feed(left) if left and self._state == "start" else []),
+            *self.rest.close(),
+        ]

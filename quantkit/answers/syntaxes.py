@@ -47,26 +47,40 @@ class Llama3:
 
 
 class Mistral:
-    """Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, and later ``[TOOL_CALLS]NAME[ARGS]{...}``."""
+    """Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, and later
+    ``[TOOL_CALLS]NAME[ARGS]{...}``.
+    """
 
     opens: str = "[TOOL_CALLS]"
     closes: str = ""
     bare: bool = False
     separator: str | None = None
     marks: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    _head = re.compile(r"\s*([a-zA-Z0-9_.-]+) *(?:\[CALL_ID\][a-zA-Z0-9]*)? *(?:\[ARGS\])?\s*", re.ASCII)
+    _head = re.compile(
+        r"\s*([a-zA-Z0-9_.-]+) *(?:\[CALL_ID\][a-zA-Z0-9]*)? *(?:\[ARGS\])?\s*", re.ASCII
+    )
 
     def start(self, text: str) -> int | None:
         if (place := _first(text, "[")) != -1:
             return place
         place = text.find("{")
         possible = "\n" not in text.strip() and len(text) <= _MAX_HEAD
-        return (-1 if not possible else None) if place < 0 else place if self._head.fullmatch(text[:place]) else -1
+        return (
+            (-1 if not possible else None)
+            if place < 0
+            else place
+            if self._head.fullmatch(text[:place])
+            else -1
+        )
 
     def calls(self, head: str, value: str) -> list[Call] | None:
         if value.startswith("{"):
             named, arguments = self._head.fullmatch(head), _loaded(value)
-            return None if named is None or not isinstance(arguments, dict) else [Call(named[1], _json(arguments))]
+            return (
+                None
+                if named is None or not isinstance(arguments, dict)
+                else [Call(named[1], _json(arguments))]
+            )
         listed = _loaded(value)
         if head.strip() or not isinstance(listed, list) or not listed:
             return None
@@ -75,14 +89,18 @@ class Mistral:
 
 
 SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
-    "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "mistral_args": Mistral
-}  # fmt: skip
+    "hermes": Hermes,
+    "llama3": Llama3,
+    "mistral": Mistral,
+    "mistral_args": Mistral,
+}
 """By name; the last two are read in the same way, and the models write the one or the other."""
 
 
 def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
-    """The name of the syntax in which a model calls tools, by its chat template and its special tokens; None if it is
-    none of these."""
+    """The name of the syntax in which a model calls tools, by its chat template and its special
+    tokens; None if it is none of these.
+    """
     if "<tool_call>" in template:
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if "[TOOL_CALLS]" in template:
@@ -92,7 +110,9 @@ def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
 
 
 def _first(text: str, bracket: str) -> int | None:
-    """Where a bracket is that only space is before; None if there is nothing else yet, -1 if something else is."""
+    """Where a bracket is that only space is before; None if there is nothing else yet, -1 if
+    something else is.
+    """
     start = text.lstrip()
     return None if not start else len(text) - len(start) if start.startswith(bracket) else -1
 
@@ -102,7 +122,11 @@ def _one(value: Any, *keys: str) -> list[Call] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     key = next((one for one in keys if one in value), None)
-    return [Call(value["name"], _json(value[key]))] if key is not None and isinstance(value[key], dict) else None
+    return (
+        [Call(value["name"], _json(value[key]))]
+        if key is not None and isinstance(value[key], dict)
+        else None
+    )
 
 
 def _loaded(text: str) -> Any:

@@ -44,7 +44,8 @@ class Tools:
     parallel: bool
 
     def grammar(self, syntax: str, spelled: Callable[[str], str]) -> str | None:
-        """The grammar of the answers that are allowed, as `Grammars` takes it; None if that is any text.
+        """The grammar of the answers that are allowed, as `Grammars` takes it; None if that is any
+        text.
 
         Args:
             syntax: the name of the family's.
@@ -59,9 +60,13 @@ class Tools:
         restricted = set(names) if self.required else self.strict
         arguments = [self._arguments(name, name in restricted) for name in names]
         rules = [f"args_{number}: {json_rule(schema)}\n" for number, schema in enumerate(arguments)]
-        form = _GRAMMARS[syntax](names, spelled, self.parallel, bool(self.required)) + "".join(rules)
+        form = _GRAMMARS[syntax](names, spelled, self.parallel, bool(self.required)) + "".join(
+            rules
+        )
         if len(form) > _MAX_CHARACTERS:
-            raise RequestError("the tools are too large", found=len(form), expected=f"{_MAX_CHARACTERS} characters")
+            raise RequestError(
+                "the tools are too large", found=len(form), expected=f"{_MAX_CHARACTERS} characters"
+            )
         return form
 
     def _arguments(self, name: str, restricted: bool) -> dict[str, Any]:
@@ -81,11 +86,15 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
         RequestError: for a request that is invalid.
     """
     if tools is not None and not isinstance(tools, list):
-        raise RequestError("'tools' is of the wrong type", found=shown(tools), expected=f"a list of {_EXPECTED}")
+        raise RequestError(
+            "'tools' is of the wrong type", found=shown(tools), expected=f"a list of {_EXPECTED}"
+        )
     require_flags(parallel_tool_calls=True if parallel is None else parallel)
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise RequestError("'tool_choice' goes with 'tools'", found=shown(choice), argument="tool_choice")
+            raise RequestError(
+                "'tool_choice' goes with 'tools'", found=shown(choice), argument="tool_choice"
+            )
         return None
     if len(tools) > MAX_TOOLS:
         raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
@@ -101,21 +110,31 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
     if choice == "none":
         return None
     required = _required(choice, tuple(parameters))
-    return Tools(tools, parameters, frozenset(strict), required, parallel is not False and not _named(choice))
+    return Tools(
+        tools, parameters, frozenset(strict), required, parallel is not False and not _named(choice)
+    )
 
 
 def _function(tool: object) -> dict[str, Any]:
     """The function of a tool, with all its keys."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
+    if (
+        not isinstance(tool, Mapping)
+        or tool.get("type") != "function"
+        or not isinstance(function, Mapping)
+    ):
         raise RequestError("a tool is of the wrong type", found=shown(tool), expected=_EXPECTED)
     if not _NAME.fullmatch(name := as_string("function.name", function.get("name"))):
         raise RequestError(
-            "a tool has an impossible name", found=shown(name), expected="up to 64 letters, digits, _ - ."
+            "a tool has an impossible name",
+            found=shown(name),
+            expected="up to 64 letters, digits, _ - .",
         )
     parameters, strict = function.get("parameters"), function.get("strict") or False
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"the parameters of {shown(name)} are no JSON schema", found=shown(parameters))
+        raise RequestError(
+            f"the parameters of {shown(name)} are no JSON schema", found=shown(parameters)
+        )
     if parameters and parameters.get("type", "object") != "object":
         problem = f"the parameters of {shown(name)} are of the wrong type"
         raise RequestError(problem, found=shown(parameters["type"]), expected="object")
@@ -133,7 +152,11 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
         return ()
     if choice == "required":
         return tuple(names)
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    function = (
+        choice.get("function")
+        if isinstance(choice, Mapping) and choice.get("type") == "function"
+        else None
+    )
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         problem = "'tool_choice' is not known"
@@ -144,7 +167,9 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
     return (name,)
 
 
-def _hermes(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+def _hermes(
+    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+) -> str:
     opens, closes = spelled("<tool_call>"), spelled("</tool_call>")
     body = _bodies(names, "arguments") + f'rest: "\\n" body "\\n" {closes}\n'
     if required:
@@ -153,38 +178,58 @@ def _hermes(names: Sequence[str], spelled: Callable[[str], str], parallel: bool,
     return _among_text(opens, parallel) + body
 
 
-def _mistral(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+def _mistral(
+    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+) -> str:
     several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}' if parallel else ""
     body = _bodies(names, "arguments") + f'rest: " "? "[" body{several} "]"\n'
     opens = spelled("[TOOL_CALLS]")
     return (f"answer: {opens} rest\n" if required else _among_text(opens, parallel=False)) + body
 
 
-def _mistral_args(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+def _mistral_args(
+    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+) -> str:
     opens, args = spelled("[TOOL_CALLS]"), spelled("[ARGS]")
-    rest = "rest: " + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names)) + "\n"
+    rest = (
+        "rest: "
+        + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names))
+        + "\n"
+    )
     if required:
         more = f" call{{0,{_MAX_CALLS - 1}}}" if parallel else ""
         return f"answer: call{more}\ncall: {opens} rest\n" + rest
     return _among_text(opens, parallel) + rest
 
 
-def _llama3(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+def _llama3(
+    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+) -> str:
     body = _bodies(names, "parameters")
     if required:
         return "answer: body\n" + body
-    return f"answer: PLAIN? | {spelled('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n" + body
+    return (
+        f"answer: PLAIN? | {spelled('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n"
+        + body
+    )
 
 
 _GRAMMARS: dict[str, Callable[[Sequence[str], Callable[[str], str], bool, bool], str]] = {
-    "hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "mistral_args": _mistral_args,
-}  # fmt: skip
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "mistral_args": _mistral_args,
+}
 
 
 def _bodies(names: Sequence[str], key: str) -> str:
     """The rule ``body`` of an object with a function's name and its arguments."""
     heads = [json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ') for name in names]
-    return "body: " + " | ".join(f'{head} args_{number} "}}"' for number, head in enumerate(heads)) + "\n"
+    return (
+        "body: "
+        + " | ".join(f'{head} args_{number} "}}"' for number, head in enumerate(heads))
+        + "\n"
+    )
 
 
 def _among_text(opens: str, parallel: bool) -> str:

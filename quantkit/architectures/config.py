@@ -12,8 +12,10 @@ from quantkit.errors import CheckpointError
 
 
 class Limits:
-    """Upper bounds of a config, and the range of a norm's epsilon, far beyond what is published: objects are made for
-    each layer before the tensors are compared with the config, and `plan.generate` reads configs without tensors."""
+    """Upper bounds of a config, and the range of a norm's epsilon, far beyond what is published:
+    objects are made for each layer before the tensors are compared with the config, and
+    `plan.generate` reads configs without tensors.
+    """
 
     layers = 1024
     heads = 2**16
@@ -46,8 +48,10 @@ class ExpertsConfig:
         count: experts in a layer.
         size: intermediate size of one expert.
         per_token: experts that a token is sent to: those with the highest router scores.
-        shared_size: intermediate size of all shared experts, which get every token; 0 if there are none.
-        shared_gate: whether the output of shared experts is multiplied by the sigmoid of a separate gate.
+        shared_size: intermediate size of all shared experts, which get every token; 0 if there are
+            none.
+        shared_gate: whether the output of shared experts is multiplied by the sigmoid of a separate
+            gate.
         normalized: whether the weights of the chosen experts are scaled to add up to 1.
         bias: whether an expert's linears have biases.
         router_bias: whether the router has one.
@@ -72,7 +76,8 @@ class LatentAttentionConfig:
     Attributes:
         query_rank: rank of the queries' state; None if they are projected directly.
         kv_rank: rank of the state that keys and values share.
-        rope_dim, plain_dim: the dimensions of a head's queries and keys that are rotated, and the others.
+        rope_dim, plain_dim: the dimensions of a head's queries and keys that are rotated, and the
+            others.
         value_dim: the size of a head's values.
     """
 
@@ -110,13 +115,15 @@ class OpaqueTensor:
 
     Attributes:
         dtype: the type of its elements, or of the floats that they encode.
-        role: the kind of weight: ``linear``; ``head`` or ``tower``, an output head or a linear of a vision or audio
-            part, which stay floats unless a recipe names them; ``recurrent``, a linear in a module with a state, which
-            stays a float unless a recipe names it alone; ``float``, a linear that always does: a router, a tied head;
-            ``embedding``, the embedding, if it is to be quantized. Empty for all other tensors.
+        role: the kind of weight: ``linear``; ``head`` or ``tower``, an output head or a linear of a
+            vision or audio part, which stay floats unless a recipe names them; ``recurrent``, a
+            linear in a module with a state, which stays a float unless a recipe names it alone;
+            ``float``, a linear that always does: a router, a tied head; ``embedding``, the
+            embedding, if it is to be quantized. Empty for all other tensors.
         layer: the number of its block, if it is in one.
         alias: the name of a linear's module in readers, if it differs from the name on disk.
-        stack: of a linear of an expert, where it is in the tensor that holds all of them as long as none is quantized.
+        stack: of a linear of an expert, where it is in the tensor that holds all of them as long as
+            none is quantized.
     """
 
     name: str
@@ -143,9 +150,11 @@ class ModelConfig:
         dtype: the float type of the checkpoint: ``float32``, ``float16`` or ``bfloat16``.
         qk_norm: norms of queries and keys: of each ``head``, over the whole ``width``, or None.
         clip_qkv: the absolute value at which queries, keys and values are clipped.
-        norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after`` them, or ``both``.
+        norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after``
+            them, or ``both``.
         norm_offset: an offset of every norm's weight.
-        activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's with its limits.
+        activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's
+            with its limits.
         activation_limit: the bound at which ``swiglu_oai`` clamps gate and up.
         activation_alpha: the factor of its gate before the sigmoid.
         attention_scale: the factor of attention scores; None is 1 over the root of head_dim.
@@ -153,12 +162,17 @@ class ModelConfig:
         sinks: whether each head has a learnt sink logit.
         embedding_multiplier, logit_multiplier: factors of embeddings and logits.
         residual_multiplier: the factor of each branch's output.
-        window_rope: rotary positions of layers with a window, if they differ from those of the others.
-        tensors: all tensors of a model that is known by them only (see `families.opaque`); else None.
+        window_rope: rotary positions of layers with a window, if they differ from those of the
+            others.
+        tensors: all tensors of a model that is known by them only (see `families.opaque`); else
+            None.
         unstored: linear modules that readers have and no tensor is the weight of; None if unknown.
-        run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None if nothing does.
-        code: the folder with the model's own code, which runs it because the user trusts it; None for code of others.
-        media_tokens: the tokens that stand for images, video or sound, of which the model is given none.
+        run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None
+            if nothing does.
+        code: the folder with the model's own code, which runs it because the user trusts it; None
+            for code of others.
+        media_tokens: the tokens that stand for images, video or sound, of which the model is given
+            none.
     """
 
     architecture: str
@@ -209,7 +223,9 @@ class ModelConfig:
 
     @property
     def measurable(self) -> bool:
-        """Whether the model can be run at all, so that its logits are known: by the decoder or by transformers."""
+        """Whether the model can be run at all, so that its logits are known: by the decoder or
+        by transformers.
+        """
         return self.runnable or self.run_by is not None
 
     @property
@@ -223,7 +239,11 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The rotary positions of a layer."""
-        return self.window_rope if self.window_rope and self.layers[layer].window is not None else self.rope
+        return (
+            self.window_rope
+            if self.window_rope and self.layers[layer].window is not None
+            else self.rope
+        )
 
     @property
     def features(self) -> frozenset[str]:
@@ -233,7 +253,8 @@ class ModelConfig:
             field.name
             for settings in every
             for field in fields(settings)
-            if field.default not in (MISSING, getattr(settings, field.name)) and field.name not in _NOT_COMPUTED
+            if field.default not in (MISSING, getattr(settings, field.name))
+            and field.name not in _NOT_COMPUTED
         )
 
     @property
@@ -243,10 +264,15 @@ class ModelConfig:
 
     @property
     def rope_switch(self) -> int | None:
-        """The longest sequence with LongRoPE's short factors, if longer ones exist: these use other angles at all
-        positions, so that cached keys must be computed again."""
+        """The longest sequence with LongRoPE's short factors, if longer ones exist: these use other
+        angles at all positions, so that cached keys must be computed again.
+        """
         ropes = (self.rope, self.window_rope or self.rope)
-        ends = [rope.original_context for rope in ropes if rope.type == "longrope" and rope.original_context]
+        ends = [
+            rope.original_context
+            for rope in ropes
+            if rope.type == "longrope" and rope.original_context
+        ]
         return min(ends) if ends and min(ends) < self.max_context else None
 
     @property
@@ -256,34 +282,48 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """The maximum length of a sequence: beyond the trained context if the scaling grows with the length."""
-        return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))
+        """The maximum length of a sequence: beyond the trained context if the scaling grows with
+        the length.
+        """
+        return int(
+            self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1)
+        )
 
     def validated(self, path: object) -> ModelConfig:
-        """Return self, checked; raises `CheckpointError` if sizes do not fit, or a token of the config is not in the
-        vocabulary."""
+        """Return self, checked; raises `CheckpointError` if sizes do not fit, or a token of the
+        config is not in the vocabulary.
+        """
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                "attention heads are not a multiple of the KV heads", path=str(path),
+                "attention heads are not a multiple of the KV heads",
+                path=str(path),
                 found=f"{self.num_heads} and {self.num_kv_heads}",
-            )  # fmt: skip
+            )
         if self.head_dim % 2 or not self.head_dim:
-            raise CheckpointError("head_dim must be even for rotary embedding", path=str(path), found=self.head_dim)
+            raise CheckpointError(
+                "head_dim must be even for rotary embedding", path=str(path), found=self.head_dim
+            )
         for rope in (self.rope, self.window_rope or self.rope):
             rope.require_fits(self.head_dim, path)
         if self.experts is not None and self.experts.per_token > self.experts.count:
             raise CheckpointError(
-                "a token is sent to more experts than there are", path=str(path), found=self.experts.per_token,
+                "a token is sent to more experts than there are",
+                path=str(path),
+                found=self.experts.per_token,
                 expected=f"at most {self.experts.count}",
-            )  # fmt: skip
+            )
         if self.rope.type == "dynamic" and self.head_dim == 2:
-            raise CheckpointError("head_dim must be above 2 for dynamic rope scaling", path=str(path), found=2)
+            raise CheckpointError(
+                "head_dim must be above 2 for dynamic rope scaling", path=str(path), found=2
+            )
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and token >= self.vocab_size:
                 raise CheckpointError(
-                    "the first or an end token is not in the vocabulary", path=str(path), found=token,
+                    "the first or an end token is not in the vocabulary",
+                    path=str(path),
+                    found=token,
                     expected=f"at most {self.vocab_size - 1}",
-                )  # fmt: skip
+                )
         return self
 
     def with_dtype(self, dtype: str) -> ModelConfig:
@@ -291,9 +331,13 @@ class ModelConfig:
         return replace(self, dtype=dtype)
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """The differences between two models except for the float type, such as ``hidden_size 128 against 256``."""
+        """The differences between two models except for the float type, such as ``hidden_size
+        128 against 256``.
+        """
         skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"} | _NOT_COMPUTED
-        found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
+        found = _differences(self, other, skipped) + _tensor_differences(
+            self.tensors, other.tensors
+        )
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
         return found + _layer_differences(self.layers, other.layers)
@@ -305,7 +349,9 @@ _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_token
 _Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
 
 
-def _differences(own: _Part, other: _Part, skipped: Collection[str] = (), inside: str = "") -> list[str]:
+def _differences(
+    own: _Part, other: _Part, skipped: Collection[str] = (), inside: str = ""
+) -> list[str]:
     """The differences between two configs, or parts of them, field by field."""
     found = []
     for field in fields(own):
@@ -320,10 +366,15 @@ def _differences(own: _Part, other: _Part, skipped: Collection[str] = (), inside
 
 
 def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, ...]) -> list[str]:
-    """The differences between layers: one line for each field, with the first layer that differs."""
+    """The differences between layers: one line for each field, with the first layer that
+    differs.
+    """
     found = []
     for field in fields(LayerConfig):
-        pairs = [(getattr(a, field.name), getattr(b, field.name)) for a, b in zip(own, others, strict=True)]
+        pairs = [
+            (getattr(a, field.name), getattr(b, field.name))
+            for a, b in zip(own, others, strict=True)
+        ]
         places = [index for index, (first, second) in enumerate(pairs) if first != second]
         if places:
             first, second = map(_shown, pairs[places[0]])
@@ -334,8 +385,10 @@ def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, 
 
 def _tensor_differences(
     own: tuple[OpaqueTensor, ...] | None, others: tuple[OpaqueTensor, ...] | None
-) -> list[str]:  # fmt: skip
-    """The first tensor that one model lacks or has in another shape, and the number of such tensors."""
+) -> list[str]:
+    """The first tensor that one model lacks or has in another shape, and the number of such
+    tensors.
+    """
     if own is None or others is None:
         return [] if own is others else ["one is known by its tensors only, the other is not"]
     first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
@@ -344,7 +397,10 @@ def _tensor_differences(
         return []
     name, *more = differing
     shapes = [list(shapes[name]) if name in shapes else "none" for shapes in (first, second)]
-    return [f"tensor '{name}' {shapes[0]} against {shapes[1]}" + (f" and {len(more)} more" if more else "")]
+    return [
+        f"tensor '{name}' {shapes[0]} against {shapes[1]}"
+        + (f" and {len(more)} more" if more else "")
+    ]
 
 
 def _shown(value: object) -> str:
@@ -354,7 +410,11 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < Limits.context else repr(value)
+        return (
+            str(int(value)) if value.is_integer() and abs(value) < Limits.context else repr(value)
+        )
     if isinstance(value, _Part):
-        return ", ".join(f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value))
+        return ", ".join(
+            f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value)
+        )
     return str(value)

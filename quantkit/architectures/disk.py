@@ -1,4 +1,6 @@
-"""The tensors of a family's Hugging Face folder, and the canonical tensors that each of them holds."""
+"""The tensors of a family's Hugging Face folder, and the canonical tensors that each of them
+holds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from quantkit.errors import CheckpointError
 
 EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
 _STACKED = (
-    StackedExperts(CANONICAL["expert.gate_up"].replace(".{expert}", ""), ("expert.gate", "expert.up")),
+    StackedExperts(
+        CANONICAL["expert.gate_up"].replace(".{expert}", ""), ("expert.gate", "expert.up")
+    ),
     StackedExperts(CANONICAL["expert.down"].replace(".{expert}", ""), ("expert.down",)),
 )
 """How transformers 5 keeps the experts of most families: outputs first, gate above up."""
@@ -47,8 +51,8 @@ class DiskTensor:
     """One tensor on disk.
 
     Attributes:
-        places: the canonical tensors that it holds, in order: the rows of several linears of a block, or those of
-            each expert in turn.
+        places: the canonical tensors that it holds, in order: the rows of several linears of a
+            block, or those of each expert in turn.
         stacked: how it holds experts, if it does.
         linear: the linear whose weight it is; the first one if it holds several.
     """
@@ -95,47 +99,68 @@ class ExpertForm:
 
 def disk_tensors(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
-) -> list[DiskTensor]:  # fmt: skip
+) -> list[DiskTensor]:
     """The tensors of a folder in the order of writing.
 
     Args:
-        quantized: canonical names of quantized modules; a layer with such an expert stores each expert separately.
-        joins_experts: whether all experts of a layer are one module for each role instead, as in mlx-lm.
+        quantized: canonical names of quantized modules; a layer with such an expert stores each
+            expert separately.
+        joins_experts: whether all experts of a layer are one module for each role instead, as in
+            mlx-lm.
     """
     if config.tensors is not None:
-        alone = [one.module for one in config.tensors if quantized and one.stack is not None and one.stack.apart]
+        alone = [
+            one.module
+            for one in config.tensors
+            if quantized and one.stack is not None and one.stack.apart
+        ]
         return _opaque_tensors(config, {*quantized, *alone})
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
-        return _tensors(config, dict.fromkeys(range(config.num_layers), ExpertForm(stacked=_joined(family, gate))))
+        return _tensors(
+            config,
+            dict.fromkeys(range(config.num_layers), ExpertForm(stacked=_joined(family, gate))),
+        )
     apart = {p.layer for p in parameters(config) if p.expert is not None and p.module in quantized}
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
-    return _tensors(config, {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)})
+    return _tensors(
+        config,
+        {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)},
+    )
 
 
 def parameters_as_written(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
-) -> list[Parameter]:  # fmt: skip
+) -> list[Parameter]:
     """Every tensor of a model, in the order of `disk_tensors`."""
     known = {parameter.name: parameter for parameter in parameters(config)}
     tensors = disk_tensors(config, quantized, joins_experts=joins_experts)
     return [known[name] for tensor in tensors for name in tensor.parts]
 
 
-def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
-    """The tensors that a folder should hold, with its experts in the form that it uses. `shapes` are those of the
-    existing tensors by name; those of a quantized module under the module's name. Raises `CheckpointError` if a layer
-    has its experts in two forms, or more than the config says."""
+def found_tensors(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object
+) -> list[DiskTensor]:
+    """The tensors that a folder should hold, with its experts in the form that it uses. `shapes`
+    are those of the existing tensors by name; those of a quantized module under the module's name.
+    Raises `CheckpointError` if a layer has its experts in two forms, or more than the config says.
+    """
     if config.tensors is not None:
-        apart = [one.module for one in config.tensors if one.stack is not None and one.stack.name not in shapes]
+        apart = [
+            one.module
+            for one in config.tensors
+            if one.stack is not None and one.stack.name not in shapes
+        ]
         return _opaque_tensors(config, apart)
     if config.experts is None:
         return _tensors(config, {})
     family = families()[config.architecture]
     known = _expert_forms(family)
-    there = {stem for name in shapes for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0])}
+    there = {
+        stem for name in shapes for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0])
+    }
     count = config.experts.count
     forms = {}
     for layer, features in enumerate(config.layers):
@@ -149,17 +174,21 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
         if len(present) > 1:
             one, other, *_ = present.values()
             raise CheckpointError(
-                f"the experts of layer {layer} are stored in two forms", path=str(path),
-                found=f"'{one[0]}' and '{other[0]}'", expected="a tensor for each expert, or one for all",
+                f"the experts of layer {layer} are stored in two forms",
+                path=str(path),
+                found=f"'{one[0]}' and '{other[0]}'",
+                expected="a tensor for each expert, or one for all",
                 hint="the folder has weight files of two versions of the model",
-            )  # fmt: skip
+            )
         forms[layer] = known[next(iter(present), 0)]
     _require_no_more_experts(shapes, known, count, path)
     own_router = family.names.get("router", CANONICAL["router"])
     renamed = {
-        layer for layer in forms
-        if CANONICAL["router"].format(layer=layer) in there and own_router.format(layer=layer) not in there
-    }  # fmt: skip
+        layer
+        for layer in forms
+        if CANONICAL["router"].format(layer=layer) in there
+        and own_router.format(layer=layer) not in there
+    }
     return _as_oriented(_tensors(config, forms, renamed), shapes)
 
 
@@ -168,12 +197,17 @@ _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """What transformers loads wrongly from a folder with quantized modules, in words; None if nothing.
+    """What transformers loads wrongly from a folder with quantized modules, in words; None if
+    nothing.
 
-    It expects all experts to be quantized by one scheme, in families that store each float expert separately (seen in
-    5.23). `schemes` are those of quantized modules by canonical name.
+    It expects all experts to be quantized by one scheme, in families that store each float expert
+    separately (seen in 5.23). `schemes` are those of quantized modules by canonical name.
     """
-    found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
+    found = {
+        schemes.get(p.module)
+        for p in parameters(config)
+        if p.expert is not None and p.is_linear_weight
+    }
     if not schemes or not found:
         return None
     if families()[config.architecture].stacked:
@@ -190,11 +224,13 @@ def disk_name(config: ModelConfig, role: str) -> str:
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
-def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
+def rotary_order(
+    head_dim: int, rotary_dim: int | None, *, interleaved: bool
+) -> tuple[int, ...] | None:
     """The row on disk for each row of a head in canonical order; None if they are the same.
 
-    Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary positions: the
-    first halves of the rotated rows and of the others, then the second halves.
+    Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary
+    positions: the first halves of the rotated rows and of the others, then the second halves.
 
     Args:
         rotary_dim: the dimensions of a head that are rotated; None for all.
@@ -221,12 +257,15 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
 
 
 def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
-    """The experts of a layer in mlx-lm: one module of all experts for each role. `gate` is the name of an expert's gate
-    where each expert is a separate module."""
+    """The experts of a layer in mlx-lm: one module of all experts for each role. `gate` is the name
+    of an expert's gate where each expert is a separate module.
+    """
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
     modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in EXPERT_ROLES]
     pairs = zip(EXPERT_ROLES, modules, strict=True)
-    return tuple(StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias") for role, module in pairs)
+    return tuple(
+        StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias") for role, module in pairs
+    )
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
@@ -234,36 +273,51 @@ def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
     biases = [stacked.bias for stacked in form.stacked if stacked.bias is not None]
     templates = [*form.names.values(), *(stacked.name for stacked in form.stacked), *biases]
     experts = range(count) if form.names else range(1)
-    return [template.format(layer=layer, expert=expert) for template in templates for expert in experts]
+    return [
+        template.format(layer=layer, expert=expert) for template in templates for expert in experts
+    ]
 
 
-def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm], count: int, path: object) -> None:
+def _require_no_more_experts(
+    names: Collection[str], forms: Sequence[ExpertForm], count: int, path: object
+) -> None:
     """Refuse a tensor of an expert beyond those of the config."""
     templates = [re.escape(name) for form in forms for name in form.names.values()]
-    patterns = [name.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)") for name in templates]
+    patterns = [
+        name.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)") for name in templates
+    ]
     numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
     for name in sorted(names):
         match = numbered.fullmatch(name)
         expert = next((int(number[:18]) for number in match.groups() if number), 0) if match else 0
         if expert >= count:
             raise CheckpointError(
-                f"tensor '{name}' belongs to an expert beyond those of the config", path=str(path),
-                found=f"expert {expert}", expected=f"experts 0 to {count - 1}", hint="the config is another model's",
-            )  # fmt: skip
+                f"tensor '{name}' belongs to an expert beyond those of the config",
+                path=str(path),
+                found=f"expert {expert}",
+                expected=f"experts 0 to {count - 1}",
+                hint="the config is another model's",
+            )
 
 
 def stacked_tensors(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
-    """The linears of experts of a model that is known by its tensors, expert by expert, by the tensor for all."""
+    """The linears of experts of a model that is known by its tensors, expert by expert, by the
+    tensor for all.
+    """
     found: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
     for tensor in config.tensors or ():
         if tensor.stack is not None:
             found[tensor.stack.name].append((tensor, tensor.stack))
-    return {name: sorted(parts, key=lambda part: (part[1].expert, part[1].first)) for name, parts in found.items()}
+    return {
+        name: sorted(parts, key=lambda part: (part[1].expert, part[1].first))
+        for name, parts in found.items()
+    }
 
 
 def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[DiskTensor]:
-    """The tensors of a model of unknown architecture: their names on disk are canonical, except of experts that are one
-    tensor, because none of them is quantized."""
+    """The tensors of a model of unknown architecture: their names on disk are canonical, except of
+    experts that are one tensor, because none of them is quantized.
+    """
     stacks = {
         name: parts
         for name, parts in stacked_tensors(config).items()
@@ -274,20 +328,28 @@ def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[Dis
         stack = tensor.stack
         if stack is None or stack.name not in stacks:
             place = Place(parameter.name, parameter.shape)
-            found[parameter.name] = DiskTensor(parameter.name, parameter.shape, (place,), linear=parameter.linear)
+            found[parameter.name] = DiskTensor(
+                parameter.name, parameter.shape, (place,), linear=parameter.linear
+            )
         elif stack.name not in found:
             parts = stacks[stack.name]
-            places = tuple(Place(one.name, one.shape, at.first, at.step, at.expert) for one, at in parts)
-            held = StackedExperts(stack.name, (), stack.transposed, any(at.step > 1 for _, at in parts))
+            places = tuple(
+                Place(one.name, one.shape, at.first, at.step, at.expert) for one, at in parts
+            )
+            held = StackedExperts(
+                stack.name, (), stack.transposed, any(at.step > 1 for _, at in parts)
+            )
             found[stack.name] = DiskTensor(stack.name, stack.shape, places, held)
     return list(found.values())
 
 
-def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
+def _as_oriented(
+    tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> list[DiskTensor]:
     """Tensors with the orientation of stacked experts that the folder uses.
 
-    Shapes show which axis comes first; a square tensor follows the other one of its layer. Encoded ones, which have
-    no tensor under their own name, have outputs first.
+    Shapes show which axis comes first; a square tensor follows the other one of its layer. Encoded
+    ones, which have no tensor under their own name, have outputs first.
     """
     turned = {}
     for tensor in tensors:
@@ -301,7 +363,9 @@ def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, 
     for tensor in tensors:
         other, shape = turned.get(tensor.name, tensor), shapes.get(tensor.name)
         encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
-        found.append(other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor)
+        found.append(
+            other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor
+        )
     return found
 
 
@@ -310,9 +374,13 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:
-    """The tensors on disk, in the order of their first parts among a model's parameters. `forms` are those of the
-    experts by layer; in the layers of `renamed`, the router has its canonical name."""
+def _tensors(
+    config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()
+) -> list[DiskTensor]:
+    """The tensors on disk, in the order of their first parts among a model's parameters. `forms`
+    are those of the experts by layer; in the layers of `renamed`, the router has its canonical
+    name.
+    """
     family = families()[config.architecture]
 
     def held(parameter: Parameter) -> tuple[str, StackedExperts | None]:
@@ -320,7 +388,11 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         if form is not None and parameter.expert is not None:
             for stacked in form.stacked:
                 if parameter.role in stacked.roles:
-                    template = stacked.name if parameter.leaf == "weight" else stacked.bias or stacked.name + "_bias"
+                    template = (
+                        stacked.name
+                        if parameter.leaf == "weight"
+                        else stacked.bias or stacked.name + "_bias"
+                    )
                     return template.format(layer=parameter.layer), stacked
         own = parameter.role == "router" and parameter.layer in renamed
         return parameter.name if own else _name(family, form, parameter), None
@@ -329,7 +401,10 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
 
 
 def joined_tensors(
-    config: ModelConfig, held: Callable[[Parameter], tuple[str, StackedExperts | None]], *, interleaved: bool
+    config: ModelConfig,
+    held: Callable[[Parameter], tuple[str, StackedExperts | None]],
+    *,
+    interleaved: bool,
 ) -> list[DiskTensor]:
     """The tensors on disk that hold a model's canonical ones, in the order of their first parts.
 
@@ -344,7 +419,9 @@ def joined_tensors(
         name, stacked = held(parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
     return [
-        _disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        _disk_tensor(
+            name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer]
+        )
         for name, (stacked, parts) in groups.items()
     ]
 
@@ -365,10 +442,14 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
 
 
 def _disk_tensor(
-    name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
+    name: str,
+    stacked: StackedExperts | None,
+    parts: Sequence[Parameter],
+    order: tuple[int, ...] | None,
 ) -> DiskTensor:
-    """The tensor on disk that holds some canonical ones; `order` is that of its layer's rotary rows, see
-    `rotary_order`."""
+    """The tensor on disk that holds some canonical ones; `order` is that of its layer's rotary
+    rows, see `rotary_order`.
+    """
     if stacked is None:
         rows, places = 0, []
         for part in parts:
@@ -376,16 +457,25 @@ def _disk_tensor(
             places.append(Place(part.name, part.shape, rows, head_order=order if rotary else None))
             rows += part.shape[0]
         shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
-        return DiskTensor(name, shape, tuple(places), linear=parts[0].linear if parts[0].is_linear_weight else None)
+        return DiskTensor(
+            name,
+            shape,
+            tuple(places),
+            linear=parts[0].linear if parts[0].is_linear_weight else None,
+        )
     roles = [part for part in parts if part.expert == parts[0].expert]
     firsts, rows = {}, 0
     for number, part in enumerate(roles):
         firsts[part.role] = number if stacked.interleaved else rows
         rows += part.shape[0]
     step = len(roles) if stacked.interleaved else 1
-    found = tuple(Place(part.name, part.shape, firsts[part.role], step, part.expert) for part in parts)
+    found = tuple(
+        Place(part.name, part.shape, firsts[part.role], step, part.expert) for part in parts
+    )
     matrix = (rows, *parts[0].shape[1:])
     experts = len(parts) // len(roles)
     if len(matrix) == 1:
         return DiskTensor(name, (experts, rows), found, replace(stacked, transposed=False))
-    return DiskTensor(name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked)
+    return DiskTensor(
+        name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked
+    )

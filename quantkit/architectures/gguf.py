@@ -14,21 +14,31 @@ from quantkit.architectures.names import GGUF
 from quantkit.architectures.topology import Parameter
 from quantkit.errors import UnsupportedError
 
-ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Factors that divide the frequency of each rotary pair: always, beyond the original context, within it."""
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+"""Factors that divide the frequency of each rotary pair: always, beyond the original context,
+within it.
+"""
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 _QKV = "attention.qkv"
 
 
 def has_merged_qkv(names: Collection[str]) -> bool:
-    """Return whether a file with tensors of these names stores queries, keys and values as one tensor."""
+    """Return whether a file with tensors of these names stores queries, keys and values as one
+    tensor.
+    """
     return f"{GGUF[_QKV].format(layer=0)}.weight" in names
 
 
 @functools.cache
 def sharing_families() -> dict[str, list[Family]]:
-    """The families that are read and written, by the name of their architecture in llama.cpp's files."""
+    """The families that are read and written, by the name of their architecture in llama.cpp's
+    files.
+    """
     found: dict[str, list[Family]] = {}
     for family in families().values():
         if family.gguf is not None:
@@ -37,42 +47,56 @@ def sharing_families() -> dict[str, list[Family]]:
 
 
 def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
-    """The architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no such model, or quantkit does
-    not write it."""
+    """The architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no such
+    model, or quantkit does not write it.
+    """
     family = families().get(config.architecture)
     if family is None or family.gguf is None or config.tensors is not None:
         known = sorted(one.model_type for shared in sharing_families().values() for one in shared)
         raise UnsupportedError(
-            "the architecture is not written as GGUF", found=config.architecture, expected=", ".join(known)
+            "the architecture is not written as GGUF",
+            found=config.architecture,
+            expected=", ".join(known),
         )
     return family.gguf
 
 
 def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskTensor]:
-    """The tensors of a model's file in the order of writing, with the canonical ones that each holds.
+    """The tensors of a model's file in the order of writing, with the canonical ones that each
+    holds.
 
-    A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the canonical one. Raises
-    `UnsupportedError`, see `gguf_architecture`.
+    A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the
+    canonical one. Raises `UnsupportedError`, see `gguf_architecture`.
 
     Args:
-        merged_qkv: whether queries, keys and values are one tensor, as llama.cpp accepts of every architecture.
+        merged_qkv: whether queries, keys and values are one tensor, as llama.cpp accepts of every
+            architecture.
     """
     architecture = gguf_architecture(config)
     if merged_qkv:
         architecture = replace(architecture, fused=(*architecture.fused, _QKV))
     found = joined_tensors(
-        config, lambda parameter: (_name(architecture, parameter), _stacked(parameter)),
+        config,
+        lambda parameter: (_name(architecture, parameter), _stacked(parameter)),
         interleaved=architecture.interleaved_rotary,
-    )  # fmt: skip
+    )
     if config.tied_embeddings and architecture.tied is False:
         embedding = found[0]
-        found.append(DiskTensor("output.weight", embedding.shape, (Place(embedding.parts[0], embedding.shape),)))
+        found.append(
+            DiskTensor(
+                "output.weight", embedding.shape, (Place(embedding.parts[0], embedding.shape),)
+            )
+        )
     return found
 
 
 def keeps_float32(tensor: DiskTensor) -> bool:
-    """Whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases, routers."""
-    return len(tensor.shape) == 1 or tensor.name.endswith((".bias", "_inp.weight", "_inp_shexp.weight"))
+    """Whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
+    routers.
+    """
+    return len(tensor.shape) == 1 or tensor.name.endswith(
+        (".bias", "_inp.weight", "_inp_shexp.weight")
+    )
 
 
 def stored_offset(config: ModelConfig, tensor: DiskTensor) -> float:
@@ -82,13 +106,23 @@ def stored_offset(config: ModelConfig, tensor: DiskTensor) -> float:
 
 def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     linear = parameter.linear
-    role = linear.fused if linear is not None and linear.fused in architecture.fused else parameter.role
+    role = (
+        linear.fused
+        if linear is not None and linear.fused in architecture.fused
+        else parameter.role
+    )
     assert role is not None
     if role not in GGUF:
-        raise UnsupportedError("the architecture is not written as GGUF", found=f"'{parameter.name}'")
+        raise UnsupportedError(
+            "the architecture is not written as GGUF", found=f"'{parameter.name}'"
+        )
     return f"{GGUF[role].format(layer=parameter.layer)}.{parameter.leaf}"
 
 
 def _stacked(parameter: Parameter) -> StackedExperts | None:
     """How the tensor that a parameter is part of holds experts, if it does."""
-    return StackedExperts(GGUF[parameter.role], (parameter.role,)) if parameter.role in EXPERT_ROLES else None
+    return (
+        StackedExperts(GGUF[parameter.role], (parameter.role,))
+        if parameter.role in EXPERT_ROLES
+        else None
+    )

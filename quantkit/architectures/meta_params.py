@@ -12,10 +12,23 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
 _KNOWN = {
-    "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size",
-    "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
-    "rope_scaling_factor", "max_seq_len", "max_batch_size", "model_parallel_size",
-}  # fmt: skip
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "vocab_size",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+    "rope_scaling_factor",
+    "max_seq_len",
+    "max_batch_size",
+    "model_parallel_size",
+}
 # Llama 3.1 scales by 8; Llama 3.2's text models (1B and 3B) by 32. Their params.json
 # states neither, but the widths differ: 3.1 starts at 4096.
 _LLAMA_31_MIN_WIDTH = 4096
@@ -23,21 +36,31 @@ _SCALED_ROPE_ORIGINAL_CONTEXT = 8192
 
 _BIASES = "attention or MLP biases"
 _NOT_IN_META = {
-    "qkv_bias": _BIASES, "output_bias": _BIASES, "mlp_bias": _BIASES, "qk_norm": "q/k norms",
-    "window": "sliding-window attention", "rotary": "layers without rotary positions",
-    "norms": "norms other than before attention and feed-forward", "sinks": "attention sinks",
-}  # fmt: skip
+    "qkv_bias": _BIASES,
+    "output_bias": _BIASES,
+    "mlp_bias": _BIASES,
+    "qk_norm": "q/k norms",
+    "window": "sliding-window attention",
+    "rotary": "layers without rotary positions",
+    "norms": "norms other than before attention and feed-forward",
+    "sinks": "attention sinks",
+}
 """Descriptions of features whose names are not clear."""
 
 
 def config_from_meta(
-    params: Mapping[str, Any], path: object, *, vocab_size: int, intermediate_size: int, tied_embeddings: bool,
+    params: Mapping[str, Any],
+    path: object,
+    *,
+    vocab_size: int,
+    intermediate_size: int,
+    tied_embeddings: bool,
     dtype: str,
-) -> ModelConfig:  # fmt: skip
+) -> ModelConfig:
     """Read Meta's params.json; vocabulary and feed-forward width come from the tensors.
 
-    ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is only given by a formula, so both come
-    from the shapes.
+    ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is only given by a
+    formula, so both come from the shapes.
 
     Raises:
         CheckpointError: if a key is missing or contradicts the tensors.
@@ -47,9 +70,12 @@ def config_from_meta(
     where = settings.path
     if "hidden_size" in params or "model_type" in params:
         raise CheckpointError(
-            "holds Hugging Face keys", path=where, found="'hidden_size'", expected="Meta's 'dim'",
+            "holds Hugging Face keys",
+            path=where,
+            found="'hidden_size'",
+            expected="Meta's 'dim'",
             hint="a config.json renamed to params.json? rename it back",
-        )  # fmt: skip
+        )
     for key in ("quantization_args", "lora_args"):
         if params.get(key):
             raise UnsupportedError(f"the checkpoint is quantized already ({key})", path=where)
@@ -59,8 +85,13 @@ def config_from_meta(
         raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
     stated = settings.integer("vocab_size", -1, Limits.width) if settings.has("vocab_size") else -1
     if stated not in (-1, vocab_size):
-        raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
-    heads, dim = settings.integer("n_heads", 1, Limits.heads), settings.integer("dim", 1, Limits.width)
+        raise CheckpointError(
+            "vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size
+        )
+    heads, dim = (
+        settings.integer("n_heads", 1, Limits.heads),
+        settings.integer("dim", 1, Limits.width),
+    )
     layers = settings.integer("n_layers", 1, Limits.layers)
     norm_eps = settings.number("norm_eps", *Limits.eps)
     rope = _rope(settings, dim)
@@ -68,22 +99,44 @@ def config_from_meta(
     if settings.has("max_seq_len"):
         context = settings.integer("max_seq_len", 1, Limits.context)
     return ModelConfig(
-        architecture="llama", vocab_size=vocab_size, hidden_size=dim, intermediate_size=intermediate_size,
-        layers=(LayerConfig(),) * layers, num_heads=heads,
-        num_kv_heads=settings.integer("n_kv_heads", 1, Limits.heads) if settings.has("n_kv_heads") else heads,
-        head_dim=settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else dim // heads,
-        norm_eps=norm_eps, rope=rope, max_context=context, tied_embeddings=tied_embeddings, dtype=dtype,
-        bos_token_id=None, eos_token_ids=(),
-    ).validated(path)  # fmt: skip
+        architecture="llama",
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        intermediate_size=intermediate_size,
+        layers=(LayerConfig(),) * layers,
+        num_heads=heads,
+        num_kv_heads=settings.integer("n_kv_heads", 1, Limits.heads)
+        if settings.has("n_kv_heads")
+        else heads,
+        head_dim=settings.integer("head_dim", 1, Limits.heads)
+        if settings.has("head_dim")
+        else dim // heads,
+        norm_eps=norm_eps,
+        rope=rope,
+        max_context=context,
+        tied_embeddings=tied_embeddings,
+        dtype=dtype,
+        bos_token_id=None,
+        eos_token_ids=(),
+    ).validated(path)
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
-    """Meta's params.json for a model that the Meta format can hold; raises `UnsupportedError` if the model has
-    features, a head size or a rope scaling that Meta's format cannot state."""
-    blend = (config.rope.low_freq_factor, config.rope.high_freq_factor, config.rope.original_context)
-    reasons = {_NOT_IN_META.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
+    """Meta's params.json for a model that the Meta format can hold; raises `UnsupportedError` if
+    the model has features, a head size or a rope scaling that Meta's format cannot state.
+    """
+    blend = (
+        config.rope.low_freq_factor,
+        config.rope.high_freq_factor,
+        config.rope.original_context,
+    )
+    reasons = {
+        _NOT_IN_META.get(feature, feature.replace("_", " ")): True
+        for feature in sorted(config.features)
+    }
     reasons |= {
-        "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
+        "a head size other than dim / n_heads": config.head_dim * config.num_heads
+        != config.hidden_size,
         "partial rotary positions": config.rope.rotary_dim is not None,
         "queries scaled by position": config.rope.query_scaling_beta is not None,
         f"{config.rope.type} rope scaling": (
@@ -92,20 +145,29 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         ),
     }
     if lost := [name for name, present in reasons.items() if present]:
-        raise UnsupportedError(f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead")
+        raise UnsupportedError(
+            f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead"
+        )
     multiple_of, multiplier = _ffn_formula(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {
-        "dim": config.hidden_size, "n_layers": config.num_layers, "n_heads": config.num_heads,
-        "n_kv_heads": config.num_kv_heads, "vocab_size": config.vocab_size, "multiple_of": multiple_of,
-        "norm_eps": config.norm_eps, "rope_theta": config.rope.theta,
-    }  # fmt: skip
+        "dim": config.hidden_size,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": multiple_of,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+    }
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     if config.rope.type == "llama3":
         params["use_scaled_rope"] = True
         params["rope_scaling_factor"] = config.rope.factor
     if _family_context(config.rope, config.norm_eps) != config.max_context:
-        params["max_seq_len"] = config.max_context  # only if needed: Meta's own code passes it separately
+        params["max_seq_len"] = (
+            config.max_context
+        )  # only if needed: Meta's own code passes it separately
     return params
 
 
@@ -116,19 +178,29 @@ def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float
 
 
 def _rope(settings: Settings, dim: int) -> RopeConfig:
-    theta = settings.number("rope_theta", MIN_THETA, MAX_THETA) if settings.has("rope_theta") else 10000.0
+    theta = (
+        settings.number("rope_theta", MIN_THETA, MAX_THETA)
+        if settings.has("rope_theta")
+        else 10000.0
+    )
     if not settings.flag("use_scaled_rope", False):
         return RopeConfig(theta=theta)
     assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0
     key = "rope_scaling_factor"
     return RopeConfig(
-        theta=theta, type="llama3", factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
-        low_freq_factor=1.0, high_freq_factor=4.0, original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
-    )  # fmt: skip
+        theta=theta,
+        type="llama3",
+        factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
+    )
 
 
 def _family_context(rope: RopeConfig, norm_eps: float) -> int:
-    """The training context in tokens; params.json rarely states it, so it follows from the family."""
+    """The training context in tokens; params.json rarely states it, so it follows from the
+    family.
+    """
     if rope.type == "llama3":
         return 131072
     if rope.theta == 500000.0:

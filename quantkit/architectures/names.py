@@ -1,7 +1,9 @@
-"""Names of modules by the topology's roles: quantkit's own (canonical), Meta's, gpt-fast's, and llama.cpp's.
+"""Names of modules by the topology's roles: quantkit's own (canonical), Meta's, gpt-fast's, and
+llama.cpp's.
 
-Canonical names are those that most Hugging Face folders have, and the decoder's modules; a family whose names on disk
-differ says so in its file. Canonical rows of queries and keys lie in Hugging Face's rotary layout (rotate-half).
+Canonical names are those that most Hugging Face folders have, and the decoder's modules; a family
+whose names on disk differ says so in its file. Canonical rows of queries and keys lie in Hugging
+Face's rotary layout (rotate-half).
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ _OUTSIDE = ("embedding", "norm", "head")  # of the layers
 def _column(number: int, block: str) -> dict[str, str]:
     """Modules by role, as one column of the table names them."""
     rows = map(str.split, _TABLE.strip().splitlines())
-    return {row[0]: ("" if row[0] in _OUTSIDE else block) + row[number] for row in rows if row[number] != "-"}
+    return {
+        row[0]: ("" if row[0] in _OUTSIDE else block) + row[number]
+        for row in rows
+        if row[number] != "-"
+    }
 
 
 CANONICAL = _column(1, BLOCK)
@@ -65,7 +71,9 @@ CANONICAL = _column(1, BLOCK)
 META = _column(2, "layers.{layer}.")
 GGUF = _column(3, "blk.{layer}.")
 """llama.cpp's names."""
-GPT_FAST = META | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv")
+GPT_FAST = META | dict.fromkeys(
+    ("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv"
+)
 """Meta's, but for queries, keys and values, whose rows lie one below the other in one linear."""
 
 EMBEDDING = CANONICAL["embedding"]

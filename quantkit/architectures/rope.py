@@ -10,9 +10,13 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
 _REQUIRED = {
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor"),
-}  # fmt: skip
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
@@ -33,9 +37,15 @@ DEFAULT_THETA = 10000.0
 SCALE = (1e-3, 1e6)
 _TURNS = (1e-3, 1e6)
 _BOUNDS = {
-    "factor": SCALE, "low_freq_factor": _TURNS, "high_freq_factor": _TURNS, "beta_fast": _TURNS, "beta_slow": _TURNS,
-    "attention_factor": (1e-3, 1e3), "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3),
-}  # fmt: skip
+    "factor": SCALE,
+    "low_freq_factor": _TURNS,
+    "high_freq_factor": _TURNS,
+    "beta_fast": _TURNS,
+    "beta_slow": _TURNS,
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
 _MAX_CONTEXT = 2**31 - 1
 
 
@@ -43,15 +53,16 @@ _MAX_CONTEXT = 2**31 - 1
 class RopeConfig:
     """Rotary position embedding: its base and its scaling.
 
-    Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency scaling.
+    Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency
+    scaling.
 
     Attributes:
         original_context: the training length, in tokens, before the context was extended.
-        short_factor, long_factor: of LongRoPE, for each rotary pair: for sequences up to `original_context`, and for
-            longer ones.
+        short_factor, long_factor: of LongRoPE, for each rotary pair: for sequences up to
+            `original_context`, and for longer ones.
         rotary_dim: the number of rotated dimensions of a head, which come first; None for all.
-        query_scaling_beta: queries are multiplied by 1 + beta log(1 + floor(position / original_context)), as in
-            Llama 4; None for no scaling.
+        query_scaling_beta: queries are multiplied by 1 + beta log(1 + floor(position /
+            original_context)), as in Llama 4; None for no scaling.
     """
 
     theta: float = DEFAULT_THETA
@@ -78,15 +89,22 @@ class RopeConfig:
 
     @classmethod
     def from_hf(
-        cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA, *, head_dim: int = 0,
-        partial: float | None = None, query_scaling: bool = False,
-    ) -> RopeConfig:  # fmt: skip
+        cls,
+        raw: Mapping[str, Any],
+        path: object,
+        default_theta: float = DEFAULT_THETA,
+        *,
+        head_dim: int = 0,
+        partial: float | None = None,
+        query_scaling: bool = False,
+    ) -> RopeConfig:
         """Read ``rope_parameters`` or ``rope_theta`` with ``rope_scaling``.
 
         Args:
             default_theta: the family's, if the file states none.
             head_dim: of the model.
-            partial: the rotated part of a head if the file states none; None in families that must rotate all of it.
+            partial: the rotated part of a head if the file states none; None in families that must
+                rotate all of it.
             query_scaling: whether the family scales queries by position.
 
         Raises:
@@ -94,43 +112,70 @@ class RopeConfig:
             CheckpointError: if a setting that the type needs is missing.
         """
         whole = Settings(raw, path)
-        settings = [whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)]
+        settings = [
+            whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)
+        ]
         inner = next((one for one in settings if one.values), Settings({}, path))
         stated, where = inner.values, whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
         kind = "default" if spelled is None else inner.string(spelled)
         kind = _OLD_NAMES.get(kind, kind)
         if kind not in _REQUIRED:
-            raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
+            raise UnsupportedError(
+                "rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED)
+            )
         key = "partial_rotary_factor"
         part_source = inner if key in stated else whole
-        default_part = 1.0 if partial is None or key in part_source.values else partial  # null is 1, as in transformers
+        default_part = (
+            1.0 if partial is None or key in part_source.values else partial
+        )  # null is 1, as in transformers
         part = part_source.number(key, 0, 1) if part_source.has(key) else default_part
         rotated = int(head_dim * part)
         if part != 1 and (partial is None or rotated < 2 or rotated % 2):
-            raise UnsupportedError("partial rotary embedding is not supported", path=where, found=f"{part:g}")
+            raise UnsupportedError(
+                "partial rotary embedding is not supported", path=where, found=f"{part:g}"
+            )
         known = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
         ignored = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
         if unknown := sorted(set(stated) - known - ignored):
-            raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown))
+            raise UnsupportedError(
+                f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown)
+            )
         for name in _REQUIRED[kind]:
             if not inner.has(name):
                 raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
         base = inner if "rope_theta" in stated else whole
         rope = cls(
-            theta=base.number("rope_theta", MIN_THETA, MAX_THETA) if base.has("rope_theta") else default_theta,
+            theta=(
+                base.number("rope_theta", MIN_THETA, MAX_THETA)
+                if base.has("rope_theta")
+                else default_theta
+            ),
             type=kind,
             original_context=_original_context(kind, inner, whole),
-            truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers
+            truncate=inner.flag(
+                "truncate", "truncate" not in stated
+            ),  # null is false, as in transformers
             rotary_dim=None if part == 1 else rotated,
             query_scaling_beta=inner.number(_BETA, 0, 1e3) if inner.has(_BETA) else None,
             short_factor=inner.numbers("short_factor", *SCALE) if "short_factor" in known else None,
             long_factor=inner.numbers("long_factor", *SCALE) if "long_factor" in known else None,
-            **{name: inner.number(name, *_BOUNDS[name]) for name in known - _LISTS - {"truncate"} if inner.has(name)},
+            **{
+                name: inner.number(name, *_BOUNDS[name])
+                for name in known - _LISTS - {"truncate"}
+                if inner.has(name)
+            },
         )
         rope._require_order(where)
-        if kind == "longrope" and not inner.has("factor") and whole.has(_CONTEXT) and rope.original_context:
-            return replace(rope, factor=whole.integer(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context)
+        if (
+            kind == "longrope"
+            and not inner.has("factor")
+            and whole.has(_CONTEXT)
+            and rope.original_context
+        ):
+            return replace(
+                rope, factor=whole.integer(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context
+            )
         return rope
 
     def _require_order(self, where: str) -> None:
@@ -141,9 +186,11 @@ class RopeConfig:
         ):
             if low is not None and high is not None and low >= high:
                 raise CheckpointError(
-                    f"{names} of rope scaling are in the wrong order", path=where, found=f"{low:g} and {high:g}",
+                    f"{names} of rope scaling are in the wrong order",
+                    path=where,
+                    found=f"{low:g} and {high:g}",
                     expected="the first below the second",
-                )  # fmt: skip
+                )
 
     def require_fits(self, head_dim: int, path: object) -> None:
         """Raise a `CheckpointError` unless there is one factor for each rotary pair."""
@@ -152,9 +199,11 @@ class RopeConfig:
             factors = getattr(self, name)
             if factors is not None and len(factors) != pairs:
                 raise CheckpointError(
-                    f"{name} of rope scaling does not fit the heads", path=str(path), found=f"{len(factors)} factors",
+                    f"{name} of rope scaling does not fit the heads",
+                    path=str(path),
+                    found=f"{len(factors)} factors",
                     expected=f"{pairs}",
-                )  # fmt: skip
+                )
 
     def to_hf(self, head_dim: int) -> dict[str, Any]:
         """The keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
@@ -167,21 +216,32 @@ class RopeConfig:
             scaling[_BETA] = self.query_scaling_beta
         if self.original_context is not None:
             scaling[_ORIGINAL] = self.original_context
-        partial = {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
+        partial = (
+            {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
+        )
         return {
-            "rope_theta": self.theta, "rope_scaling": None if self.type == "default" else scaling,
-            "rope_parameters": {"rope_theta": self.theta, **partial, **scaling}, **partial,
-        }  # fmt: skip
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.type == "default" else scaling,
+            "rope_parameters": {"rope_theta": self.theta, **partial, **scaling},
+            **partial,
+        }
 
 
 def ropes_by_layer(
-    raw: Mapping[str, Any], path: object, default_theta: float, windowed_theta: tuple[str, float], *, head_dim: int,
+    raw: Mapping[str, Any],
+    path: object,
+    default_theta: float,
+    windowed_theta: tuple[str, float],
+    *,
+    head_dim: int,
     windowed: Sequence[bool],
-) -> tuple[RopeConfig, RopeConfig | None]:  # fmt: skip
-    """The rotary positions of the layers with full attention, and of those with a window if they differ.
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary positions of the layers with full attention, and of those with a window if they
+    differ.
 
-    Read as by transformers, for families with separate settings: ``rope_parameters`` by kind of layer, or older keys,
-    whose scaling is only for full attention. Settings of a kind that no layer has are not read.
+    Read as by transformers, for families with separate settings: ``rope_parameters`` by kind of
+    layer, or older keys, whose scaling is only for full attention. Settings of a kind that no layer
+    has are not read.
 
     Args:
         default_theta: of layers with full attention, if the file states none.
@@ -189,26 +249,31 @@ def ropes_by_layer(
         windowed: whether each layer has a window.
 
     Raises:
-        UnsupportedError, CheckpointError: see `RopeConfig.from_hf`; also if ``rope_parameters`` are not by kind of
-            layer, or a setting has another meaning in other releases of transformers.
+        UnsupportedError, CheckpointError: see `RopeConfig.from_hf`; also if ``rope_parameters`` are
+            not by kind of layer, or a setting has another meaning in other releases of
+            transformers.
     """
     whole = Settings(raw, path)
     kinds = whole.inside("rope_parameters") if whole.has("rope_parameters") else Settings({}, path)
     if unknown := sorted(set(kinds.values) - {FULL, SLIDING}):
         raise UnsupportedError(
-            "rope_parameters are not by kind of layer", path=whole.path, found=shown(unknown),
+            "rope_parameters are not by kind of layer",
+            path=whole.path,
+            found=shown(unknown),
             expected=f"{FULL} and {SLIDING}",
-        )  # fmt: skip
+        )
     # transformers does not look for the original context outside of these settings.
     outer = {**raw, "rope_scaling": None, _ORIGINAL: None}
 
     def read(settings: Mapping[str, Any], theta: Any, default: float) -> RopeConfig:
         if settings.get("truncate", True) is not True:
             raise UnsupportedError(
-                "'truncate' of rope scaling by kind of layer is used by some readers and ignored by transformers 5",
-                path=whole.path, found=shown(settings["truncate"]),
+                "'truncate' of rope scaling by kind of layer is used by some readers and ignored by"
+                " transformers 5",
+                path=whole.path,
+                found=shown(settings["truncate"]),
                 hint="remove the key to read it as transformers 5 does",
-            )  # fmt: skip
+            )
         values = {**outer, "rope_theta": theta, "rope_parameters": dict(settings)}
         return RopeConfig.from_hf(values, path, default, head_dim=head_dim)
 
@@ -217,29 +282,43 @@ def ropes_by_layer(
         found[False] = read(_whole_layers(whole, kinds), raw.get("rope_theta"), default_theta)
     if any(windowed):
         key, default = windowed_theta
-        found[True] = read(kinds.inside(SLIDING).values if kinds.has(SLIDING) else {}, raw.get(key), default)
+        found[True] = read(
+            kinds.inside(SLIDING).values if kinds.has(SLIDING) else {}, raw.get(key), default
+        )
     if len(found) == 1:
         return next(iter(found.values())), None
     if found[True].follows_length:
         raise UnsupportedError(
-            "rope scaling of layers with a window is not supported", path=whole.path, found=found[True].type
+            "rope scaling of layers with a window is not supported",
+            path=whole.path,
+            found=found[True].type,
         )
     return found[False], None if found[True] == found[False] else found[True]
 
 
 def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
-    """The settings of layers with full attention: ``rope_scaling`` overrides ``rope_parameters``."""
+    """The settings of layers with full attention: ``rope_scaling`` overrides
+    ``rope_parameters``.
+    """
     own = kinds.inside(FULL).values if kinds.has(FULL) else {}
     scaling = whole.inside("rope_scaling").values if whole.has("rope_scaling") else {}
     if scaling and whole.has("rope_parameters") and not kinds.has(FULL):
-        raise CheckpointError(f"rope_scaling overrides rope_parameters, which lack '{FULL}'", path=whole.path)
+        raise CheckpointError(
+            f"rope_scaling overrides rope_parameters, which lack '{FULL}'", path=whole.path
+        )
     merged = {**own, **scaling}
-    if not whole.has("rope_parameters") and "rope_type" not in scaling and scaling.get("type", "default") != "default":
+    if (
+        not whole.has("rope_parameters")
+        and "rope_type" not in scaling
+        and scaling.get("type", "default") != "default"
+    ):
         raise UnsupportedError(
-            "'type' in rope_scaling is used by transformers 4 and ignored by transformers 5", path=whole.path,
-            found=shown(scaling["type"]), expected="'rope_type'",
+            "'type' in rope_scaling is used by transformers 4 and ignored by transformers 5",
+            path=whole.path,
+            found=shown(scaling["type"]),
+            expected="'rope_type'",
             hint="rename the key if positions are to be scaled; remove rope_scaling if not",
-        )  # fmt: skip
+        )
     return merged
 
 

@@ -1,5 +1,5 @@
-"""The text part of models that also read images or sound, where a family computes it on text alone: its settings in
-config.json, and the names of its tensors.
+"""The text part of models that also read images or sound, where a family computes it on text alone:
+its settings in config.json, and the names of its tensors.
 
 Sources: transformers' configs of these models, with their defaults, and the published files.
 """
@@ -22,29 +22,50 @@ _NORM, _HEAD = "norm", "lm_head"
 _PART, _KIND, _TIED = "text_config", "model_type", "tie_word_embeddings"
 _ROTARY = ("rope_parameters", "rope_scaling")
 _IDS, _OF_FILES = ("bos_token_id", "eos_token_id"), ("dtype", "torch_dtype", "quantization_config")
-_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})  # one part of a head's angles each for time, row, column
+_SECTIONS = frozenset(
+    {"mrope_section", "mrope_interleaved"}
+)  # one part of a head's angles each for time, row, column
 _WITH_SECTIONS = "mrope"  # once the type; positions of text are the same in all three
 
 _WHOLES: dict[str, tuple[str, _Tied]] = {
-    "deepseek_vl": ("llama", "by default"), "deepseek_vl_hybrid": ("llama", "by default"),
-    "gemma3": ("gemma3_text", "by default"), "glm46v": ("glm4v_text", "if stated"),
-    "glm4v": ("glm4v_text", "if either states it"), "glmga": ("glm4v_text", "if stated"),
-    "got_ocr2": ("qwen2", "by default"), "idefics2": ("mistral", "if stated"), "idefics3": ("llama", "if stated"),
+    "deepseek_vl": ("llama", "by default"),
+    "deepseek_vl_hybrid": ("llama", "by default"),
+    "gemma3": ("gemma3_text", "by default"),
+    "glm46v": ("glm4v_text", "if stated"),
+    "glm4v": ("glm4v_text", "if either states it"),
+    "glmga": ("glm4v_text", "if stated"),
+    "got_ocr2": ("qwen2", "by default"),
+    "idefics2": ("mistral", "if stated"),
+    "idefics3": ("llama", "if stated"),
     "internvl": ("qwen2", "by default"),
-    "janus": ("llama", "by default"), "lighton_ocr": ("qwen3", "by default"),
-    "llava": ("llama", "if either states it"), "llava_next": ("llama", "if stated"),
-    "llava_next_video": ("llama", "if either states it"), "llava_onevision": ("qwen2", "if either states it"),
-    "mistral3": ("mistral", "by default"), "ovis2": ("qwen2", "by default"), "pp_chart2table": ("qwen2", "by default"),
+    "janus": ("llama", "by default"),
+    "lighton_ocr": ("qwen3", "by default"),
+    "llava": ("llama", "if either states it"),
+    "llava_next": ("llama", "if stated"),
+    "llava_next_video": ("llama", "if either states it"),
+    "llava_onevision": ("qwen2", "if either states it"),
+    "mistral3": ("mistral", "by default"),
+    "ovis2": ("qwen2", "by default"),
+    "pp_chart2table": ("qwen2", "by default"),
     "qwen2_5_omni_thinker": ("qwen2_5_omni_text", "if stated"),
-    "qwen2_5_vl": ("qwen2_5_vl_text", "if either states it"), "qwen2_vl": ("qwen2_vl_text", "if either states it"),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "if either states it"),
+    "qwen2_vl": ("qwen2_vl_text", "if either states it"),
     "qwen3_omni_moe_thinker": ("qwen3_omni_moe_text", "if stated"),
-    "qwen3_vl": ("qwen3_vl_text", "if stated"), "qwen3_vl_moe": ("qwen3_vl_moe_text", "if stated"),
-    "smolvlm": ("llama", "if stated"), "video_llama_3": ("qwen2", "if either states it"),
-    "video_llava": ("llama", "if stated"), "vipllava": ("llama", "if stated"),
-}  # fmt: skip
-"""The models by ``model_type``: the default of their text part's, and when the head is the embedding."""
+    "qwen3_vl": ("qwen3_vl_text", "if stated"),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "if stated"),
+    "smolvlm": ("llama", "if stated"),
+    "video_llama_3": ("qwen2", "if either states it"),
+    "video_llava": ("llama", "if stated"),
+    "vipllava": ("llama", "if stated"),
+}
+"""The models by ``model_type``: the default of their text part's, and when the head is the
+embedding.
+"""
 
-_FLAT = ("qwen2_5_vl", "qwen2_vl")  # whose older files have the settings of text among those of the whole
+_FLAT = (
+    "qwen2_5_vl",
+    "qwen2_vl",
+)  # whose older files have the settings of text among those of the whole
 
 
 @dataclass(frozen=True)
@@ -72,9 +93,16 @@ class _Text:
 
 
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings", "rms_norm_eps", "head_dim",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "head_dim",
+)
 _THETA = "rope_theta"
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _NORMALIZED = {"norm_topk_prob": True}
@@ -87,43 +115,59 @@ _QWEN2_VL = _Text(
 )
 _TEXTS: dict[str, _Text] = {
     "gemma3_text": _Text(
-        "gemma3_text", (2304, 9216, 26, 8, 4, 262208, 131072, 1e-6), {"bos_token_id": 2, "eos_token_id": 1},
+        "gemma3_text",
+        (2304, 9216, 26, 8, 4, 262208, 131072, 1e-6),
+        {"bos_token_id": 2, "eos_token_id": 1},
         {"final_logit_softcapping": None},
     ),
     "glm4v_text": _Text(
-        "glm4", (4096, 13696, 40, 32, 2, 151552, 32768, 1e-5), {"partial_rotary_factor": 1.0}, _GLM, fills=True
+        "glm4",
+        (4096, 13696, 40, 32, 2, 151552, 32768, 1e-5),
+        {"partial_rotary_factor": 1.0},
+        _GLM,
+        fills=True,
     ),
     "llama": _Text("llama", (4096, 11008, 32, 32, None, 32000, 2048, 1e-6), _ENDS),
     "ministral3": _Text("ministral3", (4096, 14336, 34, 32, 8, 131072, 262144, 1e-5), _ENDS),
     "mistral": _Text("mistral", (4096, 14336, 32, 32, 8, 32000, 131072, 1e-6), _ENDS),
     "qwen2": _Text("qwen2", (4096, 22016, 32, 32, 32, 151936, 32768, 1e-6)),
-    "qwen2_5_omni_text": _Text("qwen2", (3584, 18944, 28, 28, 4, 152064, 32768, 1e-6), {_THETA: 1e6}),
+    "qwen2_5_omni_text": _Text(
+        "qwen2", (3584, 18944, 28, 28, 4, 152064, 32768, 1e-6), {_THETA: 1e6}
+    ),
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": _Text("qwen3", (4096, 22016, 32, 32, 32, 151936, 32768, 1e-6, 128)),
     "qwen3_omni_moe_text": _Text(
-        "qwen3_moe", (2048, 18944, 28, 28, 4, 3584, 32768, 1e-6),
-        {_THETA: 1e6, "moe_intermediate_size": 768, "num_experts_per_tok": 8}, _NORMALIZED,
+        "qwen3_moe",
+        (2048, 18944, 28, 28, 4, 3584, 32768, 1e-6),
+        {_THETA: 1e6, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
+        _NORMALIZED,
     ),
     "qwen3_vl_moe_text": _Text(
-        "qwen3_moe", (2048, 5632, 24, 16, 16, 151936, 128000, 1e-6),
-        {_THETA: 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4}, _NORMALIZED,
+        "qwen3_moe",
+        (2048, 5632, 24, 16, 16, 151936, 128000, 1e-6),
+        {_THETA: 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4},
+        _NORMALIZED,
     ),
-    "qwen3_vl_text": _Text("qwen3", (4096, 22016, 32, 32, 32, 151936, 128000, 1e-6, 128), {_THETA: 500000.0}),
-}  # fmt: skip
+    "qwen3_vl_text": _Text(
+        "qwen3", (4096, 22016, 32, 32, 32, 151936, 128000, 1e-6, 128), {_THETA: 500000.0}
+    ),
+}
 """The text parts by ``model_type``."""
 
 
 def text_family(raw: Mapping[str, Any]) -> str | None:
-    """The family that computes the text part of a config.json's model with other parts; None if there is none."""
+    """The family that computes the text part of a config.json's model with other parts; None if
+    there is none.
+    """
     stated = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
     text = _TEXTS.get(_kind(raw)) if stated and _whole(raw) is not None else None
     return None if text is None else text.family
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """The config.json of the text part of a model that has a `text_family`, as that states it: with transformers'
-    defaults, and without rotary settings that do not concern text.
+    """The config.json of the text part of a model that has a `text_family`, as that states it: with
+    transformers' defaults, and without rotary settings that do not concern text.
 
     Raises:
         UnsupportedError: if its attention is not causal.
@@ -138,7 +182,9 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
     for key in _ROTARY:
         if isinstance(own.get(key), dict):
             found[key] = _for_text(own[key])
-    missing = {key: value for key, value in text.defaults.items() if key not in own and key not in found}
+    missing = {
+        key: value for key, value in text.defaults.items() if key not in own and key not in found
+    }
     if any(isinstance(found.get(key), dict) and _THETA in found[key] for key in _ROTARY):
         missing.pop(_THETA, None)
     found |= {**missing, **text.fixed, _KIND: text.family}
@@ -151,7 +197,9 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
 
 def media_tokens(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens of a config.json that stand for images, video or sound in a text."""
-    kinds = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    kinds = [
+        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
+    ]
     return tuple(dict.fromkeys(raw[kind] for kind in kinds if type(raw.get(kind)) is int))
 
 
@@ -169,23 +217,39 @@ class TextNames:
 
     @classmethod
     def of(cls, names: Iterable[str], path: object) -> TextNames:
-        """Raises `CheckpointError` unless there is one decoder with an embedding, and at most one head."""
+        """Raises `CheckpointError` unless there is one decoder with an embedding, and at most
+        one head.
+        """
         modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
         stems = {
-            last: [module.removesuffix(last) for module in modules if module.rpartition(".")[2] == last]
+            last: [
+                module.removesuffix(last) for module in modules if module.rpartition(".")[2] == last
+            ]
             for last in (_EMBEDDING, _HEAD)
         }
-        models, heads = [stem for stem in stems[_EMBEDDING] if f"{stem}{_NORM}" in modules], stems[_HEAD]
-        for what, found, count in (("text decoder", models, len(models)), ("output head", heads, len(heads) or 1)):
+        models, heads = (
+            [stem for stem in stems[_EMBEDDING] if f"{stem}{_NORM}" in modules],
+            stems[_HEAD],
+        )
+        for what, found, count in (
+            ("text decoder", models, len(models)),
+            ("output head", heads, len(heads) or 1),
+        ):
             if count != 1:
                 raise CheckpointError(
-                    f"has no single {what}", path=str(path), found=", ".join(map(repr, found)) or "none",
-                    expected=f"one module '{_EMBEDDING}' next to a '{_NORM}', and at most one '{_HEAD}'",
-                )  # fmt: skip
+                    f"has no single {what}",
+                    path=str(path),
+                    found=", ".join(map(repr, found)) or "none",
+                    expected=(
+                        f"one module '{_EMBEDDING}' next to a '{_NORM}', and at most one '{_HEAD}'"
+                    ),
+                )
         return cls(models[0], heads[0] if heads else None)
 
     def plain(self, name: str) -> str | None:
-        """The name that a tensor on disk has in a folder of the text part alone; None for one of another part."""
+        """The name that a tensor on disk has in a folder of the text part alone; None for one of
+        another part.
+        """
         if self.head is not None and name.startswith(f"{self.head}{_HEAD}."):
             return name.removeprefix(self.head)
         return f"{_MODEL}.{name.removeprefix(self.model)}" if name.startswith(self.model) else None
@@ -199,12 +263,16 @@ class TextNames:
 
 
 def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
-    """Whether the head of a text part is its embedding: by config.json, as transformers reads it, if none is stored."""
+    """Whether the head of a text part is its embedding: by config.json, as transformers reads
+    it, if none is stored.
+    """
     whole = _whole(raw)
     assert whole is not None
     rule, own = whole[1], _text(raw)
     stated = raw.get(_TIED) is True or (rule == "by default" and raw.get(_TIED) is None)
-    return names.head is None and (stated or (rule == "if either states it" and own.get(_TIED) is True))
+    return names.head is None and (
+        stated or (rule == "if either states it" and own.get(_TIED) is True)
+    )
 
 
 def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
@@ -214,7 +282,9 @@ def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
 
 def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     own = raw.get(_PART)
-    return own if isinstance(own, dict) else {key: value for key, value in raw.items() if key != _KIND}
+    return (
+        own if isinstance(own, dict) else {key: value for key, value in raw.items() if key != _KIND}
+    )
 
 
 def _kind(raw: Mapping[str, Any]) -> str:

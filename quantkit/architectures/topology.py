@@ -1,8 +1,9 @@
-"""The one description of a model's tensors: for each layer its linears by role, in the order of the data flow.
+"""The one description of a model's tensors: for each layer its linears by role, in the order of the
+data flow.
 
-Naming, calibration, fusion at load, the splits of tensor parallelism and of XLA, estimates and the rules of runtimes
-read it; nothing else defines the linears and what they share. It only depends on the features in a `ModelConfig`; a
-family's names on disk are in its own file.
+Naming, calibration, fusion at load, the splits of tensor parallelism and of XLA, estimates and the
+rules of runtimes read it; nothing else defines the linears and what they share. It only depends on
+the features in a `ModelConfig`; a family's names on disk are in its own file.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from typing import Literal
 from quantkit.architectures.config import LayerConfig, ModelConfig, OpaqueTensor
 from quantkit.architectures.names import BLOCK, CANONICAL
 
-SPLIT = frozenset({
-    "query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
-    "latent_kv", "latent_value",
-})  # fmt: skip
+SPLIT = frozenset(
+    {
+        "query",
+        "kv",
+        "heads",
+        "intermediate",
+        "vocab",
+        "expert_intermediate",
+        "shared_intermediate",
+        "latent_query",
+        "latent_kv",
+        "latent_value",
+    }
+)
 """Sizes that tensor parallelism splits over processes or devices; all others are replicated."""
 
 
@@ -29,11 +40,14 @@ class Linear:
     Attributes:
         role: such as ``attention.q``, ``mlp.down``, ``expert.up``, ``head``.
         dims: its outputs and inputs, as names of `sizes`.
-        site: its input; the linears of a layer with the same site have the same input, so they share a Hessian.
-        fused: the role of the linear that replaces all linears with the same value, with their rows concatenated.
+        site: its input; the linears of a layer with the same site have the same input, so they
+            share a Hessian.
+        fused: the role of the linear that replaces all linears with the same value, with their rows
+            concatenated.
         bias: whether it has one.
         rotary: whether its rows are rotary pairs, head by head.
-        quantizable: whether it may be quantized; not a router, as a token's choice of experts should not change.
+        quantizable: whether it may be quantized; not a router, as a token's choice of experts
+            should not change.
     """
 
     role: str
@@ -46,7 +60,9 @@ class Linear:
 
     @property
     def parallel(self) -> Literal["column", "row", "replicated"]:
-        """How tensor parallelism splits it: by outputs, by inputs (then the results are summed), or not."""
+        """How tensor parallelism splits it: by outputs, by inputs (then the results are summed),
+        or not.
+        """
         if self.dims[0] in SPLIT:
             return "column"
         return "row" if self.dims[1] in SPLIT else "replicated"
@@ -143,24 +159,31 @@ class InputGroup:
 def sizes(config: ModelConfig) -> dict[str, int]:
     """The numbers behind the names in `dims`."""
     found = {
-        "vocab": config.vocab_size, "hidden": config.hidden_size, "intermediate": config.intermediate_size,
-        "query": config.num_heads * config.head_dim, "kv": config.num_kv_heads * config.head_dim,
-        "heads": config.num_heads, "head_dim": config.head_dim, "one": 1,
-    }  # fmt: skip
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "query": config.num_heads * config.head_dim,
+        "kv": config.num_kv_heads * config.head_dim,
+        "heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "one": 1,
+    }
     if config.experts is not None:
         found |= {
-            "experts": config.experts.count, "expert_intermediate": config.experts.size,
+            "experts": config.experts.count,
+            "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
-        }  # fmt: skip
+        }
     if config.latent_attention is not None:
         latent = config.latent_attention
         found |= {
-            "query_rank": latent.query_rank or 0, "kv_rank": latent.kv_rank,
+            "query_rank": latent.query_rank or 0,
+            "kv_rank": latent.kv_rank,
             "kv_rank_and_rope": latent.kv_rank + latent.rope_dim,
             "latent_query": config.num_heads * (latent.plain_dim + latent.rope_dim),
             "latent_kv": config.num_heads * (latent.plain_dim + latent.value_dim),
             "latent_value": config.num_heads * latent.value_dim,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -209,60 +232,86 @@ _OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
 def linear_columns(config: ModelConfig) -> dict[str, int]:
     """Every linear module that may be quantized, with its number of inputs."""
     return {
-        p.module: p.shape[1] for p in parameters(config) if p.is_linear_weight and p.linear and p.linear.quantizable
+        p.module: p.shape[1]
+        for p in parameters(config)
+        if p.is_linear_weight and p.linear and p.linear.quantizable
     }
 
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
-    """The linear modules that stay floats unless a recipe names them: output heads; in a model of unknown architecture
-    also linears of vision and audio parts, and `recurrent_linears`."""
+    """The linear modules that stay floats unless a recipe names them: output heads; in a model of
+    unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
+    """
     if config.tensors is None:
         return frozenset({CANONICAL[HEAD.role]})
-    return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower", "recurrent"))
+    return frozenset(
+        tensor.module for tensor in config.tensors if tensor.role in ("head", "tower", "recurrent")
+    )
 
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
-    """The linear modules of a model of unknown architecture that write or read a state carried from token to token:
-    of linear attention, state spaces and short convolutions."""
+    """The linear modules of a model of unknown architecture that write or read a state carried from
+    token to token: of linear attention, state spaces and short convolutions.
+    """
     return frozenset(tensor.module for tensor in config.tensors or () if tensor.role == "recurrent")
 
 
 def summed_modules(config: ModelConfig) -> list[str]:
-    """The modules whose results must be summed in tensor parallelism: linears whose inputs are split, and mixtures of
-    experts, each as a whole."""
+    """The modules whose results must be summed in tensor parallelism: linears whose inputs are
+    split, and mixtures of experts, each as a whole.
+    """
     found = []
     for layer, features in enumerate(config.layers):
-        rows = [item for item in block_items(config, layer) if isinstance(item, Linear) and item.parallel == "row"]
+        rows = [
+            item
+            for item in block_items(config, layer)
+            if isinstance(item, Linear) and item.parallel == "row"
+        ]
         found += [
             CANONICAL[linear.role].format(layer=layer)
             for linear in rows
             if not (features.experts and linear.role.startswith(("expert.", "shared_expert.")))
         ]
-        found += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)] if features.experts else []
+        found += (
+            [CANONICAL["router"].rpartition(".")[0].format(layer=layer)] if features.experts else []
+        )
     return found
 
 
 def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
-    """The linears of a layer that may be quantized, grouped by their input, in the order of the data flow."""
+    """The linears of a layer that may be quantized, grouped by their input, in the order of the
+    data flow.
+    """
     groups: dict[tuple[str, int | None], list[tuple[Linear, str]]] = {}
     for linear, expert in _linears(config, layer):
         if linear.quantizable:
-            groups.setdefault((linear.site, expert), []).append((linear, _within(linear.role, expert)))
+            groups.setdefault((linear.site, expert), []).append(
+                (linear, _within(linear.role, expert))
+            )
     return [
-        InputGroup(site, tuple(linear for linear, _ in found), tuple(module for _, module in found), expert)
+        InputGroup(
+            site, tuple(linear for linear, _ in found), tuple(module for _, module in found), expert
+        )
         for (site, expert), found in groups.items()
     ]
 
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
-    """The first layer of each kind with different linears, and the number of layers of this kind."""
+    """The first layer of each kind with different linears, and the number of layers of this
+    kind.
+    """
     first = {layer.experts: index for index, layer in reversed(list(enumerate(config.layers)))}
-    return {index: sum(layer.experts == experts for layer in config.layers) for experts, index in first.items()}
+    return {
+        index: sum(layer.experts == experts for layer in config.layers)
+        for experts, index in first.items()
+    }
 
 
 def head_layers(config: ModelConfig) -> int:
-    """Count the layers with as many weights as the output head, at least one: progress is reported in layers, and
-    with a vocabulary of 262,144 the head of a small model takes longer than all its blocks."""
+    """Count the layers with as many weights as the output head, at least one: progress is reported
+    in layers, and with a vocabulary of 262,144 the head of a small model takes longer than all its
+    blocks.
+    """
     head_weights = config.vocab_size * config.hidden_size
     block_weights = 0
     if config.tensors is not None:
@@ -283,7 +332,9 @@ def head_layers(config: ModelConfig) -> int:
 
 
 def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """The linears that are fused when a model is loaded, in order, by the name of the fused one within the block."""
+    """The linears that are fused when a model is loaded, in order, by the name of the fused one
+    within the block.
+    """
     found: dict[str, list[str]] = {}
     for linear, expert in _linears(config, layer):
         if linear.fused is not None:
@@ -293,7 +344,14 @@ def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]
 
 def _attention(config: ModelConfig) -> Iterator[Item]:
     q, k, v = (
-        Linear(f"attention.{role}", (size, "hidden"), "attention.in", "attention.qkv", config.qkv_bias, role != "v")
+        Linear(
+            f"attention.{role}",
+            (size, "hidden"),
+            "attention.in",
+            "attention.qkv",
+            config.qkv_bias,
+            role != "v",
+        )
         for role, size in (("q", "query"), ("k", "kv"), ("v", "kv"))
     )
     yield from (q, k, v)
@@ -318,18 +376,24 @@ def _latent_attention(config: ModelConfig) -> Iterator[Item]:
         yield Linear("attention.q_up", ("latent_query", "query_rank"), "attention.q_up.in")
     yield Vector("attention.kv_down_norm", ("kv_rank",))
     yield Linear("attention.kv_up", ("latent_kv", "kv_rank"), "attention.kv_up.in")
-    yield Linear("attention.output", ("hidden", "latent_value"), "attention.out", bias=config.output_bias)
+    yield Linear(
+        "attention.output", ("hidden", "latent_value"), "attention.out", bias=config.output_bias
+    )
 
 
 def _experts(config: ModelConfig) -> Iterator[Item]:
     experts = config.experts
     assert experts is not None
-    yield Linear("router", ("experts", "hidden"), "mlp.in", bias=experts.router_bias, quantizable=False)
+    yield Linear(
+        "router", ("experts", "hidden"), "mlp.in", bias=experts.router_bias, quantizable=False
+    )
     if experts.score_correction:
         yield Vector("router.score_correction", ("experts",), leaf="")
     if experts.shared_gate:
         yield Linear("shared_expert.router", ("one", "hidden"), "mlp.in", quantizable=False)
-    yield ExpertBank(experts.count, tuple(_gated("expert", "expert_intermediate", "expert.in", experts.bias)))
+    yield ExpertBank(
+        experts.count, tuple(_gated("expert", "expert_intermediate", "expert.in", experts.bias))
+    )
     if experts.shared_size:
         yield from _gated("shared_expert", "shared_intermediate", "mlp.in", False)
 
@@ -355,7 +419,11 @@ def _parameters(
 ) -> Iterator[Parameter]:
     module = CANONICAL[item.role].format(layer=layer, expert=expert)
     linear = item if isinstance(item, Linear) else None
-    leaves = {"weight": item.dims} if linear else {item.leaf if isinstance(item, Vector) else "": item.dims}
+    leaves = (
+        {"weight": item.dims}
+        if linear
+        else {item.leaf if isinstance(item, Vector) else "": item.dims}
+    )
     if linear and linear.bias:
         leaves["bias"] = item.dims[:1]
     for leaf, dims in leaves.items():
@@ -364,13 +432,17 @@ def _parameters(
 
 
 def _opaque(tensor: OpaqueTensor) -> Parameter:
-    """A tensor of a model of unknown architecture: a linear's weight, or one that is copied unchanged."""
+    """A tensor of a model of unknown architecture: a linear's weight, or one that is copied
+    unchanged.
+    """
     if not tensor.role:
         return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
     if tensor.role == "embedding":
         return Parameter(tensor.role, tensor.module, "weight", (), tensor.shape, tensor.layer)
     linear = _OPAQUE_FLOAT if tensor.role == "float" else _OPAQUE
-    return Parameter(tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear)
+    return Parameter(
+        tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear
+    )
 
 
 def _within(role: str, expert: int | None) -> str:

@@ -1,4 +1,6 @@
-"""The choice for a size: units of linears that share a scheme, each unit's scheme and losses, the recipe, a picture."""
+"""The choice for a size: units of linears that share a scheme, each unit's scheme and losses,
+the recipe, a picture.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
-CANDIDATES = tuple(map(QuantScheme.parse, (
-    "q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"
-)))  # fmt: skip
+CANDIDATES = tuple(
+    map(
+        QuantScheme.parse,
+        ("q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"),
+    )
+)
 """The scheme of each unit is chosen among those of these that the format holds, and floats."""
 FLOAT = "float"
 """The name in tables of the choice to keep floats."""
@@ -39,7 +44,9 @@ _UNIT = "KL x 1e-4"
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears of a layer that share a scheme; `name` is for tables, the same in all layers: ``q k v``, ``experts``."""
+    """Linears of a layer that share a scheme; `name` is for tables, the same in all layers: ``q
+    k v``, ``experts``.
+    """
 
     layer: int
     name: str
@@ -65,10 +72,14 @@ class Unit:
 def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
     """The units of all layers, in the order of their first linears, without the modules `kept`."""
     linears = [
-        parameter for parameter in parameters(config)
-        if parameter.is_linear_weight and parameter.layer is not None and parameter.linear is not None
-        and parameter.linear.quantizable and parameter.module not in kept
-    ]  # fmt: skip
+        parameter
+        for parameter in parameters(config)
+        if parameter.is_linear_weight
+        and parameter.layer is not None
+        and parameter.linear is not None
+        and parameter.linear.quantizable
+        and parameter.module not in kept
+    ]
     groups = {parameter.module: {parameter.module} for parameter in linears}
     for together in _together(config, linears):
         own = [groups[module] for module in together if module in groups]
@@ -90,43 +101,62 @@ def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[
     found = list(experts.values())
     for layer in range(config.num_layers):
         prefix = BLOCK_PREFIX.format(layer)
-        found += [[prefix + module for module in modules] for modules in fused_modules(config, layer).values()]
-    return found + [[part.removesuffix(".weight") for part in tensor.parts] for tensor in disk_tensors(config)]
+        found += [
+            [prefix + module for module in modules]
+            for modules in fused_modules(config, layer).values()
+        ]
+    return found + [
+        [part.removesuffix(".weight") for part in tensor.parts] for tensor in disk_tensors(config)
+    ]
 
 
 def _name(own: Collection[Parameter]) -> str:
     if any(parameter.expert is not None for parameter in own):
         return "experts"
     shared = "shared " if any("shared_expert" in parameter.module for parameter in own) else ""
-    return shared + " ".join(parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in own)
+    return shared + " ".join(
+        parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in own
+    )
 
 
 @dataclass(frozen=True)
 class SizeTarget:
-    """The requested size: mean bits for each weight of the linears, where codes, scales and zero points count, or bytes
-    of all files of weights together."""
+    """The requested size: mean bits for each weight of the linears, where codes, scales and zero
+    points count, or bytes of all files of weights together.
+    """
 
     bits: float | None = None
     bytes: int | None = None
 
     def to_json(self) -> dict[str, float | int]:
-        return {"target_bits": self.bits} if self.bits is not None else {"max_size": self.bytes or 0}
+        return (
+            {"target_bits": self.bits} if self.bits is not None else {"max_size": self.bytes or 0}
+        )
 
     def __str__(self) -> str:
-        return f"{self.bits:g} bits a weight" if self.bits is not None else size_text(self.bytes or 0)
+        return (
+            f"{self.bits:g} bits a weight" if self.bits is not None else size_text(self.bytes or 0)
+        )
 
 
-def size_target(target_bits: float | None, max_size: int | None, scheme: object) -> SizeTarget | None:
-    """The requested size; None if a scheme is given instead. More than one of the three, or a size that is not a number
-    above 0, is a `RequestError`."""
+def size_target(
+    target_bits: float | None, max_size: int | None, scheme: object
+) -> SizeTarget | None:
+    """The requested size; None if a scheme is given instead. More than one of the three, or a size
+    that is not a number above 0, is a `RequestError`.
+    """
     options = (("scheme", scheme), ("target_bits", target_bits), ("max_size", max_size))
     named = [f"`{name}`" for name, value in options if value is not None]
     if len(named) > 1:
-        raise RequestError(f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes")
+        raise RequestError(
+            f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes"
+        )
     if target_bits is not None:
         bits = as_number("target_bits", target_bits)
         if not 0 < bits < math.inf:
-            raise RequestError("`target_bits` is no number of bits", found=bits, expected="such as 4.5")
+            raise RequestError(
+                "`target_bits` is no number of bits", found=bits, expected="such as 4.5"
+            )
         return SizeTarget(bits=bits)
     if max_size is not None:
         size = as_integer("max_size", max_size)
@@ -138,8 +168,10 @@ def size_target(target_bits: float | None, max_size: int | None, scheme: object)
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """A manifest's entry on a unit: its layer, the names of its linears, globs that match their modules, how many
-    weights they have, the name of the scheme (`FLOAT` keeps floats), and the KL that each scheme would cost."""
+    """A manifest's entry on a unit: its layer, the names of its linears, globs that match their
+    modules, how many weights they have, the name of the scheme (`FLOAT` keeps floats), and the KL
+    that each scheme would cost.
+    """
 
     layer: int
     linears: str
@@ -149,10 +181,14 @@ class UnitChoice:
     estimated_kl: dict[str, float]
 
     @classmethod
-    def of(cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]) -> UnitChoice:
+    def of(
+        cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]
+    ) -> UnitChoice:
         """The choice of a scheme, None for floats, given the loss of each."""
         rounded = {str(one): float(f"{loss:.4g}") for one, loss in losses.items()}
-        return cls(unit.layer, unit.name, unit.patterns, unit.weights, str(scheme or FLOAT), rounded)
+        return cls(
+            unit.layer, unit.name, unit.patterns, unit.weights, str(scheme or FLOAT), rounded
+        )
 
     @property
     def loss(self) -> float:
@@ -180,22 +216,28 @@ class Allocation:
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, others: Iterable[Override] = ()) -> Recipe:
-        """The recipe that gives every unit its scheme; `others` are requested overrides, which precede."""
+        """The recipe that gives every unit its scheme; `others` are requested overrides, which
+        precede.
+        """
         counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
         default = counts.most_common(1)[0][0]
         named = [unit for unit in self.units if unit.scheme != default]
         overrides = (
             Override(pattern, None if unit.scheme == FLOAT else QuantScheme.parse(unit.scheme))
-            for unit in named for pattern in unit.modules
-        )  # fmt: skip
+            for unit in named
+            for pattern in unit.modules
+        )
         return Recipe(QuantScheme.parse(default), (*overrides, *others))
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's entry."""
         return {
-            **self.target.to_json(), "bits_per_weight": self.bits, "weight_bytes": self.weight_bytes,
-            "estimated_kl": float(f"{self.kl:.4g}"), "units": [asdict(unit) for unit in self.units],
-        }  # fmt: skip
+            **self.target.to_json(),
+            "bits_per_weight": self.bits,
+            "weight_bytes": self.weight_bytes,
+            "estimated_kl": float(f"{self.kl:.4g}"),
+            "units": [asdict(unit) for unit in self.units],
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Allocation:
@@ -211,7 +253,9 @@ class Allocation:
         for layer in dict.fromkeys(unit.layer for unit in self.units):
             own = {unit.linears: unit for unit in self.units if unit.layer == layer}
             schemes = [own[name].scheme if name in own else "" for name in names]
-            rows.append([str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))])
+            rows.append(
+                [str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))]
+            )
         return rows
 
     def line(self) -> str:
@@ -226,14 +270,18 @@ class Allocation:
         rows = self.table()
         first, *middle, last = (max(map(len, column)) for column in zip(*rows, strict=True))
         return [
-            "  ".join([row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]).rstrip()
+            "  ".join(
+                [row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]
+            ).rstrip()
             for row in rows
         ]
 
 
 def picture(allocation: Allocation) -> str:
-    """The choice as an SVG: a column for each layer, a row for each kind of linears, darker where there are more bits;
-    above it each layer's estimated loss. It follows the reader's light or dark theme."""
+    """The choice as an SVG: a column for each layer, a row for each kind of linears, darker where
+    there are more bits; above it each layer's estimated loss. It follows the reader's light or dark
+    theme.
+    """
     names = list(dict.fromkeys(unit.linears for unit in allocation.units))
     losses = {unit.layer: 0.0 for unit in allocation.units}
     for unit in allocation.units:
@@ -250,12 +298,29 @@ def picture(allocation: Allocation) -> str:
         legend.append((scheme, color, x))
         x += 30 + len(scheme) * _LETTER
     environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
     )
-    template = environment.from_string(Path(__file__).with_name("picture.svg.jinja").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        Path(__file__).with_name("picture.svg.jinja").read_text(encoding="utf-8")
+    )
     return template.render(
-        allocation=allocation, title=title, unit=_UNIT, names=names, losses=losses, colors=colors, legend=legend,
-        max_loss=max(*losses.values(), 1e-30), columns={layer: column for column, layer in enumerate(losses)},
-        stride=max(1, len(losses) // 16), left=left, top=_TOP, bottom=_TOP + len(names) * _CELL,
-        width=max(left + len(losses) * _CELL + _MARGIN, _MIN_WIDTH, len(title) * _LETTER), significant=significant,
-    )  # fmt: skip
+        allocation=allocation,
+        title=title,
+        unit=_UNIT,
+        names=names,
+        losses=losses,
+        colors=colors,
+        legend=legend,
+        max_loss=max(*losses.values(), 1e-30),
+        columns={layer: column for column, layer in enumerate(losses)},
+        stride=max(1, len(losses) // 16),
+        left=left,
+        top=_TOP,
+        bottom=_TOP + len(names) * _CELL,
+        width=max(left + len(losses) * _CELL + _MARGIN, _MIN_WIDTH, len(title) * _LETTER),
+        significant=significant,
+    )

@@ -1,6 +1,7 @@
 """Choose the schemes with the smallest loss for a size, from calibration samples.
 
-Only schemes that the format can hold are considered, and a size that no choice has is refused before any work.
+Only schemes that the format can hold are considered, and a size that no choice has is refused
+before any work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.bit_allocation.allocation import CANDIDATES, Allocation, SizeTarget, Unit, UnitChoice, units
+from quantkit.bit_allocation.allocation import (
+    CANDIDATES,
+    Allocation,
+    SizeTarget,
+    Unit,
+    UnitChoice,
+    units,
+)
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import estimate_losses
 from quantkit.distributed.group import ProcessGroup
@@ -41,8 +49,10 @@ class Fit:
     Attributes:
         codes: the format of quantized weights.
         method: its name in the folder; None if it needs none.
-        settled: the schemes of modules for which none is chosen: requested ones, and None for kept modules.
-        total_bytes: the size of all files of weights, given the scheme of each module that gets one.
+        settled: the schemes of modules for which none is chosen: requested ones, and None for kept
+            modules.
+        total_bytes: the size of all files of weights, given the scheme of each module that gets
+            one.
     """
 
     source: Checkpoint
@@ -53,8 +63,9 @@ class Fit:
     total_bytes: Callable[[Mapping[str, QuantScheme]], int]
 
     def __post_init__(self) -> None:
-        """If no choice has the size, a `RequestError` names the smallest and the largest; a format that cannot hold
-        several schemes is an `UnsupportedError`."""
+        """If no choice has the size, a `RequestError` names the smallest and the largest; a format
+        that cannot hold several schemes is an `UnsupportedError`.
+        """
         if not self.units:
             raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
@@ -62,20 +73,28 @@ class Fit:
         size = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
         if not smallest <= size < largest:
             requested, low, high = (
-                f"{one:.4g} bits a weight" if self.target.bits is not None
-                else f"{int(one)} bytes ({size_text(int(one))})" for one in (size, smallest, largest)
-            )  # fmt: skip
+                f"{one:.4g} bits a weight"
+                if self.target.bits is not None
+                else f"{int(one)} bytes ({size_text(int(one))})"
+                for one in (size, smallest, largest)
+            )
             raise RequestError(
-                "no choice of schemes has this size", path=self.source.path, found=requested,
+                "no choice of schemes has this size",
+                path=self.source.path,
+                found=requested,
                 expected=f"at least {low}, and less than the {high} of its floats",
                 hint=self._hint(size) if size < smallest else None,
-            )  # fmt: skip
+            )
 
     def _hint(self, requested: float) -> str | None:
-        """Which tensors other than the units make the size too small; None if they are not the reason."""
+        """Which tensors other than the units make the size too small; None if they are not the
+        reason.
+        """
         coarsest = self._uniform(last=False)
         if self.target.bits is not None:
-            units_alone = sum(self._unit_bytes(unit, one) for unit, one in zip(self.units, coarsest, strict=True))
+            units_alone = sum(
+                self._unit_bytes(unit, one) for unit, one in zip(self.units, coarsest, strict=True)
+            )
             if 8 * units_alone > requested * sum(unit.weights for unit in self.units):
                 return None
             modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
@@ -101,14 +120,23 @@ class Fit:
 
     @cached_property
     def options(self) -> list[list[QuantScheme]]:
-        """The schemes that each unit may have: those that the format holds and that fit the rows, without any that is
-        as large as a finer one."""
+        """The schemes that each unit may have: those that the format holds and that fit the rows,
+        without any that is as large as a finer one.
+        """
         found = []
         for unit in self.units:
             own = [one for one in CANDIDATES if not isinstance(codec_of(self.codes, one), Reason)]
-            own = [one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)]
+            own = [
+                one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)
+            ]
             sizes = [self._unit_bytes(unit, one) for one in own]
-            found.append([one for at, one in enumerate(own) if sizes[at] < min(sizes[at + 1 :], default=math.inf)])
+            found.append(
+                [
+                    one
+                    for at, one in enumerate(own)
+                    if sizes[at] < min(sizes[at + 1 :], default=math.inf)
+                ]
+            )
         return found
 
     @property
@@ -117,15 +145,27 @@ class Fit:
         return self._others_bytes + self._room
 
     def chosen(
-        self, samples: Tensor, *, device: torch.device, memory_bytes: int, group: ProcessGroup,
+        self,
+        samples: Tensor,
+        *,
+        device: torch.device,
+        memory_bytes: int,
+        group: ProcessGroup,
         progress: Progress = silent,
-    ) -> Allocation:  # fmt: skip
+    ) -> Allocation:
         """The choice, the same in all processes; for arguments and errors see `estimate_losses`."""
         schemes = dict(zip(self.units, self.options, strict=True))
         losses = estimate_losses(
-            self.source, samples, self.units, schemes, device=device, memory_bytes=memory_bytes,
-            scale_dtype=self._scale_dtype.torch, group=group, progress=progress,
-        )  # fmt: skip
+            self.source,
+            samples,
+            self.units,
+            schemes,
+            device=device,
+            memory_bytes=memory_bytes,
+            scale_dtype=self._scale_dtype.torch,
+            group=group,
+            progress=progress,
+        )
         return group.broadcast_from_rank0(self.allocation(losses))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
@@ -147,8 +187,13 @@ class Fit:
                 break
             taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
             room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
-        choices = [UnitChoice.of(unit, one, lost) for unit, one, lost in zip(self.units, best, losses, strict=True)]
-        return Allocation(self.target, round(self._bits(best), 6), self.total_bytes(self._schemes(best)), choices)
+        choices = [
+            UnitChoice.of(unit, one, lost)
+            for unit, one, lost in zip(self.units, best, losses, strict=True)
+        ]
+        return Allocation(
+            self.target, round(self._bits(best), 6), self.total_bytes(self._schemes(best)), choices
+        )
 
     @property
     def _room(self) -> int:
@@ -169,16 +214,24 @@ class Fit:
 
     def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
         """A choice's size, in the unit of the target."""
-        return self._bits(chosen) if self.target.bits is not None else self.total_bytes(self._schemes(chosen))
+        return (
+            self._bits(chosen)
+            if self.target.bits is not None
+            else self.total_bytes(self._schemes(chosen))
+        )
 
     def _bits(self, chosen: Sequence[QuantScheme | None]) -> float:
-        own = sum(self._unit_bytes(unit, scheme) for unit, scheme in zip(self.units, chosen, strict=True))
+        own = sum(
+            self._unit_bytes(unit, scheme) for unit, scheme in zip(self.units, chosen, strict=True)
+        )
         return 8 * (own + self._settled_bytes) / self._counted
 
     @cached_property
     def _counted(self) -> int:
         """Weights of all linears; an embedding is not one."""
-        return sum(unit.weights for unit in self.units) + sum(math.prod(spec.shape) for spec in self._settled_specs)
+        return sum(unit.weights for unit in self.units) + sum(
+            math.prod(spec.shape) for spec in self._settled_specs
+        )
 
     @cached_property
     def _settled_bytes(self) -> int:
@@ -186,7 +239,9 @@ class Fit:
 
     @cached_property
     def _settled_specs(self) -> list[TensorSpec]:
-        linears = ((module, scheme) for module, scheme in self.settled.items() if module != EMBEDDING)
+        linears = (
+            (module, scheme) for module, scheme in self.settled.items() if module != EMBEDDING
+        )
         return [self._spec(f"{module}.weight", scheme) for module, scheme in linears]
 
     def _schemes(self, chosen: Sequence[QuantScheme | None]) -> dict[str, QuantScheme]:
@@ -201,11 +256,16 @@ class Fit:
         return self.codes.scale_dtype or DType(self.source.config.dtype)
 
     def _unit_bytes(self, unit: Unit, scheme: QuantScheme | None) -> int:
-        return sum(stored_bytes(self._spec(parameter.name, scheme), self.codes) for parameter in unit.parameters)
+        return sum(
+            stored_bytes(self._spec(parameter.name, scheme), self.codes)
+            for parameter in unit.parameters
+        )
 
     def _spec(self, name: str, scheme: QuantScheme | None) -> TensorSpec:
         info = self.source.info(name)
-        return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
+        return TensorSpec(
+            name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme
+        )
 
     def _require_mixed(self) -> None:
         """Check that a folder of the format can hold several schemes."""
@@ -219,13 +279,17 @@ class Fit:
                 self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{name} does not support a size to fit: {error.problem}", path=path, found=error.found,
+                f"{name} does not support a size to fit: {error.problem}",
+                path=path,
+                found=error.found,
                 hint="choose a scheme, or another format",
-            ) from error  # fmt: skip
+            ) from error
 
 
 def stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
-    """Bytes of a weight's codes, scales and zero points in a format that holds them, or of its floats."""
+    """Bytes of a weight's codes, scales and zero points in a format that holds them, or of its
+    floats.
+    """
     if spec.scheme is None:
         return math.prod(spec.shape) * spec.dtype.itemsize
     holder = codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")

@@ -1,9 +1,10 @@
-"""The multiple-choice knapsack: one option for each item, so that all fit and the total loss is smallest.
+"""The multiple-choice knapsack: one option for each item, so that all fit and the total loss is
+smallest.
 
-Solved by dynamic programming over sizes, in cells. A cell is the greatest common divisor of the sizes if that gives few
-enough cells, so that the choice is exact. Otherwise sizes are rounded up to larger cells, and the remaining room is
-filled with the options that save most for their size. Equal inputs give equal choices: of options with equal losses the
-smaller one is used.
+Solved by dynamic programming over sizes, in cells. A cell is the greatest common divisor of the
+sizes if that gives few enough cells, so that the choice is exact. Otherwise sizes are rounded up to
+larger cells, and the remaining room is filled with the options that save most for their size. Equal
+inputs give equal choices: of options with equal losses the smaller one is used.
 """
 
 from __future__ import annotations
@@ -24,30 +25,42 @@ class Option(NamedTuple):
     loss: float
 
 
-def choose(items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS) -> list[int] | None:
-    """The index of the option for each item, with a total size of `room` at most; None if nothing fits. Each item has
-    at least one option; there are at most `cells` cells."""
+def choose(
+    items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS
+) -> list[int] | None:
+    """The index of the option for each item, with a total size of `room` at most; None if nothing
+    fits. Each item has at least one option; there are at most `cells` cells.
+    """
     smallest = [min(option.size for option in options) for options in items]
     spare = room - sum(smallest)
     if spare < 0:
         return None
-    above = [[option.size - base for option in options] for options, base in zip(items, smallest, strict=True)]
+    above = [
+        [option.size - base for option in options]
+        for options, base in zip(items, smallest, strict=True)
+    ]
     spare = min(spare, sum(map(max, above)))
     cell = math.gcd(*(size for sizes in above for size in sizes)) or 1
     exact = spare // cell <= cells
     if not exact:
         cell = -(-spare // cells)
-    chosen = _chosen(items, [[-(-size // cell) for size in sizes] for sizes in above], spare // cell)
+    chosen = _chosen(
+        items, [[-(-size // cell) for size in sizes] for sizes in above], spare // cell
+    )
     return chosen if exact else _filled_up(items, chosen, room)
 
 
-def _chosen(items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:
+def _chosen(
+    items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int
+) -> list[int]:
     """The exact choice for sizes in cells; the smallest of each item is 0."""
     smallest = np.zeros(room + 1)  # loss of the items so far, for each room
     taken = np.zeros((len(items), room + 1), dtype=np.uint8)
     for number, (options, own) in enumerate(zip(items, sizes, strict=True)):
         before, smallest = smallest, np.full(room + 1, np.inf)
-        for option in sorted(range(len(options)), key=lambda one: (own[one], options[one].loss, one)):
+        for option in sorted(
+            range(len(options)), key=lambda one: (own[one], options[one].loss, one)
+        ):
             size = own[option]
             if size > room:
                 continue
@@ -63,7 +76,9 @@ def _chosen(items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], r
 
 
 def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int) -> list[int]:
-    """The choice with larger options of smaller loss, while any fits: first the one that saves most for its size."""
+    """The choice with larger options of smaller loss, while any fits: first the one that saves
+    most for its size.
+    """
     found = list(chosen)
     spare = room - sum(options[one].size for options, one in zip(items, found, strict=True))
     while True:
@@ -71,7 +86,8 @@ def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: i
             ((options[now].loss - option.loss) / max(more, 1), more, number, index)
             for number, (options, now) in enumerate(zip(items, found, strict=True))
             for index, option in enumerate(options)
-            if (more := option.size - options[now].size) <= spare and option.loss < options[now].loss
+            if (more := option.size - options[now].size) <= spare
+            and option.loss < options[now].loss
         ]
         if not swaps:
             return found

@@ -1,18 +1,20 @@
-"""The cost of each scheme of each unit in KL(source || quantized) per token, estimated on calibration samples.
+"""The cost of each scheme of each unit in KL(source || quantized) per token, estimated on
+calibration samples.
 
-KL grows with the square of changes: a change dY of a linear's outputs costs half the mean of ``(g . dY) ** 2``,
-where g is the gradient, by these outputs, of the log probability of a token that the model itself draws (its Fisher
-information). Outputs are assumed to be independent, so a linear costs half the sum over its rows of their mean squared
-gradients times their mean squared errors.
+KL grows with the square of changes: a change dY of a linear's outputs costs half the mean of ``(g .
+dY) ** 2``, where g is the gradient, by these outputs, of the log probability of a token that the
+model itself draws (its Fisher information). Outputs are assumed to be independent, so a linear
+costs half the sum over its rows of their mean squared gradients times their mean squared errors.
 
-The errors of outputs are predicted from the inputs' Hessian without solving it. GPTQ rounds inputs one after the other,
-and later inputs compensate each error. Only the part that they cannot compensate counts: the error's square times the
-square of the input's diagonal element in the Cholesky factor that `solve` uses. The errors are those of weights rounded
-to the scales that GPTQ would search. In large units only some rows are rounded, and extrapolated to all rows by the
-energy of the weights.
+The errors of outputs are predicted from the inputs' Hessian without solving it. GPTQ rounds inputs
+one after the other, and later inputs compensate each error. Only the part that they cannot
+compensate counts: the error's square times the square of the input's diagonal element in the
+Cholesky factor that `solve` uses. The errors are those of weights rounded to the scales that GPTQ
+would search. In large units only some rows are rounded, and extrapolated to all rows by the energy
+of the weights.
 
-One forward pass sums the Hessians and keeps the inputs of each block; one backward pass, which computes each block
-again, sums the gradients. One block's weights are in memory at a time.
+One forward pass sums the Hessians and keeps the inputs of each block; one backward pass, which
+computes each block again, sums the gradients. One block's weights are in memory at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ _MIN_ROWS = 4  # tried of a linear
 _GRADIENT_TOKENS = 8192
 _TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
 _STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
-_GRADIENT_PASSES = 3  # forward passes of the blocks that cost as much as the backward one, which computes them again
+# forward passes of the blocks that cost as much as the backward one, which computes them again
+_GRADIENT_PASSES = 3
 _FACTOR_COPIES = 3  # of a Hessian while it is factored
 _FACTOR_PRODUCTS = 2  # of a Hessian with itself, in the time that its Cholesky factor takes
 CHOICE = "choose schemes"
@@ -59,8 +62,9 @@ CHOICE = "choose schemes"
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the gradients;
-    `memory_bytes` are for the inputs of the blocks."""
+    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the
+    gradients; `memory_bytes` are for the inputs of the blocks.
+    """
     count, length = shape
     widest = max(group.columns for group, _ in every_group(config))
     kept = memory_bytes // (config.num_layers * length * config.hidden_size * _STATE_BYTES)
@@ -70,32 +74,46 @@ def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) 
 
 
 def choice_bytes(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-    """Peak bytes: of a block's weights, its Hessians, one of them as it is factored, and the states of samples, or of
-    the backward pass; and the inputs of the blocks."""
+    """Peak bytes: of a block's weights, its Hessians, one of them as it is factored, and the states
+    of samples, or of the backward pass; and the inputs of the blocks.
+    """
     for_hessians, for_gradients = sample_counts(config, shape, memory_bytes)
     length = shape[1]
-    hessians = max(sum(group.columns**2 for group in groups_of(config, layer)) for layer in layer_kinds(config))
+    hessians = max(
+        sum(group.columns**2 for group in groups_of(config, layer)) for layer in layer_kinds(config)
+    )
     factored = _FACTOR_COPIES * max(group.columns for group, _ in every_group(config)) ** 2
-    forward = 4 * (largest_block(config) + hessians + factored + for_hessians * length * config.hidden_size)
+    forward = 4 * (
+        largest_block(config) + hessians + factored + for_hessians * length * config.hidden_size
+    )
     kept = _STATE_BYTES * config.num_layers * for_gradients * length * config.hidden_size
     return kept + max(forward, backward_bytes(config, for_gradients, length))
 
 
 def choice_flops(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-    """Count the operations in the blocks: of the forward pass with the Hessians, which are factored, and of the
-    backward pass."""
-    for_hessians, for_gradients = (count * shape[1] for count in sample_counts(config, shape, memory_bytes))
+    """Count the operations in the blocks: of the forward pass with the Hessians, which are
+    factored, and of the backward pass.
+    """
+    for_hessians, for_gradients = (
+        count * shape[1] for count in sample_counts(config, shape, memory_bytes)
+    )
     hessians = 0.0
     for group, count in every_group(config):
         summed = 2 * for_hessians * group.share * group.columns**2
         factored = _FACTOR_PRODUCTS * group.columns**3
         hessians += count * (summed + factored)
-    passes = block_flops(config, for_hessians) + _GRADIENT_PASSES * block_flops(config, for_gradients)
+    passes = block_flops(config, for_hessians) + _GRADIENT_PASSES * block_flops(
+        config, for_gradients
+    )
     return int(passes + hessians)
 
 
-def tried_weights(units: Sequence[Unit], options: Sequence[Sequence[QuantScheme]]) -> Counter[QuantScheme]:
-    """Count the weights that are rounded in each scheme to estimate its losses, given the schemes of each unit."""
+def tried_weights(
+    units: Sequence[Unit], options: Sequence[Sequence[QuantScheme]]
+) -> Counter[QuantScheme]:
+    """Count the weights that are rounded in each scheme to estimate its losses, given the
+    schemes of each unit.
+    """
     counts = Counter[QuantScheme]()
     for unit, schemes in zip(units, options, strict=True):
         for scheme in schemes:
@@ -104,14 +122,22 @@ def tried_weights(units: Sequence[Unit], options: Sequence[Sequence[QuantScheme]
 
 
 def estimate_losses(
-    source: Checkpoint, samples: Tensor, units: Sequence[Unit], schemes: Mapping[Unit, Sequence[QuantScheme]], *,
-    device: torch.device, memory_bytes: int, scale_dtype: torch.dtype, group: ProcessGroup,
+    source: Checkpoint,
+    samples: Tensor,
+    units: Sequence[Unit],
+    schemes: Mapping[Unit, Sequence[QuantScheme]],
+    *,
+    device: torch.device,
+    memory_bytes: int,
+    scale_dtype: torch.dtype,
+    group: ProcessGroup,
     progress: Progress = silent,
-) -> list[dict[QuantScheme, float]]:  # fmt: skip
+) -> list[dict[QuantScheme, float]]:
     """The KL that each unit would cost in each of its schemes, alone, in the order of the units.
 
     Args:
-        samples: tokens [N, T], of which the first ones are used; each of several processes runs its share of these.
+        samples: tokens [N, T], of which the first ones are used; each of several processes runs its
+            share of these.
         device: runs the blocks.
         memory_bytes: for the inputs of the blocks.
 
@@ -130,7 +156,9 @@ def estimate_losses(
         hessians, block = passes.forward(layer)
         of_layer = [unit for unit in units if unit.layer == layer]
         if of_layer:
-            errors |= _block_errors(source, block, layer, hessians, of_layer, schemes, scale_dtype, group)
+            errors |= _block_errors(
+                source, block, layer, hessians, of_layer, schemes, scale_dtype, group
+            )
         del hessians, block
         malloc_trim()
     gradients: dict[str, Tensor] = {}
@@ -145,15 +173,24 @@ def estimate_losses(
         malloc_trim()
     progress(CHOICE, total, total, "layers")
     return [
-        {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}
+        {
+            scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules)
+            for scheme in schemes[unit]
+        }
         for unit in units
     ]
 
 
 def _block_errors(
-    source: Checkpoint, block: Block, layer: int, hessians: dict[str, tuple[Tensor, int]], units: Sequence[Unit],
-    schemes: Mapping[Unit, Sequence[QuantScheme]], scale_dtype: torch.dtype, group: ProcessGroup,
-) -> dict[str, RowErrors]:  # fmt: skip
+    source: Checkpoint,
+    block: Block,
+    layer: int,
+    hessians: dict[str, tuple[Tensor, int]],
+    units: Sequence[Unit],
+    schemes: Mapping[Unit, Sequence[QuantScheme]],
+    scale_dtype: torch.dtype,
+    group: ProcessGroup,
+) -> dict[str, RowErrors]:
     """The errors of all linears of a block that are in units."""
     found: dict[str, RowErrors] = {}
     prefix = BLOCK_PREFIX.format(layer)
@@ -168,13 +205,19 @@ def _block_errors(
     for site, modules in of_site.items():
         if not modules:
             continue
-        weights = {prefix + module: block.get_parameter(f"{module}.weight").data for module in modules}
+        weights = {
+            prefix + module: block.get_parameter(f"{module}.weight").data for module in modules
+        }
         for module, weight in weights.items():
             if not all_finite(weight):
                 raise NonFiniteError(
-                    f"tensor '{module}.weight' holds NaN or Inf", path=source.path,
-                    hint=f'it has no codes; repair the source, or `keep="{module}"` leaves it as it is',
-                )  # fmt: skip
+                    f"tensor '{module}.weight' holds NaN or Inf",
+                    path=source.path,
+                    hint=(
+                        f'it has no codes; repair the source, or `keep="{module}"` leaves it as'
+                        " it is"
+                    ),
+                )
         columns = next(iter(weights.values())).shape[1]
         total, count = hessians.pop(site, (torch.zeros(columns, columns, device=weight.device), 0))
         rows = torch.tensor([float(count)], device=total.device)
@@ -186,16 +229,22 @@ def _block_errors(
         try:
             found |= row_errors(weights, total, wanted, scale_dtype, tried)
         except SingularError:
-            found |= row_errors(weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried)
+            found |= row_errors(
+                weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried
+            )
         except NonFiniteError as error:
-            raise NonFiniteError(f"linear '{next(iter(weights))}': {error.problem}", path=source.path) from error
+            raise NonFiniteError(
+                f"linear '{next(iter(weights))}': {error.problem}", path=source.path
+            ) from error
     return found
 
 
 @dataclass(frozen=True)
 class RowErrors:
-    """The errors of one linear, per token: the indices of the rows that were rounded, their squared output errors, [R],
-    by scheme, and the energy of all rows, [O], to which errors are assumed to be proportional."""
+    """The errors of one linear, per token: the indices of the rows that were rounded, their squared
+    output errors, [R], by scheme, and the energy of all rows, [O], to which errors are assumed to
+    be proportional.
+    """
 
     rows: Tensor
     errors: Mapping[QuantScheme, Tensor]
@@ -211,12 +260,16 @@ class RowErrors:
         return 0.5 * lost * weighted.sum().item() / tried
 
 
-def _rounded(columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
+def _rounded(
+    columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> Tensor:
     """Weights [I, O] rounded to the scales that GPTQ would search."""
     if scheme.scales is not Scales.FLOATS:
         scales = search_blocks(columns, importance, scheme, search_scales)
         rows = columns.t()
-        codes = nearest_codes(rows.reshape(len(rows), scheme.groups(len(columns)), -1), scales, scheme)
+        codes = nearest_codes(
+            rows.reshape(len(rows), scheme.groups(len(columns)), -1), scales, scheme
+        )
         return QuantTensor.of_blocks(codes, scales, scheme).dequantize().t().contiguous()
     scale, _ = search_scales(columns, importance, scheme, scale_dtype)
     grouped, step = columns.view(scale.shape[0], -1, columns.shape[1]), scale.float().unsqueeze(1)
@@ -225,9 +278,12 @@ def _rounded(columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dty
 
 
 def row_errors(
-    weights: Mapping[str, Tensor], hessian: Tensor, schemes: Sequence[QuantScheme], scale_dtype: torch.dtype,
+    weights: Mapping[str, Tensor],
+    hessian: Tensor,
+    schemes: Sequence[QuantScheme],
+    scale_dtype: torch.dtype,
     tried: Mapping[str, int],
-) -> dict[str, RowErrors]:  # fmt: skip
+) -> dict[str, RowErrors]:
     """The errors of linears that share their inputs.
 
     Args:
@@ -240,7 +296,9 @@ def row_errors(
         NonFiniteError, SingularError: see `Damped.of_`.
     """
     damped = Damped.of_(hessian)
-    variances = torch.empty_like(damped.diagonal)  # of each input, given those that GPTQ rounds after it
+    variances = torch.empty_like(
+        damped.diagonal
+    )  # of each input, given those that GPTQ rounds after it
     variances[damped.order.flip(0)] = damped.factor.diagonal().square()
     chosen = {}
     for module, weight in weights.items():
@@ -254,7 +312,9 @@ def row_errors(
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
     found = {}
     for number, (module, weight) in enumerate(weights.items()):
-        parts = [weight[start:stop].square() @ variances for start, stop in row_chunks(*weight.shape)]
+        parts = [
+            weight[start:stop].square() @ variances for start, stop in row_chunks(*weight.shape)
+        ]
         own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
         found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
     return found

@@ -15,15 +15,16 @@ from quantkit.formats.output.destination import scratch_errors
 
 
 class ActivationStore:
-    """Tensors by key. Tensors from a GPU stay there within its budget; those that exceed the memory's budget are
-    written to a folder.
+    """Tensors by key. Tensors from a GPU stay there within its budget; those that exceed the
+    memory's budget are written to a folder.
 
     The folder is made when first needed, and removed by `close`.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, gpu_bytes: int = 0) -> None:
-        """A folder that a killed run has left is removed. The budgets are of each of several processes: in memory, and
-        on the GPU that tensors come from."""
+        """A folder that a killed run has left is removed. The budgets are of each of several
+        processes: in memory, and on the GPU that tensors come from.
+        """
         self._folder = folder
         self._free = {True: memory_bytes, False: gpu_bytes}  # by whether it is on the host
         self._held: dict[Hashable, Tensor] = {}
@@ -32,8 +33,9 @@ class ActivationStore:
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, key: Hashable, value: Tensor) -> None:
-        """Keep a tensor under a key that is not in use; if it does not fit in memory and cannot be written, a
-        `DestinationError` is raised."""
+        """Keep a tensor under a key that is not in use; if it does not fit in memory and cannot be
+        written, a `DestinationError` is raised.
+        """
         if not _on_host(value) and value.nbytes > self._free[False]:
             value = _to_host(value, stays=value.nbytes <= self._free[True])
         if value.nbytes <= self._free[_on_host(value)]:
@@ -43,7 +45,9 @@ class ActivationStore:
         path = self._folder / str(self._count)
         with scratch_errors(self._folder):
             if not self._count:
-                self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
+                self._folder.mkdir(
+                    parents=True
+                )  # fails if it exists: it might be a link to another place
             self._count += 1
             _write(path, value)
         self._files[key] = path, value.shape, value.dtype
@@ -58,7 +62,9 @@ class ActivationStore:
         return value
 
     def get(self, key: Hashable) -> Tensor:
-        """A tensor, which stays in the store; what is changed in it may stay unchanged there until `update`."""
+        """A tensor, which stays in the store; what is changed in it may stay unchanged there
+        until `update`.
+        """
         if (value := self._held.get(key)) is not None:
             return value
         path, shape, dtype = self._files[key]
@@ -81,11 +87,15 @@ class ActivationStore:
     def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
         """Add values [N, D] to rows of a float32 tensor [..., D], each listed once."""
         if (value := self._held.get(key)) is not None:
-            value.view(-1, value.shape[-1]).index_add_(0, numbers.to(value.device), values.to(value.device))
+            value.view(-1, value.shape[-1]).index_add_(
+                0, numbers.to(value.device), values.to(value.device)
+            )
         else:
             self._mapped(key, "r+")[numbers.numpy()] += values.cpu().numpy()
 
-    def _mapped(self, key: Hashable, mode: Literal["r", "r+"]) -> np.memmap[Any, np.dtype[np.float32]]:
+    def _mapped(
+        self, key: Hashable, mode: Literal["r", "r+"]
+    ) -> np.memmap[Any, np.dtype[np.float32]]:
         """The rows of a float32 tensor in a file."""
         path, shape, _ = self._files[key]
         return np.memmap(path, np.float32, mode, shape=(shape[:-1].numel(), shape[-1]))
@@ -102,7 +112,9 @@ def _on_host(value: Tensor) -> bool:
 
 
 def _to_host(value: Tensor, *, stays: bool) -> Tensor:
-    """A GPU's tensor in the host's memory; in pinned pages if it stays there, as a GPU reads these fastest."""
+    """A GPU's tensor in the host's memory; in pinned pages if it stays there, as a GPU reads
+    these fastest.
+    """
     if not stays or value.device.type != "cuda":
         return value.cpu()
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
@@ -110,4 +122,6 @@ def _to_host(value: Tensor, *, stays: bool) -> Tensor:
 
 def _write(path: Path, value: Tensor) -> None:
     with path.open("wb") as file:
-        file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)  # numpy's own way misses a full disk
+        file.write(
+            value.contiguous().flatten().view(torch.uint8).numpy().data
+        )  # numpy's own way misses a full disk

@@ -1,4 +1,7 @@
-"""One decoder block twice: with float weights, and as far as it has been quantized. Only linears in use are loaded."""
+"""One decoder block twice: with float weights, and as far as it has been quantized.
+
+Only linears in use are loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from quantkit.tensors.qtensor import QuantTensor
 
 
 class StreamLinear(nn.Linear):
-    """A linear that multiplies samples in `compute_dtype`, while the solver uses its float32 weight."""
+    """A linear that multiplies samples in `compute_dtype`, while the solver uses its float32
+    weight.
+    """
 
     compute_dtype = torch.float32
 
@@ -46,14 +51,20 @@ class BlockPair:
 
     Attributes:
         groups: the linears, by shared input.
-        floats, quantized: the blocks. Initially they have only the tensors that are in no group: norms and routers.
-        load_resumed: loads the block's quantized weights by name, if an earlier run has written them all.
+        floats, quantized: the blocks. Initially they have only the tensors that are in no group:
+            norms and routers.
+        load_resumed: loads the block's quantized weights by name, if an earlier run has written
+            them all.
     """
 
     def __init__(
-        self, source: Checkpoint, layer: int, solver: GroupSolver, device: torch.device,
+        self,
+        source: Checkpoint,
+        layer: int,
+        solver: GroupSolver,
+        device: torch.device,
         load_resumed: Callable[[str], Tensor | QuantTensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.layer, self.solver, self.device = source, layer, solver, device
         self.load_resumed = load_resumed
         self.groups = input_groups(source.config, layer)
@@ -86,13 +97,16 @@ class BlockPair:
         return {name: linear for name, linear in named.items() if name in self.solver.schemes}
 
     def statistics(self, group: InputGroup) -> HessianAccumulator:
-        """Empty sums over a group's inputs; the drift is that of the outputs if the group writes to the residual."""
+        """Empty sums over a group's inputs; the drift is that of the outputs if the group writes
+        to the residual.
+        """
         linear = linear_of(self.floats, group.modules[0])
         drift_width = linear.out_features if group.writes else linear.in_features
         return HessianAccumulator(linear.in_features, drift_width, self.device)
 
     def install(self, group: InputGroup, results: Mapping[str, Result]) -> None:
-        """Set the linears of a group in the quantized block: as solved, as an earlier run has written them, or floats.
+        """Set the linears of a group in the quantized block: as solved, as an earlier run has
+        written them, or floats.
 
         Of the float weights only those that multiply samples are kept.
         """
@@ -107,7 +121,9 @@ class BlockPair:
                 weight = stored
             if weight is not None:
                 solved = self._empty_linear(linear)
-                solved.weight = nn.Parameter(weight.to(self.device).dequantize(), requires_grad=False)
+                solved.weight = nn.Parameter(
+                    weight.to(self.device).dequantize(), requires_grad=False
+                )
                 solved.bias = linear.bias
                 solved.drop_solver_weight()
                 linear = solved
@@ -115,7 +131,9 @@ class BlockPair:
 
     def _empty_linear(self, like: nn.Linear) -> StreamLinear:
         """A linear of the same shape, without weights yet."""
-        linear = StreamLinear(like.in_features, like.out_features, like.bias is not None, device="meta")
+        linear = StreamLinear(
+            like.in_features, like.out_features, like.bias is not None, device="meta"
+        )
         linear.compute_dtype = compute_dtype(self.device)
         return linear
 

@@ -1,12 +1,14 @@
 """Quantize one decoder block, each linear for the inputs that the quantized model passes to it.
 
-The topology lists the linears that share an input, and the block itself is run up to there: nothing here depends on
-what a block computes. Only the linears in use are in memory, in float32; the samples are in an `ActivationStore`.
+The topology lists the linears that share an input, and the block itself is run up to there: nothing
+here depends on what a block computes. Only the linears in use are in memory, in float32; the
+samples are in an `ActivationStore`.
 
-The experts of a mixture are quantized one after the other, each on the tokens that are sent to it. If an expert gets
-few tokens for a linear's inputs, that linear's Hessian is singular, or close to it, and its errors may grow on other
-tokens. It is then calibrated on all tokens, whose states are similar to those it is sent. So is a linear whose weights
-change by more on its own tokens than its scheme explains. If they do on all tokens too, it is rounded.
+The experts of a mixture are quantized one after the other, each on the tokens that are sent to it.
+If an expert gets few tokens for a linear's inputs, that linear's Hessian is singular, or close to
+it, and its errors may grow on other tokens. It is then calibrated on all tokens, whose states are
+similar to those it is sent. So is a linear whose weights change by more on its own tokens than its
+scheme explains. If they do on all tokens too, it is rounded.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ MIN_TOKENS_PER_INPUT = 2
 
 
 def quantize_block(pair: BlockPair, streams: Streams) -> Iterator[tuple[int, Mapping[str, Result]]]:
-    """Quantize a block, and move the streams from its inputs to its outputs. After each group of linears, yields their
-    number, and the results by name; NaN or Inf in a weight or the inputs of a linear is a `NonFiniteError`."""
+    """Quantize a block, and move the streams from its inputs to its outputs. After each group of
+    linears, yields their number, and the results by name; NaN or Inf in a weight or the inputs of a
+    linear is a `NonFiniteError`.
+    """
     config = pair.source.config
     for branch in Block.BRANCHES:
         groups = [group for group in pair.groups if group.branch == branch]
@@ -72,7 +76,9 @@ def _quantize_branch(
 def _quantize_experts(
     pair: BlockPair, groups: Sequence[InputGroup], streams: Streams
 ) -> Iterator[tuple[int, Mapping[str, Result]]]:
-    """Quantize a branch that ends with experts, and move both streams to its end; yields after each expert."""
+    """Quantize a branch that ends with experts, and move both streams to its end; yields after
+    each expert.
+    """
     states = streams.enter_experts(pair.quantized)
     counts = states.token_counts()
     pair.solver.group.sum_(counts)
@@ -83,14 +89,21 @@ def _quantize_experts(
 
 
 class _Expert:
-    """An expert of a block, or its shared ones, with their groups of linears; `counts` are the tokens by expert, then
-    the number of tokens, in all processes."""
+    """An expert of a block, or its shared ones, with their groups of linears; `counts` are the
+    tokens by expert, then the number of tokens, in all processes.
+    """
 
     def __init__(
-        self, pair: BlockPair, states: ExpertStreams, counts: Sequence[int], groups: Sequence[InputGroup]
+        self,
+        pair: BlockPair,
+        states: ExpertStreams,
+        counts: Sequence[int],
+        groups: Sequence[InputGroup],
     ) -> None:
         self.pair, self.states, self.counts, self.groups = pair, states, counts, groups
-        floats, quantized = (block.get_submodule(_owner(groups[0])) for block in (pair.floats, pair.quantized))
+        floats, quantized = (
+            block.get_submodule(_owner(groups[0])) for block in (pair.floats, pair.quantized)
+        )
         assert isinstance(floats, MLP)
         assert isinstance(quantized, MLP)
         self.floats, self.quantized = floats, quantized
@@ -120,7 +133,9 @@ class _Expert:
         results: dict[str, Result] = {}
         reasons = dict.fromkeys(linears, "")  # why the tokens that were tried first are not used
         sent, every = self.counts[group.expert], self.counts[-1]
-        enough = sent >= MIN_TOKENS_PER_INPUT * linear_of(self.pair.floats, group.modules[0]).in_features
+        enough = (
+            sent >= MIN_TOKENS_PER_INPUT * linear_of(self.pair.floats, group.modules[0]).in_features
+        )
         record: dict[str, object] = {"tokens": sent, "tokens_from": "routed"}
         for all_tokens in (False, True) if enough else (True,):
             if all_tokens:
@@ -130,8 +145,13 @@ class _Expert:
             for name, result in found.items():
                 because = {"tokens_reason": reasons[name]} if reasons[name] else {}
                 results[name] = replace(result, record={**result.record, **record, **because})
-            distorted = self._distorted(found, unsolved, "all tokens" if all_tokens else "the tokens sent to it")
-            reasons = {name: "; ".join(filter(None, (reasons[name], reason))) for name, reason in distorted.items()}
+            distorted = self._distorted(
+                found, unsolved, "all tokens" if all_tokens else "the tokens sent to it"
+            )
+            reasons = {
+                name: "; ".join(filter(None, (reasons[name], reason)))
+                for name, reason in distorted.items()
+            }
             if not reasons:
                 break
         for name, reason in reasons.items():
@@ -139,8 +159,12 @@ class _Expert:
             results[name] = self.pair.solver.round(name, linears[name].weight, rounded)
         return results
 
-    def _calibrate(self, group: InputGroup, linears: Mapping[str, nn.Linear], *, all_tokens: bool) -> dict[str, Result]:
-        """GPTQ on the tokens sent to the group's expert, or on all, weighted by the tokens' shares."""
+    def _calibrate(
+        self, group: InputGroup, linears: Mapping[str, nn.Linear], *, all_tokens: bool
+    ) -> dict[str, Result]:
+        """GPTQ on the tokens sent to the group's expert, or on all, weighted by the tokens'
+        shares.
+        """
         statistics = self.pair.statistics(group)
         for inputs, float_inputs, shares in self.states.pieces(group.expert, all_tokens=all_tokens):
             if group.writes:
@@ -155,8 +179,12 @@ class _Expert:
             statistics.add_pair(inputs * shares, difference)
         return self.pair.solver.solve(linears, statistics, outputs=group.writes)
 
-    def _distorted(self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str) -> dict[str, str]:
-        """The linears that changed by more than their schemes explain, with the reason for the manifest."""
+    def _distorted(
+        self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str
+    ) -> dict[str, str]:
+        """The linears that changed by more than their schemes explain, with the reason for the
+        manifest.
+        """
         excesses = self.pair.solver.find_excesses(found, linears)
         return {
             name: f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"

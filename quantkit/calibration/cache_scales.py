@@ -1,6 +1,8 @@
-"""The scales of a quantized key/value cache: the largest key and value of each layer on samples, over float8's largest.
+"""The scales of a quantized key/value cache: the largest key and value of each layer on samples,
+over float8's largest.
 
-GPTQ sees them while its samples pass through the blocks as quantized; a rounded model is run on a small sample first.
+GPTQ sees them while its samples pass through the blocks as quantized; a rounded model is run on a
+small sample first.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
     """
     found = {}
     limits = torch.finfo(dtype.torch)
-    for name, what, value in zip(scale_names(layer), ("keys", "values"), largest.tolist(), strict=True):
+    for name, what, value in zip(
+        scale_names(layer), ("keys", "values"), largest.tolist(), strict=True
+    ):
         if not value / E4M3_MAX <= limits.max:
             problem = f"{what} of layer {layer} are NaN, Inf or too large for a scale in {dtype}"
             raise NonFiniteError(problem, path=path, hint="leave `kv_cache` out")
@@ -57,9 +61,12 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
 
 
 def scales_on_sample(
-    source: Checkpoint, specs: Mapping[str, TensorSpec], rounded: Callable[[TensorSpec], Weight], tokens: Tensor,
+    source: Checkpoint,
+    specs: Mapping[str, TensorSpec],
+    rounded: Callable[[TensorSpec], Weight],
+    tokens: Tensor,
     progress: Progress = silent,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """The scales of all layers by name, for samples [B, T] that pass through a rounded model.
 
     Args:
@@ -70,7 +77,12 @@ def scales_on_sample(
         NonFiniteError: see `scales_of`.
     """
     maxima = [CacheMaxima("cpu") for _ in source.config.layers]
-    layerwise_hidden(_Rounded(source, specs, rounded), [Batch.from_start(tokens)], maxima=maxima, progress=progress)
+    layerwise_hidden(
+        _Rounded(source, specs, rounded),
+        [Batch.from_start(tokens)],
+        maxima=maxima,
+        progress=progress,
+    )
     found: dict[str, Tensor] = {}
     for layer, one in enumerate(maxima):
         found |= scales_of(layer, one.largest, specs[scale_names(layer)[0]].dtype, source.path)
@@ -81,7 +93,10 @@ class _Rounded(CheckpointView):
     """A model of floats as the result will have it: each tensor is made when it is loaded."""
 
     def __init__(
-        self, source: Checkpoint, specs: Mapping[str, TensorSpec], rounded: Callable[[TensorSpec], Weight]
+        self,
+        source: Checkpoint,
+        specs: Mapping[str, TensorSpec],
+        rounded: Callable[[TensorSpec], Weight],
     ) -> None:
         super().__init__(source)
         self._specs, self._make = specs, rounded

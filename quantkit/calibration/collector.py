@@ -1,4 +1,6 @@
-"""Documents from rows: the column that has them, conversations rendered, cut after a number of bytes."""
+"""Documents from rows: the column that has them, conversations rendered, cut after a number of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class DocumentText:
 class Collector:
     """Takes the documents from the rows of one source."""
 
-    def __init__(self, path: str | Path, limit: int, column: str | None, chat: ModelChat | None) -> None:
+    def __init__(
+        self, path: str | Path, limit: int, column: str | None, chat: ModelChat | None
+    ) -> None:
         """
         Args:
             path: of the source, for messages.
@@ -76,8 +80,9 @@ class Collector:
         self._prints_tools = True  # until the chat template has been seen to print none
 
     def columns(self, columns: Mapping[str, bool]) -> list[str]:
-        """Return the columns of a table to read: that with the documents, see `column`, and the tools of
-        conversations."""
+        """Return the columns of a table to read: that with the documents, see `column`, and the
+        tools of conversations.
+        """
         name = self.column(columns)
         return [name, TOOLS] if TOOLS in columns and name != TOOLS else [name]
 
@@ -89,9 +94,15 @@ class Collector:
             place: of the row, for the error.
         """
         strings = [name for name, is_string in columns.items() if is_string]
-        if not self._settled and len(strings) == 1 and not any(name in columns for name in self._columns):
+        if (
+            not self._settled
+            and len(strings) == 1
+            and not any(name in columns for name in self._columns)
+        ):
             self._columns = (strings[0],)
-            self._notes.append(f"{self._path}: the text is taken from '{strings[0]}', the only column of strings")
+            self._notes.append(
+                f"{self._path}: the text is taken from '{strings[0]}', the only column of strings"
+            )
         self._settled = True
         for name in self._columns:
             if name in columns:
@@ -100,13 +111,18 @@ class Collector:
         if self._requested is not None:
             near = difflib.get_close_matches(self._requested, columns, 1)
             raise RequestError(
-                f'`text_column="{self._requested}"` is not a column of {place}', path=self._path, found=found,
+                f'`text_column="{self._requested}"` is not a column of {place}',
+                path=self._path,
+                found=found,
                 hint=f"did you mean '{near[0]}'?" if near else None,
-            )  # fmt: skip
+            )
         raise RequestError(
-            f"no column of {place} has the text", path=self._path, found=found,
-            expected=" or ".join(self._columns), hint="name the column that has it with `text_column`",
-        )  # fmt: skip
+            f"no column of {place} has the text",
+            path=self._path,
+            found=found,
+            expected=" or ".join(self._columns),
+            hint="name the column that has it with `text_column`",
+        )
 
     def collect(self, rows: Iterable[tuple[str, object]]) -> None:
         """Read rows, each with its place for messages: a string, or a mapping with the columns.
@@ -121,7 +137,12 @@ class Collector:
                 name = self.column({key: isinstance(cell, str) for key, cell in row.items()}, place)
                 value, tools = row[name], row.get(TOOLS)
             messages = read_messages(value)
-            if messages is None and name in _MESSAGE_COLUMNS and isinstance(value, str) and looks_serialized(value):
+            if (
+                messages is None
+                and name in _MESSAGE_COLUMNS
+                and isinstance(value, str)
+                and looks_serialized(value)
+            ):
                 raise RequestError(
                     f"'{name}' of {place} is a string that is not the JSON of messages",
                     path=self._path,
@@ -135,18 +156,24 @@ class Collector:
             if document is None:
                 continue
             if not isinstance(document, str):
-                raise RequestError(f"the text of {place} is of type {type(value).__name__}", path=self._path)
+                raise RequestError(
+                    f"the text of {place} is of type {type(value).__name__}", path=self._path
+                )
             try:
                 part = document.encode()
             except UnicodeEncodeError as error:
-                raise RequestError(f"the text of {place} is not valid Unicode: {error}", path=self._path) from error
+                raise RequestError(
+                    f"the text of {place} is not valid Unicode: {error}", path=self._path
+                ) from error
             self._documents.append(document)
             self._parts += [part, b"" if is_chat and self._specials else _SEPARATOR]
             size += len(part) + len(self._parts[-1])
             if size >= self._limit:
                 break
         if self._refused and not self._documents:
-            raise RequestError(f"no conversation can be rendered: {self._refused[0]}", path=self._path)
+            raise RequestError(
+                f"no conversation can be rendered: {self._refused[0]}", path=self._path
+            )
 
     def text(self, sha256: str | None = None, source: str | None = None) -> DocumentText:
         """All that was collected; without a `sha256`, with that of the text."""
@@ -155,25 +182,35 @@ class Collector:
         if self._refused:
             count = len(self._refused) + len(self._documents)
             notes.append(
-                f"{self._path}: {len(self._refused)} of {count} documents are left out, as the chat template does not "
-                f"render them: {self._refused[0]}"
+                f"{self._path}: {len(self._refused)} of {count} documents are left out, as the chat"
+                f" template does not render them: {self._refused[0]}"
             )
         digest = sha256 or hashlib.sha256(text.encode()).hexdigest()
-        return DocumentText(text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes))
+        return DocumentText(
+            text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes)
+        )
 
-    def _rendered(self, messages: Sequence[Mapping[str, object]], tools: object, place: str) -> str | None:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, object]], tools: object, place: str
+    ) -> str | None:
         """The text of a conversation; None if it cannot be rendered."""
         if self._specials is None:
             self._chat, notes = self._chat_of() if self._chat_of else (None, [])
             self._specials = self._chat is not None
             if self._chat is None:
-                notes = notes or [f"{self._path}: the model has no chat template; conversations are used as plain text"]
+                notes = notes or [
+                    f"{self._path}: the model has no chat template; conversations are used as plain"
+                    " text"
+                ]
             self._notes += notes
         try:
             text = self._rendered_with_tools(messages, read_tools(tools))
         except (RequestError, CheckpointError) as error:
             if self._budget.spent:  # what is rendered in time depends on the machine
-                problem = f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the conversations"
+                problem = (
+                    f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the"
+                    " conversations"
+                )
                 raise RequestError(
                     problem, path=self._path, hint="give fewer or shorter ones, or plain text"
                 ) from error
@@ -182,7 +219,9 @@ class Collector:
         return text.removeprefix(self._chat.start) if self._chat else text
 
     def _rendered_with_tools(
-        self, messages: Sequence[Mapping[str, object]], schemas: Sequence[Mapping[str, object]] | None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        schemas: Sequence[Mapping[str, object]] | None,
     ) -> str:
         """Render a conversation; leave its tools out, with a note, if the template prints none."""
         try:
@@ -193,7 +232,9 @@ class Collector:
             text = rendered(messages, self._chat, self._budget)
         if self._prints_tools:
             self._prints_tools = False
-            self._notes.append(f"{self._path}: the model's chat template prints no tools: they are left out")
+            self._notes.append(
+                f"{self._path}: the model's chat template prints no tools: they are left out"
+            )
         return text
 
 

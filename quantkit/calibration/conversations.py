@@ -1,4 +1,6 @@
-"""Conversations as text: through a model's chat template or, for a model without one, as plain text."""
+"""Conversations as text: through a model's chat template or, for a model without one, as plain
+text.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, list[str]]:
-    """The chat format of a model, and a note if it has one that cannot be used; None for a base model."""
+    """The chat format of a model, and a note if it has one that cannot be used; None for a base
+    model.
+    """
     try:
         if not ChatTemplates(path):
             return None, []
@@ -65,7 +69,9 @@ def rendered(
 
 
 def read_messages(value: object) -> list[Message] | None:
-    """Return the messages in a value: a list of them, or its JSON in a string; None for any other value."""
+    """Return the messages in a value: a list of them, or its JSON in a string; None for any
+    other value.
+    """
     if isinstance(value, str) and looks_serialized(value):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value.removeprefix("\ufeff"))
@@ -77,7 +83,8 @@ def read_messages(value: object) -> list[Message] | None:
 
 
 def read_tools(value: object) -> list[Mapping[str, object]] | None:
-    """Return the tools next to a conversation: a list of JSON schemas, or its JSON in a string; None for no tools.
+    """Return the tools next to a conversation: a list of JSON schemas, or its JSON in a string;
+    None for no tools.
 
     Raises:
         RequestError: for anything else.
@@ -87,7 +94,9 @@ def read_tools(value: object) -> list[Mapping[str, object]] | None:
         try:
             tools = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError("'tools' is not JSON", found=shown(value), expected=_TOOLS) from error
+            raise RequestError(
+                "'tools' is not JSON", found=shown(value), expected=_TOOLS
+            ) from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -96,7 +105,9 @@ def read_tools(value: object) -> list[Mapping[str, object]] | None:
 
 
 def looks_serialized(text: str) -> bool:
-    """Whether a string is spelled like a list of objects, or like an object, in JSON or as Python prints them."""
+    """Whether a string is spelled like a list of objects, or like an object, in JSON or as
+    Python prints them.
+    """
     return re.fullmatch(r"\ufeff?\s*(\[\s*\{.*\]|\{\s*[\"'].*\})\s*", text, re.DOTALL) is not None
 
 
@@ -105,13 +116,20 @@ def _is_message(value: object) -> bool:
 
 
 def plain(messages: Sequence[Message]) -> str:
-    """A conversation as plain text. Raises `RequestError` for a message without a role or a content in words."""
+    """A conversation as plain text.
+
+    Raises `RequestError` for a message without a role or a content in words.
+    """
     texts = [message_text(one) for one in messages]
-    return "\n\n".join(f"{one['role'].capitalize()}: {text}" for one, text in zip(messages, texts, strict=True))
+    return "\n\n".join(
+        f"{one['role'].capitalize()}: {text}" for one, text in zip(messages, texts, strict=True)
+    )
 
 
 def _message(one: Message) -> Message:
-    """A message; one in ShareGPT's form, ``from`` and ``value``, with the keys that templates read."""
+    """A message; one in ShareGPT's form, ``from`` and ``value``, with the keys that templates
+    read.
+    """
     if "role" in one or "from" not in one:
         return one
     return {"role": _SHAREGPT_ROLES.get(str(one["from"]), one["from"]), "content": one.get("value")}

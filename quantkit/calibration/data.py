@@ -24,7 +24,9 @@ MIN_BYTES = 4 * 2**20
 MAX_WHOLE_LENGTH = 2**18
 CHARACTERS_PER_TOKEN = 8
 MAX_REUSE = 4
-"""How often samples may use a token of the text on average: more of them would tell the solver nothing new."""
+"""How often samples may use a token of the text on average: more of them would tell the solver
+nothing new.
+"""
 _MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 
 
@@ -32,9 +34,10 @@ _MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 class Calibration:
     """Samples [N, T] of token ids, int64, and their entry in the manifest.
 
-    ``sha256`` is the file's or, without a file, that of the text read; ``source`` names a dataset on a hub.
-    ``documents`` is the number of those read, None for plain text. ``dropped`` counts, by kind, the samples of the
-    packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
+    ``sha256`` is the file's or, without a file, that of the text read; ``source`` names a dataset
+    on a hub. ``documents`` is the number of those read, None for plain text. ``dropped`` counts, by
+    kind, the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are
+    for the user.
     """
 
     tokens: Tensor
@@ -51,7 +54,12 @@ class Calibration:
 
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
-        found: dict[str, object] = {"sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed}
+        found: dict[str, object] = {
+            "sha256": self.sha256,
+            "samples": samples,
+            "length": length,
+            "seed": self.seed,
+        }
         named = {"source": self.source, "documents": self.documents}
         found |= {name: value for name, value in named.items() if value is not None}
         if self.dropped is not None:
@@ -60,25 +68,33 @@ class Calibration:
 
 
 def load_calibration(
-    source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
+    source: TextSource,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    column: str | None = None,
     chat: ModelChat | None = None,
-) -> Calibration:  # fmt: skip
-    """Draw samples at random positions of the text, each with BOS first where the tokenizer puts it.
+) -> Calibration:
+    """Draw samples at random positions of the text, each with BOS first where the tokenizer puts
+    it.
 
-    No sample is padded. torch's global random state is not used. If the text is long, only the first 16 bytes for each
-    token drawn, or the first 4 MiB if that is more, are read; if it has more than 256 Ki characters, only the samples
-    are tokenized.
+    No sample is padded. torch's global random state is not used. If the text is long, only the
+    first 16 bytes for each token drawn, or the first 4 MiB if that is more, are read; if it has
+    more than 256 Ki characters, only the samples are tokenized.
 
     Args:
-        source: a file or folder; as a string where there is no such file, a dataset on the hub: ``owner/name``,
-            ``owner/name:config`` or ``owner/name:config:split``; or documents in Python. See `read_documents`.
+        source: a file or folder; as a string where there is no such file, a dataset on the hub:
+            ``owner/name``, ``owner/name:config`` or ``owner/name:config:split``; or documents in
+            Python. See `read_documents`.
         samples, length: the number of samples, and of tokens in each, BOS included.
         seed: for the positions.
         column, chat: see `read_documents`.
 
     Raises:
-        RequestError: if the text cannot be read, holds less than one sample or less than a quarter of the tokens that
-            are drawn, or the seed does not fit 64 bits.
+        RequestError: if the text cannot be read, holds less than one sample or less than a quarter
+            of the tokens that are drawn, or the seed does not fit 64 bits.
     """
     found = _read(source, samples, length, seed, column, chat)
     text, specials, path = found.text, found.specials, _shown(source)
@@ -92,15 +108,23 @@ def load_calibration(
         size = length - len(lead)
         starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
         windows = torch.tensor(ids).unfold(0, size, 1)[starts]
-        tokens = torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
+        tokens = torch.cat(
+            [torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1
+        )
     count = None if found.documents is None else len(found.documents)
     return Calibration(tokens, found.sha256, seed, found.source, notes=found.notes, documents=count)
 
 
 def require_calibration(
-    source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
+    source: TextSource,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    column: str | None = None,
     chat: ModelChat | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
     found = _read(source, samples, length, seed, column, chat)
     text, specials = found.text, found.specials
@@ -112,14 +136,20 @@ def require_calibration(
 
 
 def require_samples(samples: int, length: int) -> None:
-    """A `RequestError` if there is no sample, it has no token to predict, or there are more than any machine holds."""
+    """A `RequestError` if there is no sample, it has no token to predict, or there are more than
+    any machine holds.
+    """
     if samples < 1 or length < 2:
-        raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
+        raise RequestError(
+            "calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}"
+        )
     if samples * length > _MAX_TOKENS:
         raise RequestError(
-            "too many calibration tokens", found=f"{samples} samples of {length} tokens",
-            expected=f"at most {_MAX_TOKENS} tokens in all", hint="give fewer `samples`",
-        )  # fmt: skip
+            "too many calibration tokens",
+            found=f"{samples} samples of {length} tokens",
+            expected=f"at most {_MAX_TOKENS} tokens in all",
+            hint="give fewer `samples`",
+        )
 
 
 def _shown(source: TextSource) -> str | Path:
@@ -128,7 +158,12 @@ def _shown(source: TextSource) -> str | Path:
 
 
 def _read(
-    source: TextSource, samples: int, length: int, seed: int, column: str | None, chat: ModelChat | None
+    source: TextSource,
+    samples: int,
+    length: int,
+    seed: int,
+    column: str | None,
+    chat: ModelChat | None,
 ) -> DocumentText:
     """The text that the samples need."""
     as_seed("seed", seed)
@@ -139,9 +174,12 @@ def _read(
         raise RequestError("the calibration text is empty", path=_shown(source))
     if samples > len(found.text):
         raise RequestError(
-            "more samples than characters in the calibration text", path=_shown(source), found=f"{samples} samples",
-            expected=f"at most {len(found.text)}", hint="give more text, or fewer `samples`",
-        )  # fmt: skip
+            "more samples than characters in the calibration text",
+            path=_shown(source),
+            found=f"{samples} samples",
+            expected=f"at most {len(found.text)}",
+            hint="give more text, or fewer `samples`",
+        )
     return found
 
 
@@ -150,7 +188,8 @@ def _require_enough_text(
 ) -> None:
     """Raise a `RequestError` if samples would repeat the text more than `MAX_REUSE` times.
 
-    The tokens of a long text are estimated from its beginning; they are not counted if it has plenty of characters.
+    The tokens of a long text are estimated from its beginning; they are not counted if it has
+    plenty of characters.
     """
     required = math.ceil(samples * length / MAX_REUSE)
     if len(text) >= CHARACTERS_PER_TOKEN * required:
@@ -158,14 +197,19 @@ def _require_enough_text(
     beginning = text[:MAX_WHOLE_LENGTH]
     lead, ids = tokenized(beginning, tokenizer, specials=specials)
     num_tokens = round(len(ids) * len(text) / len(beginning))
-    if not length - len(lead) <= num_tokens < required:  # a text shorter than one sample has another error
+    if (
+        not length - len(lead) <= num_tokens < required
+    ):  # a text shorter than one sample has another error
         return
     fitting = MAX_REUSE * num_tokens // length
     raise RequestError(
         "the calibration text is too short for so many samples",
         path=path,
         found=f"{num_tokens} tokens for {samples} samples of {length}",
-        expected=f"at least {required} tokens, about {math.ceil(required / num_tokens)} times as much text",
+        expected=(
+            f"at least {required} tokens, about {math.ceil(required / num_tokens)} times as much"
+            " text"
+        ),
         hint=f"give more text, or `samples={fitting}`",
     )
 
@@ -178,16 +222,26 @@ def _tokenized_sample(
     size = length - len(lead)
     if len(ids) < size:
         raise RequestError(
-            "the calibration text is shorter than one sample", path=path, found=f"{len(ids)} tokens", expected=size,
+            "the calibration text is shorter than one sample",
+            path=path,
+            found=f"{len(ids)} tokens",
+            expected=size,
             hint="give more text, or shorter samples",
-        )  # fmt: skip
+        )
     return lead, ids
 
 
 def _from_pieces(
-    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator, specials: bool
+    text: str,
+    tokenizer: Tokenizer,
+    samples: int,
+    length: int,
+    generator: torch.Generator,
+    specials: bool,
 ) -> Tensor | None:
-    """Samples [N, T], each the first tokens after a random space; None if a piece of the text has too few."""
+    """Samples [N, T], each the first tokens after a random space; None if a piece of the text
+    has too few.
+    """
     width = CHARACTERS_PER_TOKEN * length
     rows = []
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
@@ -200,8 +254,12 @@ def _from_pieces(
     return torch.tensor(rows)
 
 
-def tokenized(text: str, tokenizer: Tokenizer, *, specials: bool = False) -> tuple[list[int], list[int]]:
-    """Return the tokens that a prompt begins with, such as BOS, and the tokens of a text after them."""
+def tokenized(
+    text: str, tokenizer: Tokenizer, *, specials: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the tokens that a prompt begins with, such as BOS, and the tokens of a text after
+    them.
+    """
     start = prompt_start(tokenizer)
     ids = tokenizer.encode(text, specials=specials)
     return start, ids[len(start) :]

@@ -1,8 +1,8 @@
-"""Text from a file (plain, JSON lines or Parquet), from a dataset on a hub or on disk through `datasets`, or from
-Python objects.
+"""Text from a file (plain, JSON lines or Parquet), from a dataset on a hub or on disk through
+`datasets`, or from Python objects.
 
-The data of a hub's dataset are streamed and not kept on disk, and no code of a repository runs: `datasets` has had no
-loading scripts since 4.0.
+The data of a hub's dataset are streamed and not kept on disk, and no code of a repository runs:
+`datasets` has had no loading scripts since 4.0.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.AS
 class HubId:
     """One split of a dataset on the hub; ``config`` is None for the only one or the default.
 
-    It is spelled ``owner/name``, ``owner/name:config``, ``owner/name:config:split`` or, without a config,
-    ``owner/name::split``; the default split is ``train``.
+    It is spelled ``owner/name``, ``owner/name:config``, ``owner/name:config:split`` or, without a
+    config, ``owner/name::split``; the default split is ``train``.
     """
 
     name: str
@@ -58,7 +58,9 @@ class HubId:
 
 def hub_id(source: str | Path) -> HubId | None:
     """The dataset that a string spells; None for a path, an existing file, and a file's suffix."""
-    found = None if isinstance(source, Path) or os.path.exists(source) else _HUB_ID.fullmatch(source)
+    found = (
+        None if isinstance(source, Path) or os.path.exists(source) else _HUB_ID.fullmatch(source)
+    )
     if found is None or found[1].lower().endswith((".txt", *_JSON_LINES, _PARQUET)):
         return None
     return HubId(found[1], found[2] or None, found[3] or "train")
@@ -70,27 +72,37 @@ def has_documents(path: Path) -> bool:
 
 
 def read_documents(
-    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat | None = None,
+    source: TextSource,
+    limit: int,
+    *,
+    column: str | None = None,
+    chat: ModelChat | None = None,
     name: str = "calibration",
-) -> DocumentText:  # fmt: skip
-    """The first `limit` bytes of a source's documents, separated by empty lines where no template ends them.
+) -> DocumentText:
+    """The first `limit` bytes of a source's documents, separated by empty lines where no template
+    ends them.
 
     Args:
-        source: UTF-8 text; by the suffix, JSON lines or Parquet; a folder that `datasets` saved; a dataset on a hub, of
-            which no more than necessary is downloaded; or a `Dataset`, strings or rows in Python.
-        column: has the documents; None is ``text``, ``messages`` or ``conversations``, or the only one of strings.
+        source: UTF-8 text; by the suffix, JSON lines or Parquet; a folder that `datasets` saved; a
+            dataset on a hub, of which no more than necessary is downloaded; or a `Dataset`, strings
+            or rows in Python.
+        column: has the documents; None is ``text``, ``messages`` or ``conversations``, or the only
+            one of strings.
         chat: renders conversations, which are lists of messages; None for a base model.
         name: of a source in Python, for messages.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds.
-        RequestError: if there is no such source, it cannot be read, is not what its suffix says, or no column has the
-            text.
-        CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
+        RequestError: if there is no such source, it cannot be read, is not what its suffix says, or
+            no column has the text.
+        CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's
+            cache.
     """
     if not isinstance(source, str | os.PathLike):
         collector = Collector(name, limit, column, chat)
-        collector.collect(_dataset_rows(source, collector) if hasattr(source, "features") else _numbered(source))
+        collector.collect(
+            _dataset_rows(source, collector) if hasattr(source, "features") else _numbered(source)
+        )
         return collector.text()
     if dataset := hub_id(source):
         collector = Collector(str(dataset), limit, column, chat)
@@ -100,9 +112,13 @@ def read_documents(
     if path.is_dir():
         if not any((path / file).is_file() for file in _OF_DATASETS):
             raise RequestError(
-                "is not a folder of text", path=path,
-                expected="a file of plain text, JSON lines or Parquet, or a folder that Dataset.save_to_disk wrote",
-            )  # fmt: skip
+                "is not a folder of text",
+                path=path,
+                expected=(
+                    "a file of plain text, JSON lines or Parquet, or a folder that"
+                    " Dataset.save_to_disk wrote"
+                ),
+            )
         collector = Collector(path, limit, column, chat)
         with _of_datasets(path, "give a folder that Dataset.save_to_disk wrote"):
             collector.collect(_dataset_rows(_saved_dataset(path), collector))
@@ -119,7 +135,9 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
             elif suffix == _PARQUET:
                 collector.collect(_parquet_rows(path, collector))
             elif column is not None:
-                raise RequestError("plain text has no columns", path=path, hint="leave `text_column` out")
+                raise RequestError(
+                    "plain text has no columns", path=path, hint="leave `text_column` out"
+                )
             else:
                 raw = bytearray()  # grows with the file, since a limit may be far beyond it
                 while len(raw) < limit and (part := file.read(min(limit - len(raw), _BUFFER))):
@@ -131,12 +149,17 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
             return collector.text(hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise RequestError(
-            f"the text cannot be read: {error.strerror or error}", path=path,
+            f"the text cannot be read: {error.strerror or error}",
+            path=path,
             hint="give a file, or a hub dataset as owner/name:config:split",
-        ) from error  # fmt: skip
+        ) from error
     except ValueError as error:
-        expected = {_PARQUET: "Parquet", **dict.fromkeys(_JSON_LINES, "JSON lines")}.get(suffix, "UTF-8 text")
-        raise RequestError(f"cannot be read as text: {error}", path=path, expected=expected) from error
+        expected = {_PARQUET: "Parquet", **dict.fromkeys(_JSON_LINES, "JSON lines")}.get(
+            suffix, "UTF-8 text"
+        )
+        raise RequestError(
+            f"cannot be read as text: {error}", path=path, expected=expected
+        ) from error
 
 
 def _collect_hub(dataset: HubId, collector: Collector) -> None:
@@ -147,14 +170,20 @@ def _collect_hub(dataset: HubId, collector: Collector) -> None:
 
         try:
             info = call_in_time(
-                lambda: HfApi().dataset_info(dataset.name, timeout=SECONDS, expand=["sha"]), path, "dataset"
+                lambda: HfApi().dataset_info(dataset.name, timeout=SECONDS, expand=["sha"]),
+                path,
+                "dataset",
             )
         except RequestError as error:
-            hint = "; or ".join([*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"])
+            hint = "; or ".join(
+                [*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"]
+            )
             raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
         with _of_datasets(path, "the form is owner/name:config:split; or give a file"):
             revision = checked_commit(info.sha, path)
-            rows = load_dataset(dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True)
+            rows = load_dataset(
+                dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True
+            )
             collector.collect(_dataset_rows(rows, collector))
 
 
@@ -166,7 +195,9 @@ def _of_datasets(path: str | Path, hint: str) -> Iterator[None]:
     except QuantkitError:
         raise
     except Exception as error:
-        raise RequestError(f"the dataset cannot be read: {short(error)}", path=path, hint=hint) from error
+        raise RequestError(
+            f"the dataset cannot be read: {short(error)}", path=path, hint=hint
+        ) from error
 
 
 def _saved_dataset(path: Path) -> Any:
@@ -175,16 +206,23 @@ def _saved_dataset(path: Path) -> Any:
     found = load_from_disk(str(path))
     if isinstance(found, dict):
         raise RequestError(
-            "is a DatasetDict, not one split of it", path=path, found=", ".join(found),
+            "is a DatasetDict, not one split of it",
+            path=path,
+            found=", ".join(found),
             hint=f"give the folder of a split: {path / next(iter(found))}",
-        )  # fmt: skip
+        )
     return found
 
 
 def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object]]:
-    """The rows of a `Dataset` or `IterableDataset`, with only the columns to read if the columns are known."""
+    """The rows of a `Dataset` or `IterableDataset`, with only the columns to read if the columns
+    are known.
+    """
     if rows.features is not None:
-        columns = {name: str(getattr(kind, "dtype", "")).endswith("string") for name, kind in rows.features.items()}
+        columns = {
+            name: str(getattr(kind, "dtype", "")).endswith("string")
+            for name, kind in rows.features.items()
+        }
         rows = rows.select_columns(collector.columns(columns))
     return _numbered(_without_nulls(row) for row in rows)
 
@@ -214,7 +252,10 @@ def _json_rows(file: BinaryIO, path: Path) -> Iterator[tuple[str, object]]:
             continue
         if number == 1 and line.lstrip().startswith(b"["):
             raise RequestError(
-                "holds a JSON array", path=path, expected="a JSON object on each line", hint=LINES_OF_ARRAY
+                "holds a JSON array",
+                path=path,
+                expected="a JSON object on each line",
+                hint=LINES_OF_ARRAY,
             )
         try:
             document = json.loads(line)
@@ -231,16 +272,22 @@ def _parquet_rows(path: Path, collector: Collector) -> Iterator[tuple[str, objec
 
     try:
         with ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as table:
-            names = collector.columns({field.name: str(field.type).endswith("string") for field in table.schema_arrow})
+            names = collector.columns(
+                {field.name: str(field.type).endswith("string") for field in table.schema_arrow}
+            )
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
-            yield from _numbered(_without_nulls(row) for batch in batches for row in batch.to_pylist())
+            yield from _numbered(
+                _without_nulls(row) for batch in batches for row in batch.to_pylist()
+            )
     except ArrowException as error:
         raise ValueError(str(error)) from error
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Keep the hub's libraries from printing and from many minutes of retries; all settings are restored."""
+    """Keep the hub's libraries from printing and from many minutes of retries; all settings are
+    restored.
+    """
     with warnings.catch_warnings(), ExitStack() as undo:
         warnings.simplefilter("ignore")
         import datasets
@@ -253,7 +300,11 @@ def _quiet_libraries() -> Iterator[None]:
             if not bars.are_progress_bars_disabled(*groups):
                 undo.callback(bars.enable_progress_bars, *groups)
                 bars.disable_progress_bars(*groups)
-        for name in [n for n in vars(datasets.config) if n.startswith("STREAMING_") and n.endswith("_MAX_RETRIES")]:
+        for name in [
+            n
+            for n in vars(datasets.config)
+            if n.startswith("STREAMING_") and n.endswith("_MAX_RETRIES")
+        ]:
             undo.callback(setattr, datasets.config, name, getattr(datasets.config, name))
             setattr(datasets.config, name, 1)  # the layer below retries as often
         yield

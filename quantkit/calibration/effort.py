@@ -1,4 +1,5 @@
-"""The amount of calibration: batches, the effort against drift, and the memory and disk that activations need.
+"""The amount of calibration: batches, the effort against drift, and the memory and disk that
+activations need.
 
 Without torch, so that the command line's help can show the defaults.
 """
@@ -40,12 +41,12 @@ class Effort:
     """How much calibration GPTQ does.
 
     Attributes:
-        tokens_per_input: calibration tokens by default, in units of the inputs of the widest linear, over the
-            share of all tokens that it gets; infinite for samples of `MAX_LENGTH`.
-        stride: the float stream, which shows the drift of the quantized model, has every `stride`-th batch, but at
-            least four.
-        gradient_tokens: calibration tokens, at most, that go through a backward pass, which shows how errors of
-            outputs add up; 0 for none.
+        tokens_per_input: calibration tokens by default, in units of the inputs of the widest
+            linear, over the share of all tokens that it gets; infinite for samples of `MAX_LENGTH`.
+        stride: the float stream, which shows the drift of the quantized model, has every
+            `stride`-th batch, but at least four.
+        gradient_tokens: calibration tokens, at most, that go through a backward pass, which shows
+            how errors of outputs add up; 0 for none.
     """
 
     tokens_per_input: float
@@ -53,14 +54,25 @@ class Effort:
     gradient_tokens: int = 0
 
     def length(self, config: ModelConfig) -> int:
-        """The tokens of a sample by default: a power of two, or the model's context if that is shorter."""
-        inputs = max((group.columns / group.share for group, _ in every_group(config)), default=config.hidden_size)
+        """The tokens of a sample by default: a power of two, or the model's context if that is
+        shorter.
+        """
+        inputs = max(
+            (group.columns / group.share for group, _ in every_group(config)),
+            default=config.hidden_size,
+        )
         wanted = self.tokens_per_input * inputs / SAMPLES
-        length = MAX_LENGTH if wanted > MAX_LENGTH else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
+        length = (
+            MAX_LENGTH
+            if wanted > MAX_LENGTH
+            else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
+        )
         return min(length, config.max_context)
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """The same, or half of it where samples of a shape [N, T] are too few to measure the drift."""
+        """The same, or half of it where samples of a shape [N, T] are too few to measure the
+        drift.
+        """
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
         return replace(self, stride=2 * self.stride) if few and self.stride > 1 else self
 
@@ -88,8 +100,10 @@ class Effort:
 
 
 EFFORTS: dict[EffortName, Effort] = {
-    "quick": Effort(8, 4), "default": Effort(32, 4), "thorough": Effort(math.inf, 1, 32768),
-}  # fmt: skip
+    "quick": Effort(8, 4),
+    "default": Effort(32, 4),
+    "thorough": Effort(math.inf, 1, 32768),
+}
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:
@@ -99,9 +113,10 @@ def batch_samples(config: ModelConfig, length: int) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of a block that share their inputs, as one linear with weights [rows, columns]. `count` is their number,
-    `writes` whether it ends a branch, or an expert; `share` is the share of all tokens that go through it, `factored`
-    whether the gradients by its outputs are used."""
+    """Linears of a block that share their inputs, as one linear with weights [rows, columns].
+    `count` is their number, `writes` whether it ends a branch, or an expert; `share` is the share
+    of all tokens that go through it, `factored` whether the gradients by its outputs are used.
+    """
 
     branch: str
     count: int
@@ -119,17 +134,24 @@ class Group:
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
     """The groups of a block; of a model known by its tensors only, each linear by itself."""
     if config.tensors is not None:
-        return [_alone(tensor.module, tensor.shape) for tensor in config.tensors if _is_solved(tensor, layer)]
+        return [
+            _alone(tensor.module, tensor.shape)
+            for tensor in config.tensors
+            if _is_solved(tensor, layer)
+        ]
     counts, experts = sizes(config), config.experts
     return [
         Group(
-            group.branch, len(group.linears), sum(counts[linear.dims[0]] for linear in group.linears),
-            counts[group.linears[0].dims[1]], group.writes,
+            group.branch,
+            len(group.linears),
+            sum(counts[linear.dims[0]] for linear in group.linears),
+            counts[group.linears[0].dims[1]],
+            group.writes,
             1.0 if experts is None or group.expert is None else experts.per_token / experts.count,
             has_factor(config, layer, group.branch),
         )
         for group in input_groups(config, layer)
-    ]  # fmt: skip
+    ]
 
 
 def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
@@ -137,17 +159,33 @@ def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
 
 
 def _alone(module: str, shape: tuple[int, ...]) -> Group:
-    """A linear by itself; which share of the tokens an expert gets is not known, and taken as a quarter."""
+    """A linear by itself; which share of the tokens an expert gets is not known, and taken as a
+    quarter.
+    """
     rows, columns = shape
-    return Group("mlp", 1, rows, columns, writes=True, share=0.25 if "expert" in module else 1.0, factored=False)
+    return Group(
+        "mlp",
+        1,
+        rows,
+        columns,
+        writes=True,
+        share=0.25 if "expert" in module else 1.0,
+        factored=False,
+    )
 
 
 def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
     """The groups of all kinds of blocks, with the number of blocks that have them."""
     if config.tensors is not None:
         layers = range(config.num_layers)
-        return list(Counter(group for layer in layers for group in groups_of(config, layer)).items())
-    return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
+        return list(
+            Counter(group for layer in layers for group in groups_of(config, layer)).items()
+        )
+    return [
+        (group, count)
+        for layer, count in layer_kinds(config).items()
+        for group in groups_of(config, layer)
+    ]
 
 
 def uses_factor(scheme: QuantScheme) -> bool:
@@ -156,7 +194,9 @@ def uses_factor(scheme: QuantScheme) -> bool:
 
 
 def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
-    """Whether the gradients by the outputs of a branch's linears are used: not those of a mixture of experts."""
+    """Whether the gradients by the outputs of a branch's linears are used: not those of a
+    mixture of experts.
+    """
     return branch != "mlp" or not config.layers[layer].experts
 
 
@@ -164,13 +204,15 @@ def factor_bytes(config: ModelConfig) -> int:
     """Bytes of the products of gradients for all blocks."""
     return sum(
         count * 4 * group.rows**2 // -(-group.rows // FACTOR_ROWS)
-        for group, count in every_group(config) if group.factored
-    )  # fmt: skip
+        for group, count in every_group(config)
+        if group.factored
+    )
 
 
 def gradient_activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Bytes of the inputs of all blocks, for samples of a shape [N, T], which the backward pass replaces by products of
-    gradients; 0 without one."""
+    """Bytes of the inputs of all blocks, for samples of a shape [N, T], which the backward pass
+    replaces by products of gradients; 0 without one.
+    """
     tokens = effort.gradient_samples(config, shape) * shape[1]
     inputs = STATE_BYTES * config.num_layers * tokens * config.hidden_size
     return max(inputs, factor_bytes(config)) if tokens else 0
@@ -178,7 +220,9 @@ def gradient_activation_bytes(config: ModelConfig, shape: Sequence[int], effort:
 
 def inner_width(config: ModelConfig) -> int:
     """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
-    columns = (group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes)
+    columns = (
+        group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes
+    )
     return max(columns, default=config.hidden_size)
 
 
@@ -192,17 +236,20 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 def activation_bytes(
     config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, gpu_bytes: int = 0
 ) -> tuple[int, int, int]:
-    """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]: of the streams, and
-    of activations kept between two passes, which are the inputs of a branch's last linear, or the outputs of experts in
-    each stream so far; and of the products of gradients, if there are some. On disk there may be more before
-    that, of the backward pass.
+    """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]:
+    of the streams, and of activations kept between two passes, which are the inputs of a branch's
+    last linear, or the outputs of experts in each stream so far; and of the products of gradients,
+    if there are some. On disk there may be more before that, of the backward pass.
 
-    The figures are for one process with all samples. Several processes share the samples, each with this memory, so
-    they write less to disk, unless their shares are so few batches that the float stream has more of them.
+    The figures are for one process with all samples. Several processes share the samples, each with
+    this memory, so they write less to disk, unless their shares are so few batches that the float
+    stream has more of them.
     """
     streams = 1 + followed_share(config, shape, effort)
     between = 0.0
-    if config.tensors is not None:  # of each token the residual twice, its norm, and the inputs of a linear
+    if (
+        config.tensors is not None
+    ):  # of each token the residual twice, its norm, and the inputs of a linear
         between = streams * (2 * config.hidden_size + inner_width(config))
     for layer in () if config.tensors is not None else layer_kinds(config):
         groups = [group for group in groups_of(config, layer) if group.writes]

@@ -33,7 +33,9 @@ _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
 _OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
 _TWO_SIDED_PRODUCTS = 1.5  # of a weight with the products of gradients of its outputs
-_BACKWARD_PASSES = 4  # forward passes of the blocks that cost as much as the one forward and the one backward
+_BACKWARD_PASSES = (
+    4  # forward passes of the blocks that cost as much as the one forward and the one backward
+)
 _OF_BACKWARD = 12  # of the size of its widest states, at a time
 _OF_HEAD_LOGITS = 5  # copies: products, logits, their softmax, the gradients, and one under way
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
@@ -41,9 +43,13 @@ _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
 
 
-def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device, *, two_sided: bool = False) -> int:
-    """Peak bytes of weights, sums and temporaries over the branches of a block, for batches of `tokens` tokens;
-    `two_sided` is with the gradients of outputs, for which more rows are solved together."""
+def gptq_bytes(
+    config: ModelConfig, tokens: int, device: torch.device, *, two_sided: bool = False
+) -> int:
+    """Peak bytes of weights, sums and temporaries over the branches of a block, for batches of
+    `tokens` tokens; `two_sided` is with the gradients of outputs, for which more rows are solved
+    together.
+    """
     groups = [group for group, _ in every_group(config)]
     batch = tokens * 6 * max(group.columns for group in groups if group.writes)
     passes, held = [], 0
@@ -66,21 +72,31 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device, *, two_si
 
 
 def lockstep_bytes(config: ModelConfig, tokens: int) -> int:
-    """Peak bytes of weights, sums and temporaries where transformers runs the blocks, for batches of `tokens` tokens: a
-    block's floats, the block as it is quantized, and what one of its linears is solved with."""
+    """Peak bytes of weights, sums and temporaries where transformers runs the blocks, for batches
+    of `tokens` tokens: a block's floats, the block as it is quantized, and what one of its linears
+    is solved with.
+    """
     solved = [0]
     for group, _ in every_group(config):
         sums = 3 * group.columns**2 + 3 * ROWS_AT_ONCE * group.columns
-        solved.append(sums + group.weights + _SOLVER_MATRICES * min(weights_at_once(_CPU), group.weights))
+        solved.append(
+            sums + group.weights + _SOLVER_MATRICES * min(weights_at_once(_CPU), group.weights)
+        )
     return 4 * (2 * largest_block(config) + max(solved) + _OF_BATCH * tokens * inner_width(config))
 
 
 def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:
-    """Bytes of activations of samples of a shape [N, T] that fit on a GPU in addition to GPTQ; 0 on a CPU."""
+    """Bytes of activations of samples of a shape [N, T] that fit on a GPU in addition to GPTQ; 0
+    on a CPU.
+    """
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, int(_GPU_SHARE * free) - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device))
+    return max(
+        0,
+        int(_GPU_SHARE * free)
+        - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device),
+    )
 
 
 def largest_block(config: ModelConfig) -> int:
@@ -100,10 +116,16 @@ def block_flops(config: ModelConfig, tokens: int) -> int:
     return tokens * int(2 * active)
 
 
-def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort, device: torch.device) -> float:
-    """Seconds of calibration on a device in addition to arithmetic, for samples of a shape [N, T]."""
+def calibration_seconds(
+    config: ModelConfig, shape: Sequence[int], effort: Effort, device: torch.device
+) -> float:
+    """Seconds of calibration on a device in addition to arithmetic, for samples of a shape [N,
+    T].
+    """
     samples, length = shape
-    batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
+    batches = -(-samples // batch_samples(config, length)) * (
+        1 + followed_share(config, shape, effort)
+    )
     groups = every_group(config)
     columns = sum(count * group.columns for group, count in groups)
     each = _SECONDS_OF_GPU_COLUMN if device.type == "cuda" else _SECONDS_OF_COLUMN
@@ -116,39 +138,54 @@ def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort)
     total = 0.0
     for group, count in every_group(config):
         passes = 1 + (group.share < 1)  # an expert is run for its sums, and for its output
-        total += count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
+        total += (
+            count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
+        )
     return int(total)
 
 
-def gradient_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> int:
-    """Peak bytes of the backward pass: a block's weights and states, and in `memory_bytes` at most the inputs of all
-    blocks and the products of gradients."""
+def gradient_bytes(
+    config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int
+) -> int:
+    """Peak bytes of the backward pass: a block's weights and states, and in `memory_bytes` at most
+    the inputs of all blocks and the products of gradients.
+    """
     samples, length = effort.gradient_samples(config, shape), shape[1]
     kept = min(memory_bytes, gradient_activation_bytes(config, shape, effort))
     return kept + backward_bytes(config, samples, length) if samples else 0
 
 
 def backward_bytes(config: ModelConfig, samples: int, length: int) -> int:
-    """Peak bytes of a backward pass without the inputs that it keeps: the states of all samples, and either a block
-    with what one batch keeps for its gradients, or the head with the logits of a few tokens."""
+    """Peak bytes of a backward pass without the inputs that it keeps: the states of all samples,
+    and either a block with what one batch keeps for its gradients, or the head with the logits of a
+    few tokens.
+    """
     batch = _OF_BACKWARD * batch_samples(config, length) * length * inner_width(config)
     in_block = 4 * (largest_block(config) + batch)
     head_weights = config.vocab_size * config.hidden_size
     logits = _OF_HEAD_LOGITS * HEAD_TOKENS * config.vocab_size
-    in_head = DType(config.dtype).itemsize * head_weights + 4 * (min(HEAD_WEIGHTS, head_weights) + logits)
+    in_head = DType(config.dtype).itemsize * head_weights + 4 * (
+        min(HEAD_WEIGHTS, head_weights) + logits
+    )
     return max(in_block, in_head) + 4 * samples * length * config.hidden_size
 
 
 def gradient_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Count the operations of the blocks in the pass that measures how errors of outputs add up, always in float32."""
+    """Count the operations of the blocks in the pass that measures how errors of outputs add up,
+    always in float32.
+    """
     tokens = effort.gradient_samples(config, shape) * shape[1]
     groups = [(group.rows, count) for group, count in every_group(config) if group.factored]
     squares = sum(count * rows * min(rows, FACTOR_ROWS) for rows, count in groups)
-    return _BACKWARD_PASSES * block_flops(config, tokens) + int(2 * tokens * _OF_ONE_SQUARE * squares)
+    return _BACKWARD_PASSES * block_flops(config, tokens) + int(
+        2 * tokens * _OF_ONE_SQUARE * squares
+    )
 
 
 def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Operations of the sums over samples of a shape [N, T] and of the solver, always in float32."""
+    """Operations of the sums over samples of a shape [N, T] and of the solver, always in
+    float32.
+    """
     tokens, followed = math.prod(shape), followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):

@@ -1,7 +1,9 @@
-"""Measure how errors of the outputs of linears add up, for `quantkit.solver.two_sided`, by one backward pass.
+"""Measure how errors of the outputs of linears add up, for `quantkit.solver.two_sided`, by one
+backward pass.
 
-Gradients are those of the float model, by the outputs of linears that share their inputs, all together. The factors of
-all blocks wait in the activation store for the solver, which needs them in the opposite order.
+Gradients are those of the float model, by the outputs of linears that share their inputs, all
+together. The factors of all blocks wait in the activation store for the solver, which needs them in
+the opposite order.
 """
 
 from __future__ import annotations
@@ -27,18 +29,27 @@ from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
 
 NOISE = 4.0
-"""Mean diagonals that are added for one token an output. From few tokens products of gradients are mostly noise: on
-SmolLM2-135M, with 4 to 5 tokens an output, KL was 6 % higher than without them with a tenth of the mean diagonal added,
-and 5 % lower with all of it."""
+"""Mean diagonals that are added for one token an output. From few tokens products of gradients are
+mostly noise: on SmolLM2-135M, with 4 to 5 tokens an output, KL was 6 % higher than without them
+with a tenth of the mean diagonal added, and 5 % lower with all of it.
+"""
 
 
 def measure_factors(
-    source: Checkpoint, samples: Tensor, wanted: Collection[str], store: ActivationStore, *, device: torch.device,
-    group: ProcessGroup, first_layer: int = 0, progress: Progress = silent,
-) -> OutputFactors:  # fmt: skip
+    source: Checkpoint,
+    samples: Tensor,
+    wanted: Collection[str],
+    store: ActivationStore,
+    *,
+    device: torch.device,
+    group: ProcessGroup,
+    first_layer: int = 0,
+    progress: Progress = silent,
+) -> OutputFactors:
     """The factors of the linears `wanted`, by full name, from one forward and one backward pass.
 
-    There are none of experts, whose tokens the router weights, and none at all if the model's outputs are not finite.
+    There are none of experts, whose tokens the router weights, and none at all if the model's
+    outputs are not finite.
 
     Args:
         samples: tokens [N, T]; each of several processes runs its share of these.
@@ -74,7 +85,12 @@ class _Sums:
     """The factors of a block, while gradients come in linear by linear."""
 
     def __init__(
-        self, source: Checkpoint, layer: int, wanted: Collection[str], device: torch.device, tokens: int
+        self,
+        source: Checkpoint,
+        layer: int,
+        wanted: Collection[str],
+        device: torch.device,
+        tokens: int,
     ) -> None:
         self._tokens = tokens
         prefix = BLOCK_PREFIX.format(layer)
@@ -102,7 +118,9 @@ class _Sums:
         if len(waiting) == len(names):
             columns = torch.cat([waiting[one] for one in names], 1).t().contiguous()
             waiting.clear()
-            for block, (start, stop) in zip(self._sums(names), pairwise(_bounds(len(columns))), strict=True):
+            for block, (start, stop) in zip(
+                self._sums(names), pairwise(_bounds(len(columns))), strict=True
+            ):
                 add_square_(block, columns[start:stop])
 
     def _sums(self, names: list[str]) -> list[Tensor]:
@@ -110,7 +128,9 @@ class _Sums:
         if names[0] not in self._blocks:
             bounds = _bounds(sum(self._rows[name] for name in names))
             sizes = [stop - start for start, stop in pairwise(bounds)]
-            self._blocks[names[0]] = [torch.zeros(size, size, device=self._device) for size in sizes]
+            self._blocks[names[0]] = [
+                torch.zeros(size, size, device=self._device) for size in sizes
+            ]
         return self._blocks[names[0]]
 
     def release(self, group: ProcessGroup, factors: OutputFactors) -> None:

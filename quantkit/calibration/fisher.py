@@ -1,7 +1,8 @@
-"""Gradients by the outputs of linears, of the log probability of tokens that the model draws (its Fisher information).
+"""Gradients by the outputs of linears, of the log probability of tokens that the model draws (its
+Fisher information).
 
-One forward pass keeps the inputs of each block, in memory or in a store; one backward pass computes each block again.
-One block's weights are in memory at a time.
+One forward pass keeps the inputs of each block, in memory or in a store; one backward pass computes
+each block again. One block's weights are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from quantkit.tensors.products import add_square_
 
 _KEY = "inputs of a block"
 TURN = 3
-"""The passes through the head that take as long as its gradients: products in both directions, and the draw of a token
-from each distribution."""
+"""The passes through the head that take as long as its gradients: products in both directions, and
+the draw of a token from each distribution.
+"""
 HEAD_TOKENS = 64
 """Tokens that go through the head at a time."""
 HEAD_WEIGHTS = 1 << 24
@@ -39,11 +41,18 @@ class FisherPasses:
     """The forward and the backward pass of samples, in batches."""
 
     def __init__(
-        self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
-        states: torch.dtype = torch.bfloat16, store: ActivationStore | None = None,
-    ) -> None:  # fmt: skip
-        """The samples are tokens [N, T], of which there may be none, and the first `kept` have a backward pass; the
-        blocks' inputs are kept in the dtype `states`, and in memory if there is no store."""
+        self,
+        source: Checkpoint,
+        samples: Tensor,
+        kept: int,
+        device: torch.device,
+        states: torch.dtype = torch.bfloat16,
+        store: ActivationStore | None = None,
+    ) -> None:
+        """The samples are tokens [N, T], of which there may be none, and the first `kept` have a
+        backward pass; the blocks' inputs are kept in the dtype `states`, and in memory if there is
+        no store.
+        """
         length = samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
         step = batch_samples(source.config, length)
@@ -55,15 +64,21 @@ class FisherPasses:
         self._step = step_of_samples(source.config, length, device)
 
     @torch.no_grad()
-    def forward(self, layer: int, *, with_sums: bool = True) -> tuple[dict[str, tuple[Tensor, int]], Block]:
-        """Run a block: the sum of ``X.T @ X`` over the inputs X of its linears, and their number, by site; empty
-        without `with_sums`."""
+    def forward(
+        self, layer: int, *, with_sums: bool = True
+    ) -> tuple[dict[str, tuple[Tensor, int]], Block]:
+        """Run a block: the sum of ``X.T @ X`` over the inputs X of its linears, and their number,
+        by site; empty without `with_sums`.
+        """
         block = self._block(layer)
         sums: dict[str, tuple[Tensor, int]] = {}  # the experts of a layer share a site
 
         def add(site: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].flatten(0, -2)
-            total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
+            total, count = sums.get(site) or (
+                torch.zeros(x.shape[1], x.shape[1], device=x.device),
+                0,
+            )
             add_square_(total, x.t().contiguous())
             sums[site] = total, count + len(x)
 
@@ -78,13 +93,16 @@ class FisherPasses:
         return sums, block
 
     def is_finite(self) -> bool:
-        """Whether the last block's outputs, and the norm and head that follow, are free of NaN and Inf."""
+        """Whether the last block's outputs, and the norm and head that follow, are free of NaN
+        and Inf.
+        """
         following = ("model.norm.weight", stored_name(self._source, "lm_head.weight"))
         weights = (floats_of(self._source.load(name)) for name in following)
         return all(map(all_finite, self._states)) and all(map(all_finite, weights))
 
     def turn(self, first: int, progress: Progress = silent) -> None:
-        """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
+        """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last
+        block's outputs.
 
         Args:
             first: the index of this process's first sample among all samples.
@@ -92,7 +110,9 @@ class FisherPasses:
         """
         del self._states[self._kept :]
         norm = rms_norm(self._source.config)
-        norm.weight = float_parameter(self._source, "model.norm.weight", torch.device("cpu"), torch.float32)
+        norm.weight = float_parameter(
+            self._source, "model.norm.weight", torch.device("cpu"), torch.float32
+        )
         head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
         done = 0
         total = sum(states.shape[0] * states.shape[1] for states in self._states)
@@ -105,13 +125,17 @@ class FisherPasses:
         for index, states in enumerate(self._states):
             states.requires_grad_()
             normed = norm(states)
-            normed.backward(head_gradients(normed.detach(), head, self._source.config, first, advance))
+            normed.backward(
+                head_gradients(normed.detach(), head, self._source.config, first, advance)
+            )
             first += len(states)
             assert states.grad is not None
             self._states[index] = states.grad
 
     def squares(self, layer: int) -> dict[str, Tensor]:
-        """Run the gradients back through a block; the sum of their squares by module, [O] for each."""
+        """Run the gradients back through a block; the sum of their squares by module, [O] for
+        each.
+        """
         squares: dict[str, Tensor] = {}
 
         def add(name: str, linear: nn.Linear, gradient: Tensor) -> None:
@@ -124,8 +148,10 @@ class FisherPasses:
         return squares
 
     def backward(self, layer: int, add: Callable[[str, nn.Linear, Tensor], None]) -> None:
-        """Run the gradients back through a block. `add` gets those by the outputs of a linear, [N, O], with its full
-        name, batch after batch; first, for each linear of the block, those of no token."""
+        """Run the gradients back through a block. `add` gets those by the outputs of a linear, [N,
+        O], with its full name, batch after batch; first, for each linear of the block, those of no
+        token.
+        """
         block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
 
         def listen(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
@@ -135,8 +161,14 @@ class FisherPasses:
         with ExitStack() as hooks:
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
-                    add(prefix + name, module, torch.zeros(0, module.out_features, device=self._device))
-                    hooks.enter_context(module.register_forward_hook(partial(listen, prefix + name)))
+                    add(
+                        prefix + name,
+                        module,
+                        torch.zeros(0, module.out_features, device=self._device),
+                    )
+                    hooks.enter_context(
+                        module.register_forward_hook(partial(listen, prefix + name))
+                    )
             for index, gradient in enumerate(self._states):
                 inputs = self._take(layer, index).to(self._device, torch.float32).requires_grad_()
                 with torch.enable_grad():
@@ -163,12 +195,18 @@ class FisherPasses:
 
 
 def head_gradients(
-    hidden: Tensor, head: Tensor, config: ModelConfig, first: int, advance: Callable[[int], None] | None = None
+    hidden: Tensor,
+    head: Tensor,
+    config: ModelConfig,
+    first: int,
+    advance: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of them.
+    """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of
+    them.
 
-    The head is [V, D]; `first` is the seed of the first sample, so that tokens do not depend on the processes' number.
-    `advance` is called with the number of tokens that have passed the head since its last call.
+    The head is [V, D]; `first` is the seed of the first sample, so that tokens do not depend on the
+    processes' number. `advance` is called with the number of tokens that have passed the head since
+    its last call.
     """
     found = torch.empty_like(hidden)
     for index, states in enumerate(hidden):
@@ -180,22 +218,27 @@ def head_gradients(
             gradients = logits.softmax(-1)
             drawn = torch.multinomial(gradients, 1, generator=generator)
             gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
-            found[index, start : start + HEAD_TOKENS] = through_logits(gradients, logits, head, config)
+            found[index, start : start + HEAD_TOKENS] = through_logits(
+                gradients, logits, head, config
+            )
             if advance is not None:
                 advance(len(rows))
     return found
 
 
 def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: ModelConfig) -> Tensor:
-    """Gradients by hidden states [N, D] float32, given those by their logits [N, V], which are overwritten, for a head
-    [V, D]."""
+    """Gradients by hidden states [N, D] float32, given those by their logits [N, V], which are
+    overwritten, for a head [V, D].
+    """
     if config.logit_softcap is not None:
         gradients *= 1 - (logits / config.logit_softcap).square()
     if config.logit_multiplier != 1:
         gradients *= config.logit_multiplier
     found, place = gradients.new_zeros(len(gradients), head.shape[1]), 0
     for part in _parts(head):
-        found.addmm_(gradients[:, place : place + len(part)], part.to(gradients.device, torch.float32))
+        found.addmm_(
+            gradients[:, place : place + len(part)], part.to(gradients.device, torch.float32)
+        )
         place += len(part)
     return found
 

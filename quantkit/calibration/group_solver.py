@@ -1,4 +1,6 @@
-"""GPTQ for linears that share their inputs: those of one scheme together, by all processes together."""
+"""GPTQ for linears that share their inputs: those of one scheme together, by all processes
+together.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _NOISE = 3.0  # damping, in mean diagonals, for one token per input
 
 @dataclass(frozen=True)
 class Result:
-    """A quantized linear: its weight on the CPU, the weight's error relative to its floats (Frobenius norms), and for
-    the manifest how it was found."""
+    """A quantized linear: its weight on the CPU, the weight's error relative to its floats
+    (Frobenius norms), and for the manifest how it was found.
+    """
 
     weight: QuantTensor
     error: float
@@ -47,9 +50,11 @@ class Result:
 
 @dataclass(frozen=True)
 class GroupSolver:
-    """Quantizes linears to schemes by name, given sums over their shared inputs. Each process of a group solves its
-    share of the rows, and all receive all rows; the kernels are for the device of the linears, `shared` are the outer
-    scales of NVFP4, and `factors` show how the errors of outputs add up, where that is known."""
+    """Quantizes linears to schemes by name, given sums over their shared inputs. Each process of a
+    group solves its share of the rows, and all receive all rows; the kernels are for the device of
+    the linears, `shared` are the outer scales of NVFP4, and `factors` show how the errors of
+    outputs add up, where that is known.
+    """
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
@@ -59,16 +64,23 @@ class GroupSolver:
     factors: OutputFactors | None = None
 
     def solve(
-        self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool, bounded: bool = False
+        self,
+        linears: Mapping[str, nn.Linear],
+        statistics: HessianAccumulator,
+        *,
+        outputs: bool,
+        bounded: bool = False,
     ) -> dict[str, Result]:
-        """Quantize linears for their inputs. If the Hessian stays singular, they are rounded to nearest.
+        """Quantize linears for their inputs. If the Hessian stays singular, they are rounded to
+        nearest.
 
         Args:
             linears: float32 linears by name.
             statistics: of this process; they are consumed.
             outputs: whether the drift is that of the outputs.
-            bounded: solve a linear again without the drift if making up for it changes the weights by more than
-                `error_bound`, and round it to nearest if the second solution does so too.
+            bounded: solve a linear again without the drift if making up for it changes the weights
+                by more than `error_bound`, and round it to nearest if the second solution does so
+                too.
 
         Returns:
             The results by name.
@@ -81,15 +93,23 @@ class GroupSolver:
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
         for name in linears:
             by_scheme[self.schemes[name]].append(name)
-        weights = {scheme: _stacked([linears[name] for name in names]) for scheme, names in by_scheme.items()}
+        weights = {
+            scheme: _stacked([linears[name] for name in names])
+            for scheme, names in by_scheme.items()
+        }
         try:
-            solved, excesses = self._solve_rows(weights, linears, statistics, outputs=outputs, bounded=bounded)
+            solved, excesses = self._solve_rows(
+                weights, linears, statistics, outputs=outputs, bounded=bounded
+            )
         except SingularError as error:
             fallback = {"fallback": str(error)}
-            return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
+            return {
+                name: self.round(name, linear.weight, fallback) for name, linear in linears.items()
+            }
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"linear '{next(iter(linears))}': {error.problem}", hint='`method="rtn"` rounds without it'
+                f"linear '{next(iter(linears))}': {error.problem}",
+                hint='`method="rtn"` rounds without it',
             ) from error
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
@@ -99,23 +119,34 @@ class GroupSolver:
                 weight = linears[name].weight
                 own = report.rows(*rows)
                 record: dict[str, object] = {
-                    "solver": "gptq", "output_error": float(f"{own.output_error:.4g}"), "damping": own.damping,
+                    "solver": "gptq",
+                    "output_error": float(f"{own.output_error:.4g}"),
+                    "damping": own.damping,
                     "dead_columns": own.dead_columns,
-                }  # fmt: skip
+                }
                 if name in excesses:
                     change, bound = excesses[name]
-                    record["drift"] = f"ignored: corrected, it changed by {change:.3g}, expected at most {bound:.3g}"
+                    record["drift"] = (
+                        f"ignored: corrected, it changed by {change:.3g}, expected at most"
+                        f" {bound:.3g}"
+                    )
                 results[name] = Result.of(quantized.rows(*rows), weight, record)
         if bounded:
             for name, (change, bound) in self.find_excesses(results, linears).items():
-                record = {"rounding_reason": f"GPTQ changed it by {change:.3g}, expected at most {bound:.3g}"}
+                record = {
+                    "rounding_reason": (
+                        f"GPTQ changed it by {change:.3g}, expected at most {bound:.3g}"
+                    )
+                }
                 results[name] = self.round(name, linears[name].weight, record)
         return results
 
     def find_excesses(
         self, results: Mapping[str, Result], linears: Mapping[str, nn.Linear]
     ) -> dict[str, tuple[float, float]]:
-        """Return the error and `error_bound` of each linear that changed by more than that, in any process."""
+        """Return the error and `error_bound` of each linear that changed by more than that, in
+        any process.
+        """
         bounds: dict[str, float] = {}
         exceeding: list[float] = []
         for name, result in results.items():
@@ -133,7 +164,11 @@ class GroupSolver:
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
         """A linear's weight [O, I] rounded to nearest."""
         quantized, solver = round_to_nearest(
-            weight, self.schemes[name], self.scale_dtype, lambda _: self.kernels, outer=self._outer(name)
+            weight,
+            self.schemes[name],
+            self.scale_dtype,
+            lambda _: self.kernels,
+            outer=self._outer(name),
         )
         return Result.of(quantized.to("cpu"), weight, {"solver": solver, **record})
 
@@ -149,23 +184,33 @@ class GroupSolver:
         return coarsest(self.schemes.values())
 
     def _solve_rows(
-        self, weights: Mapping[QuantScheme, Tensor], linears: Mapping[str, nn.Linear], statistics: HessianAccumulator,
-        *, outputs: bool, bounded: bool,
-    ) -> tuple[dict[QuantScheme, tuple[QuantTensor, GptqReport]], dict[str, tuple[float, float]]]:  # fmt: skip
+        self,
+        weights: Mapping[QuantScheme, Tensor],
+        linears: Mapping[str, nn.Linear],
+        statistics: HessianAccumulator,
+        *,
+        outputs: bool,
+        bounded: bool,
+    ) -> tuple[dict[QuantScheme, tuple[QuantTensor, GptqReport]], dict[str, tuple[float, float]]]:
         """Run GPTQ on all rows [O, I] of each scheme.
 
         Returns:
-            The weight and report of each scheme; and with `bounded`, the linears whose drift was ignored, with the
-            error that making up for it caused and their bound.
+            The weight and report of each scheme; and with `bounded`, the linears whose drift was
+            ignored, with the error that making up for it caused and their bound.
         """
-        parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
+        parts = {
+            scheme: (rows[self.group.share(len(rows))], len(rows))
+            for scheme, rows in weights.items()
+        }
         hessian, paired, drift, pairs = statistics.release(self.group)
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
             damped = Damped.of_(paired, drift_damping(len(paired), pairs))
             move = drift[self.group.share(len(drift))]
-            for start, stop in row_chunks(len(move), move.shape[1], max_divided_elements(move.device)):
+            for start, stop in row_chunks(
+                len(move), move.shape[1], max_divided_elements(move.device)
+            ):
                 move[start:stop] = damped.divide(move[start:stop])
             del damped
             for scheme, (part, _) in parts.items():
@@ -182,7 +227,9 @@ class GroupSolver:
         excesses: dict[str, tuple[float, float]] = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
-            nearest = self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
+            nearest = (
+                self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
+            )
             factor = factors.pop(scheme, None)
             if factor is not None:
                 share = self.group.share(total)
@@ -192,8 +239,8 @@ class GroupSolver:
             if bounded and target is not None:
                 excessive, exceeding_rows = self._find_exceeding_rows(quantized, scheme, linears)
                 if excessive:
-                    # Outlier inputs amplify the errors of earlier layers. The weights that make up for such a drift
-                    # fit the calibration samples, but the gate refuses them.
+                    # Outlier inputs amplify the errors of earlier layers. The weights that make up
+                    # for such a drift fit the calibration samples, but the gate refuses them.
                     without_drift, second_report = solve_for(None)
                     quantized = without_drift.where(exceeding_rows, quantized)
                     report = second_report.where(exceeding_rows, report)
@@ -202,12 +249,27 @@ class GroupSolver:
         return found, excesses
 
     def _solve_share(
-        self, part: Tensor, total: int, damped: Damped, scheme: QuantScheme, start: QuantTensor | None,
-        outputs: OutputFactor | None, target: Tensor | None,
-    ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
-        """Run GPTQ on this process's rows of a scheme, and join the rows of all processes on the CPU."""
+        self,
+        part: Tensor,
+        total: int,
+        damped: Damped,
+        scheme: QuantScheme,
+        start: QuantTensor | None,
+        outputs: OutputFactor | None,
+        target: Tensor | None,
+    ) -> tuple[QuantTensor, GptqReport]:
+        """Run GPTQ on this process's rows of a scheme, and join the rows of all processes on the
+        CPU.
+        """
         rows, report = solve(
-            part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=start, outputs=outputs
+            part,
+            damped,
+            scheme,
+            self.scale_dtype,
+            target=target,
+            kernels=self.kernels,
+            start=start,
+            outputs=outputs,
         )
         error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
         joined = rows.map(partial(self._joined, total))
@@ -216,7 +278,9 @@ class GroupSolver:
     def _find_exceeding_rows(
         self, quantized: QuantTensor, scheme: QuantScheme, linears: Mapping[str, nn.Linear]
     ) -> tuple[dict[str, tuple[float, float]], Tensor]:
-        """Return the linears of a scheme that `find_excesses` finds in their stacked rows, and a mask [O] of these."""
+        """Return the linears of a scheme that `find_excesses` finds in their stacked rows, and a
+        mask [O] of these.
+        """
         names = [name for name in linears if self.schemes[name] == scheme]
         counts = [len(linears[name].weight) for name in names]
         results: dict[str, Result] = {}
@@ -227,7 +291,9 @@ class GroupSolver:
         return excesses, flags.repeat_interleave(torch.tensor(counts))
 
     def _output_factors(self, linears: Mapping[str, nn.Linear]) -> dict[QuantScheme, OutputFactor]:
-        """The factor of the outputs of each scheme's linears together, in their order, as far as there is one."""
+        """The factor of the outputs of each scheme's linears together, in their order, as far as
+        there is one.
+        """
         taken = {} if self.factors is None else self.factors.take(list(linears))
         if not taken:
             return {}
@@ -238,35 +304,51 @@ class GroupSolver:
             return {next(iter(by_scheme)): taken[""]}
         return {scheme: OutputFactor.joined(parts) for scheme, parts in by_scheme.items()}
 
-    def _start(self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor) -> QuantTensor:
+    def _start(
+        self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor
+    ) -> QuantTensor:
         """This process's share of the rows of a scheme, rounded to nearest."""
         rounded = [
             round_to_nearest(
-                linear.weight, scheme, self.scale_dtype, lambda _: self.kernels, importance, self._outer(name)
+                linear.weight,
+                scheme,
+                self.scale_dtype,
+                lambda _: self.kernels,
+                importance,
+                self._outer(name),
             )[0]
-            for name, linear in linears.items() if self.schemes[name] == scheme
-        ]  # fmt: skip
+            for name, linear in linears.items()
+            if self.schemes[name] == scheme
+        ]
         found = concatenated(rounded)
         share = self.group.share(len(found.codes))
         return found.rows(share.start, share.stop)
 
     def _joined(self, total: int, rows: Tensor) -> Tensor:
-        """All rows of a tensor, of which each process has its share; floats of 16 bits travel as float32."""
+        """All rows of a tensor, of which each process has its share; floats of 16 bits travel as
+        float32.
+        """
         wide = rows.float() if rows.is_floating_point() else rows
         return self.group.join(wide, total).to(rows.dtype)
 
 
 def drift_damping(inputs: int, tokens: int) -> float:
-    """Damping, as a share of the mean diagonal, of the Hessian that drift is divided by: in this regression of the
-    drift on the inputs, the fewer tokens there are per input, the more of the result is noise."""
+    """Damping, as a share of the mean diagonal, of the Hessian that drift is divided by: in this
+    regression of the drift on the inputs, the fewer tokens there are per input, the more of the
+    result is noise.
+    """
     return max(DAMPING, _NOISE * inputs / tokens)
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
-    """The rows of all linears, one linear below the other; the linears' own weights become views of them."""
+    """The rows of all linears, one linear below the other; the linears' own weights become views
+    of them.
+    """
     if len(linears) == 1:
         return linears[0].weight
     rows = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, torch.split(rows, [len(linear.weight) for linear in linears]), strict=True):
+    for linear, part in zip(
+        linears, torch.split(rows, [len(linear.weight) for linear in linears]), strict=True
+    ):
         linear.weight = nn.Parameter(part, requires_grad=False)
     return rows

@@ -15,8 +15,8 @@ class HessianAccumulator:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized model are not known;
-            None if all counterparts are known.
+        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized
+            model are not known; None if all counterparts are known.
         paired: the same over the inputs whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is the difference between the
             unquantized model and this one: in the layer's inputs, or in its outputs.
@@ -39,8 +39,9 @@ class HessianAccumulator:
                 self._sum_unpaired()
 
     def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
-        """Add inputs [..., I] and the unquantized model's difference from them, [..., R]; None, which then holds for
-        all inputs, is no difference."""
+        """Add inputs [..., I] and the unquantized model's difference from them, [..., R]; None,
+        which then holds for all inputs, is no difference.
+        """
         rows = inputs.flatten(0, -2)
         self.pairs += len(rows)
         apart = None if difference is None else difference.flatten(0, -2)
@@ -51,15 +52,21 @@ class HessianAccumulator:
                 self._sum_pairs()
 
     def release(self, group: ProcessGroup) -> tuple[Tensor | None, Tensor, Tensor, int]:
-        """Hessian over all inputs, paired, drift and pairs of all processes, which the accumulator no longer holds."""
+        """Hessian over all inputs, paired, drift and pairs of all processes, which the
+        accumulator no longer holds.
+        """
         self._sum_unpaired()
         self._sum_pairs()
         self._unpaired = self._inputs = self._differences = _Columns()  # frees their memory
-        counts = torch.tensor([int(self.hessian is not None), self.pairs], device=self.paired.device)
+        counts = torch.tensor(
+            [int(self.hessian is not None), self.pairs], device=self.paired.device
+        )
         group.sum_(counts)
         unpaired, pairs = counts.tolist()
         if unpaired:
-            self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
+            self.hessian = (
+                self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
+            )
         for sums in (self.hessian, self.paired) if unpaired else (self.paired,):
             assert sums is not None
             group.sum_(sums)
@@ -84,7 +91,9 @@ class HessianAccumulator:
 
 
 class _Columns:
-    """Rows [N, I] that wait, as columns, so that the sums, which are large, are seldom read and written."""
+    """Rows [N, I] that wait, as columns, so that the sums, which are large, are seldom read and
+    written.
+    """
 
     def __init__(self) -> None:
         self._columns: Tensor | None = None

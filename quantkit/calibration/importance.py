@@ -1,6 +1,7 @@
 """How important each input of a linear is for rounding: its mean square on a small sample of text.
 
-The diagonal of the Hessian that GPTQ solves for, at the cost of one pass. llama.cpp calls it an importance matrix.
+The diagonal of the Hessian that GPTQ solves for, at the cost of one pass. llama.cpp calls it an
+importance matrix.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ _LEAST = 0.1  # of the mean: other text may use inputs that the sample does not
 
 
 def input_importance(
-    source: Checkpoint, tokenizer: Tokenizer | None, *, linears: Collection[str] | None = None,
+    source: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    linears: Collection[str] | None = None,
     progress: Progress = silent,
-) -> dict[str, Tensor]:  # fmt: skip
-    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, in units of its mean.
+) -> dict[str, Tensor]:
+    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, in units of
+    its mean.
 
-    The fewer tokens reach a linear, the more even it is. Linears that no token reaches, such as an expert's, and those
-    whose inputs are not finite are left out.
+    The fewer tokens reach a linear, the more even it is. Linears that no token reaches, such as an
+    expert's, and those whose inputs are not finite are left out.
 
     Args:
         source: measurable; passed through block by block, by our decoder or by transformers.
@@ -51,10 +56,15 @@ def input_importance(
 
 
 def squared_inputs(
-    source: Checkpoint, tokens: Tensor, *, linears: Collection[str] | None = None, progress: Progress = silent
+    source: Checkpoint,
+    tokens: Tensor,
+    *,
+    linears: Collection[str] | None = None,
+    progress: Progress = silent,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The sums of squared inputs [I] of each linear that samples [B, T] reach, by name, and how many tokens these are;
-    for the arguments and errors see `input_importance`."""
+    """The sums of squared inputs [I] of each linear that samples [B, T] reach, by name, and how
+    many tokens these are; for the arguments and errors see `input_importance`.
+    """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -68,8 +78,9 @@ def squared_inputs(
 
 
 def importance_of(total: Tensor, count: float) -> Tensor | None:
-    """The importance [I] of inputs whose squares are `total`, for a number of tokens; None if that gives no finite
-    weights."""
+    """The importance [I] of inputs whose squares are `total`, for a number of tokens; None if that
+    gives no finite weights.
+    """
     if not (total.isfinite().all() and 0 < total.mean() < torch.inf):
         return None
     return (total / total.mean()).clamp_(min=_LEAST) ** (count / (count + _EVEN))
@@ -80,13 +91,21 @@ def importance_tokens(source: Checkpoint) -> tuple[int, int]:
     return _SAMPLES, min(_LENGTH, window_length(source))
 
 
-def sample_tokens(source: Checkpoint, tokenizer: Tokenizer | None, samples: int, length: int) -> Tensor:
-    """Samples of the packaged text [samples, length], the same each time; random tokens without a tokenizer, or if it
-    makes nothing of that text."""
+def sample_tokens(
+    source: Checkpoint, tokenizer: Tokenizer | None, samples: int, length: int
+) -> Tensor:
+    """Samples of the packaged text [samples, length], the same each time; random tokens without a
+    tokenizer, or if it makes nothing of that text.
+    """
     if tokenizer is not None:
         try:
             text = PackagedText.of(tokenizer, None, seed=0, wanted=samples * length)
-            drawn = text.draw(samples=samples, length=length, seed=0, near_uniform=lambda pieces: [False] * len(pieces))
+            drawn = text.draw(
+                samples=samples,
+                length=length,
+                seed=0,
+                near_uniform=lambda pieces: [False] * len(pieces),
+            )
             return drawn.tokens
         except RequestError:
             pass

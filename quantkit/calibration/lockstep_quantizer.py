@@ -1,8 +1,10 @@
-"""GPTQ for a model that transformers runs, on the inputs that the model's own code passes to each product.
+"""GPTQ for a model that transformers runs, on the inputs that the model's own code passes to each
+product.
 
-The samples pass in lockstep (`quantkit.via_transformers`), each batch through the quantized model and some of them
-through the float model too, whose difference is the drift. Where products share their inputs, their weights are solved
-together, by `GroupSolver`, and the samples go on with what was found.
+The samples pass in lockstep (`quantkit.via_transformers`), each batch through the quantized model
+and some of them through the float model too, whose difference is the drift. Where products share
+their inputs, their weights are solved together, by `GroupSolver`, and the samples go on with what
+was found.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class LockstepQuantizer(RtnQuantizer):
             if spec.scheme is not None
         }
         open_ = {module for module in self._solved_by_samples() if module not in stored}
-        dtype = choose_scale_dtype(self.source, (spec for block in blocks for spec in block.tensors))
+        dtype = choose_scale_dtype(
+            self.source, (spec for block in blocks for spec in block.tensors)
+        )
         solver = GroupSolver(self.schemes, dtype, SINGLE, self.kernels_of(_CPU), self.shared)
         streams = _Streams(self, solver, written, stored)
         spill = Spill(written.folder / SCRATCH, self.memory_bytes)
@@ -87,7 +91,11 @@ class LockstepQuantizer(RtnQuantizer):
             self._results.clear()
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        modules = {spec.name.removesuffix(".weight") for spec in block.tensors if spec.name not in self._done}
+        modules = {
+            spec.name.removesuffix(".weight")
+            for spec in block.tensors
+            if spec.name not in self._done
+        }
         wanted = modules & self._solved_by_samples()
         try:
             while not wanted <= self._results.keys():
@@ -98,7 +106,12 @@ class LockstepQuantizer(RtnQuantizer):
 
     def _solved_by_samples(self) -> set[str]:
         """The modules on disk that samples reach and that have a scheme."""
-        reached = (module for group in self.survey.groups for site in group.sites for module, _, _ in site.rows)
+        reached = (
+            module
+            for group in self.survey.groups
+            for site in group.sites
+            for module, _, _ in site.rows
+        )
         return {module for module in reached if module in self.schemes}
 
 
@@ -108,9 +121,13 @@ _Rows = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class _Streams:
-    """The batches on their way: each through the quantized model, and right after it, for some, the float model."""
+    """The batches on their way: each through the quantized model, and right after it, for some,
+    the float model.
+    """
 
-    def __init__(self, quantizer: LockstepQuantizer, solver: GroupSolver, written: Written, stored: set[str]) -> None:
+    def __init__(
+        self, quantizer: LockstepQuantizer, solver: GroupSolver, written: Written, stored: set[str]
+    ) -> None:
         self._passage, self._survey, self._solver = quantizer.passage, quantizer.survey, solver
         self._schemes, self._progress = quantizer.schemes, quantizer.progress
         self._written, self._stored = written, stored
@@ -123,9 +140,15 @@ class _Streams:
             self._batches += [batch] * (1 + followed)
             self._is_float += [False, True][: 1 + followed]
         self._pairs = {index - 1 for index, own in enumerate(self._is_float) if own}
-        self._versions: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter: quantized, and its floats
-        self._active = False  # the stream whose parameters the model has: whether it is the float one
-        self._counts: dict[str, Counter[int]] = defaultdict(Counter)  # tokens by expert, of the experts' modules
+        self._versions: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # by parameter: quantized, and its floats
+        self._active = (
+            False  # the stream whose parameters the model has: whether it is the float one
+        )
+        self._counts: dict[str, Counter[int]] = defaultdict(
+            Counter
+        )  # tokens by expert, of the experts' modules
         self._sums: HessianAccumulator | None = None
         self._waiting: _Rows | None = None  # of the quantized batch of a pair
         self._drifted = False
@@ -133,15 +156,23 @@ class _Streams:
 
     def results(self, spill: Spill, modules: Collection[str]) -> Generator[dict[str, Result]]:
         """The results, by module on disk, of group after group, up to the last of some modules."""
-        groups = [group for group in self._survey.groups if any(self._wanted(site) for site in group.sites)]
-        while groups and not any(module in modules for site in groups[-1].sites for module in self._wanted(site)):
+        groups = [
+            group
+            for group in self._survey.groups
+            if any(self._wanted(site) for site in group.sites)
+        ]
+        while groups and not any(
+            module in modules for site in groups[-1].sites for module in self._wanted(site)
+        ):
             groups.pop()
         total = sum(len(self._wanted(site)) for group in groups for site in group.sites)
         passed = 0
         if not groups:
             return
         self._progress("quantize", 0, total, "linears")
-        arrived = self._passage.inputs(groups, self._batches, spill, self._arrived, self._before, self._left)
+        arrived = self._passage.inputs(
+            groups, self._batches, spill, self._arrived, self._before, self._left
+        )
         with closing(arrived):
             for group in arrived:
                 results = self._solved(group)
@@ -185,12 +216,18 @@ class _Streams:
             assert self._waiting is not None
             inputs, tokens, shares = self._waiting
             floats = (brought.inputs if brought.at is None else brought.at(tokens)).float()
-            others = tokens is not None and brought.at is None and not torch.equal(tokens, brought.tokens)
+            others = (
+                tokens is not None
+                and brought.at is None
+                and not torch.equal(tokens, brought.tokens)
+            )
             if others or floats.shape != inputs.shape:  # the model sends other tokens there
                 floats = inputs
             difference = _weighted(floats - inputs, shares) if self._drifted else None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
-                floats = self._passage.lazy.model.get_parameter(site.parameter)  # of this batch's stream
+                floats = self._passage.lazy.model.get_parameter(
+                    site.parameter
+                )  # of this batch's stream
                 difference = times(difference.flatten(0, -2), site.of(floats).t())
             self._sums.add_pair(_weighted(inputs, shares), difference)
             self._waiting = None
@@ -204,7 +241,9 @@ class _Streams:
             self._sums.add(_weighted(own[0], own[2]))
 
     def _by_outputs(self, group: Inputs, width: int) -> bool:
-        """Whether the drift is that of the outputs: where these are one product's, and fewer than its inputs."""
+        """Whether the drift is that of the outputs: where these are one product's, and fewer
+        than its inputs.
+        """
         return len(group.sites) == 1 and len(group.sites[0].rows) == 1 and self._rows(group) < width
 
     def _rows(self, group: Inputs) -> int:
@@ -225,19 +264,25 @@ class _Streams:
         weights, linears = dict[str, Tensor](), dict[str, nn.Linear]()
         for site in group.sites:
             name = site.parameter
-            floats = self._versions[name][1] if name in self._versions else model.get_parameter(name)
+            floats = (
+                self._versions[name][1] if name in self._versions else model.get_parameter(name)
+            )
             for module, start, stop in site.rows:
                 if module in self._schemes:
                     weights[module] = site.of(floats)[start:stop].contiguous()
         results: dict[str, Result] = {}
         if sums is not None:
             for module, weight in weights.items():
-                linears[module] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                linears[module] = nn.Linear(
+                    weight.shape[1], weight.shape[0], bias=False, device="meta"
+                )
                 linears[module].weight = nn.Parameter(weight, requires_grad=False)
             record = self._tokens(group.sites[0])
             outputs = self._by_outputs(group, len(sums.paired))
             for module, result in self._solver.solve(linears, sums, outputs=outputs).items():
-                results[module] = self._accepted(module, replace(result, record={**result.record, **record}), weights)
+                results[module] = self._accepted(
+                    module, replace(result, record={**result.record, **record}), weights
+                )
         found = {module: result.weight for module, result in results.items()}
         for module in weights.keys() - found.keys():
             stored = self._written.load(f"{module}.weight")
@@ -254,12 +299,16 @@ class _Streams:
         if site.expert is None:
             return {}
         sent, every = self._counts[site.module][site.expert], self._every
-        if self._is_starved(site, site.of(self._passage.lazy.model.get_parameter(site.parameter)).shape[1]):
+        if self._is_starved(
+            site, site.of(self._passage.lazy.model.get_parameter(site.parameter)).shape[1]
+        ):
             return {"tokens": every, "tokens_from": "all", "routed_tokens": sent}
         return {"tokens": sent, "tokens_from": "routed"}
 
     def _accepted(self, module: str, result: Result, weights: Mapping[str, Tensor]) -> Result:
-        """A result, or the weight rounded, if the result has changed by more than its scheme explains."""
+        """A result, or the weight rounded, if the result has changed by more than its scheme
+        explains.
+        """
         bound = self._solver.error_bound(result.weight, weights[module])
         if result.error <= bound or "fallback" in result.record:
             return result

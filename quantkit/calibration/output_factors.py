@@ -1,4 +1,6 @@
-"""How errors of the outputs of linears add up, kept for the solver, which needs the first block first."""
+"""How errors of the outputs of linears add up, kept for the solver, which needs the first block
+first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class OutputFactors:
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._groups: dict[str, tuple[dict[str, slice], int]] = {}  # by each linear: rows of its group, blocks
+        self._groups: dict[
+            str, tuple[dict[str, slice], int]
+        ] = {}  # by each linear: rows of its group, blocks
 
     def keep(self, rows: Mapping[str, slice], blocks: list[Tensor]) -> None:
         """Keep the factor of linears by full name, which have these rows of it."""
@@ -27,14 +31,18 @@ class OutputFactors:
             self._groups[name] = dict(rows), len(blocks)
 
     def take(self, names: Collection[str]) -> dict[str, OutputFactor]:
-        """The factors of linears that share their inputs, by name; empty where there are none. If those are all
-        linears that do, in order, that of the first is the factor of all together, under ``""``."""
+        """The factors of linears that share their inputs, by name; empty where there are none. If
+        those are all linears that do, in order, that of the first is the factor of all together,
+        under ``""``.
+        """
         found = self._groups.get(next(iter(names)))
         if found is None:
             return {}
         rows, count = found
         first = next(iter(rows))
-        whole = OutputFactor(tuple(self._store.take((_KEY, first, number)) for number in range(count)))
+        whole = OutputFactor(
+            tuple(self._store.take((_KEY, first, number)) for number in range(count))
+        )
         for name in rows:
             del self._groups[name]
         own = {name: whole.rows(rows[name].start, rows[name].stop) for name in names}

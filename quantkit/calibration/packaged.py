@@ -1,5 +1,6 @@
-"""Samples of the packaged calibration text: all kinds of documents in proportion, dialogues in the chat template,
-without pieces that the model predicts nearly uniformly."""
+"""Samples of the packaged calibration text: all kinds of documents in proportion, dialogues in the
+chat template, without pieces that the model predicts nearly uniformly.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ class _Kind:
 
 @dataclass(frozen=True)
 class PackagedText:
-    """The text in the tokens of a model, with the sha256 of its file, BOS where the tokenizer puts it first, and notes
-    for the user."""
+    """The text in the tokens of a model, with the sha256 of its file, BOS where the tokenizer puts
+    it first, and notes for the user.
+    """
 
     sha256: str
     lead: tuple[int, ...]
@@ -63,16 +65,22 @@ class PackagedText:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, wanted: int) -> PackagedText:
-        """Tokenize the text, the documents of each kind in an order that depends on the seed, and no more of them than
-        the tokens that are `wanted` need. `chat` renders dialogues; None is for a base model, which reads them as plain
-        text. If the text has nearly no tokens, a `RequestError` is raised."""
+    def of(
+        cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, wanted: int
+    ) -> PackagedText:
+        """Tokenize the text, the documents of each kind in an order that depends on the seed, and
+        no more of them than the tokens that are `wanted` need. `chat` renders dialogues; None is
+        for a base model, which reads them as plain text. If the text has nearly no tokens, a
+        `RequestError` is raised.
+        """
         raw = CALIBRATION.read_bytes()
         documents: dict[str, list[dict[str, Any]]] = {}
         for line in raw.decode().splitlines():
             document = json.loads(line)
             documents.setdefault(document["kind"], []).append(document)
-        weights = {name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()}
+        weights = {
+            name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()
+        }
         generator = torch.Generator().manual_seed(seed)
         budget = Budget(TEMPLATE_SECONDS, TEMPLATE_LENGTH, repeatable=True)
         kinds: list[_Kind] = []
@@ -89,28 +97,45 @@ class PackagedText:
                 ids += found or ()
             if ids:
                 kinds.append(_Kind(name, weights[name], torch.tensor(ids)))
-        if budget.seconds <= 0:  # how many dialogues were rendered in time depends on the machine: none is used
+        if (
+            budget.seconds <= 0
+        ):  # how many dialogues were rendered in time depends on the machine: none is used
             dialogues = [None for kind in documents.values() for one in kind if "messages" in one]
-            kinds = [kind for kind in kinds if not any("messages" in one for one in documents[kind.name])]
+            kinds = [
+                kind for kind in kinds if not any("messages" in one for one in documents[kind.name])
+            ]
         if len({token for kind in kinds for token in kind.tokens.tolist()}) < _MIN_DISTINCT:
             raise RequestError(
                 "the tokenizer makes next to nothing of the calibration text",
-                found=f"{sum(len(kind.tokens) for kind in kinds)} tokens", expected=f"{_MIN_DISTINCT} different ones",
+                found=f"{sum(len(kind.tokens) for kind in kinds)} tokens",
+                expected=f"{_MIN_DISTINCT} different ones",
                 hint='give text with `calibration`, or round with `method="rtn"`',
-            )  # fmt: skip
+            )
         start = prompt_start(tokenizer)
-        return cls(hashlib.sha256(raw).hexdigest(), tuple(start), tuple(kinds), _template_notes(dialogues, budget))
+        return cls(
+            hashlib.sha256(raw).hexdigest(),
+            tuple(start),
+            tuple(kinds),
+            _template_notes(dialogues, budget),
+        )
 
     def require(self, samples: int, length: int) -> None:
         """`require_plausible` for the tokens of the text."""
         require_plausible(samples, length, sum(len(kind.tokens) for kind in self.kinds))
 
     def draw(
-        self, *, samples: int, length: int, seed: int, near_uniform: Callable[[Sequence[Tensor]], list[bool]]
-    ) -> Calibration:  # fmt: skip
-        """Samples [N, T] of all kinds in proportion. Pieces that the source predicts nearly uniformly, which
-        `near_uniform` finds, are dropped, and replaced by others where the text has any; if the others are less than a
-        sample, none is dropped. Raises the errors of `require`."""
+        self,
+        *,
+        samples: int,
+        length: int,
+        seed: int,
+        near_uniform: Callable[[Sequence[Tensor]], list[bool]],
+    ) -> Calibration:
+        """Samples [N, T] of all kinds in proportion. Pieces that the source predicts nearly
+        uniformly, which `near_uniform` finds, are dropped, and replaced by others where the text
+        has any; if the others are less than a sample, none is dropped. Raises the errors of
+        `require`.
+        """
         self.require(samples, length)
         generator = torch.Generator().manual_seed(seed)
         size = length - len(self.lead)
@@ -123,7 +148,9 @@ class PackagedText:
             if number >= ROUNDS:
                 kinds = [kind for kind in kinds if not dropped[kind.name]] or kinds
             pieces = _pieces(kinds, missing, size, generator)
-            found = near_uniform([torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces])
+            found = near_uniform(
+                [torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces]
+            )
             whole = whole or [piece for _, piece in pieces]
             kept += [piece for (_, piece), one in zip(pieces, found, strict=True) if not one]
             seen.update(name for name, _ in pieces)
@@ -134,25 +161,37 @@ class PackagedText:
             if missing <= 0:
                 break
         if sum(map(len, kept)) < size:
-            notes.append("the source predicts all of the calibration text nearly uniformly; nothing is dropped")
+            notes.append(
+                "the source predicts all of the calibration text nearly uniformly; nothing is"
+                " dropped"
+            )
             kept, dropped = whole, Counter()
         if dropped:
             counts = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
             reason = "as the source predicts them nearly uniformly"
             notes.append(f"dropped from the calibration samples, {reason}: {counts}")
-        # Pieces shorter than a sample are joined to samples, which they may share; the rest is left out.
+        # Pieces shorter than a sample are joined to samples, which they may share; the rest is left
+        # out.
         joined = torch.cat(sorted(kept, key=len, reverse=True))
         windows = joined[: len(joined) // size * size].view(-1, size)
         lead = torch.tensor(self.lead, dtype=torch.long).expand(len(windows), len(self.lead))
         tokens = torch.cat([lead, windows], dim=1)
         if len(tokens) < samples:
-            notes.append(f"{len(tokens)} calibration samples are drawn, not {samples}: the text has no more to keep")
+            notes.append(
+                f"{len(tokens)} calibration samples are drawn, not {samples}: the text has no more"
+                " to keep"
+            )
         order = torch.randperm(len(tokens), generator=generator)
-        return Calibration(tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
+        return Calibration(
+            tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes)
+        )
 
 
-def _pieces(kinds: Sequence[_Kind], count: int, size: int, generator: torch.Generator) -> list[tuple[str, Tensor]]:
-    """Pieces of documents with `count` tokens together, each of one kind, with its name, and at most a sample long.
+def _pieces(
+    kinds: Sequence[_Kind], count: int, size: int, generator: torch.Generator
+) -> list[tuple[str, Tensor]]:
+    """Pieces of documents with `count` tokens together, each of one kind, with its name, and at
+    most a sample long.
 
     Kinds have shares by weight; the pieces of a kind begin at equal distances in its documents.
     """
@@ -164,20 +203,26 @@ def _pieces(kinds: Sequence[_Kind], count: int, size: int, generator: torch.Gene
         offset = int(torch.randint(len(kind.tokens), (1,), generator=generator))
         for index, one in enumerate(sizes):
             start = offset + index * len(kind.tokens) // len(sizes)
-            pieces.append((kind.name, kind.tokens[torch.arange(start, start + one) % len(kind.tokens)]))
+            pieces.append(
+                (kind.name, kind.tokens[torch.arange(start, start + one) % len(kind.tokens)])
+            )
     return pieces
 
 
 def near_uniform_pieces(
     source: Checkpoint, pieces: Sequence[Tensor], choices: int, progress: Progress = silent
 ) -> list[bool]:
-    """Which pieces [T] a source predicts hardly better than a uniform guess among `choices` tokens, by their first
-    tokens. None if the source's logits are NaN or Inf; short pieces are not judged."""
+    """Which pieces [T] a source predicts hardly better than a uniform guess among `choices` tokens,
+    by their first tokens. None if the source's logits are NaN or Inf; short pieces are not judged.
+    """
     by_length: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
         if len(piece) >= _MIN_PREFIX:
             by_length.setdefault(min(len(piece), PREFIX), []).append(number)
-    texts = [torch.stack([pieces[number][:length] for number in own]) for length, own in by_length.items()]
+    texts = [
+        torch.stack([pieces[number][:length] for number in own])
+        for length, own in by_length.items()
+    ]
     found = [False] * len(pieces)
     try:
         losses = token_losses(source, texts, progress=progress) if texts else []
@@ -190,38 +235,50 @@ def near_uniform_pieces(
 
 
 def require_plausible(samples: int, length: int, tokens: int | None = None) -> None:
-    """A `RequestError` if the text is too short for a number of samples; `tokens` are those of the text, None without a
-    tokenizer, when its bytes are the upper bound."""
+    """A `RequestError` if the text is too short for a number of samples; `tokens` are those of the
+    text, None without a tokenizer, when its bytes are the upper bound.
+    """
     tokens = CALIBRATION.stat().st_size if tokens is None else tokens
     if samples * length > _MAX_PASSES * tokens:
         raise RequestError(
-            "the packaged calibration text is too short", found=f"{samples} samples of {length} tokens",
+            "the packaged calibration text is too short",
+            found=f"{samples} samples of {length} tokens",
             expected=f"at most {_MAX_PASSES * tokens // length}",
             hint="give your text with `calibration`, or fewer `samples`",
-        )  # fmt: skip
+        )
 
 
 def _document_tokens(
     document: Mapping[str, Any], tokenizer: Tokenizer, chat: TemplateChat | None, budget: Budget
 ) -> list[int] | None:
-    """The tokens of a document; None for a dialogue that the chat template refuses, or for which no time is left."""
+    """The tokens of a document; None for a dialogue that the chat template refuses, or for which
+    no time is left.
+    """
     if chat is None or "messages" not in document:
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
     try:
-        ids = tokenizer.encode(rendered(document["messages"], chat, budget), specials=True, bos=False)
+        ids = tokenizer.encode(
+            rendered(document["messages"], chat, budget), specials=True, bos=False
+        )
     except (RequestError, CheckpointError):
         return None
-    start = prompt_start(tokenizer)  # samples get it again; SmolLM2's BOS is a message's first token, which stays
+    start = prompt_start(
+        tokenizer
+    )  # samples get it again; SmolLM2's BOS is a message's first token, which stays
     return ids[len(start) :] if ids[: len(start)] == start else ids
 
 
 def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:
-    """Return notes on the tokens of rendered dialogues; None is a dialogue that the template refused."""
+    """Return notes on the tokens of rendered dialogues; None is a dialogue that the template
+    refused.
+    """
     refused = sum(dialogue is None for dialogue in dialogues)
     if not refused:
         return ()
     reason = "takes too long over them" if budget.spent else "refuses them, or drops parts of them"
-    return (f"{refused} dialogues of the calibration text are left out: the chat template {reason}",)
+    return (
+        f"{refused} dialogues of the calibration text are left out: the chat template {reason}",
+    )
 
 
 def _plain(document: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""The tensors of a quantized model, block after block: by rounding to nearest, or by GPTQ on calibration text."""
+"""The tensors of a quantized model, block after block: by rounding to nearest, or by GPTQ on
+calibration text.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.output_factors import OutputFactors
-from quantkit.calibration.scale_range import choose_scale_dtype, has_finite_scales, scale_out_of_range, widen_scales
+from quantkit.calibration.scale_range import (
+    choose_scale_dtype,
+    has_finite_scales,
+    scale_out_of_range,
+    widen_scales,
+)
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
@@ -71,21 +78,26 @@ class TensorBlock:
         return in_folder(self.folder, name)
 
     def is_quantized_in(self, written: Written) -> bool:
-        """Whether an earlier run has written all that is calibrated in the block: quantized tensors, and scales of the
-        KV cache."""
-        calibrated = (spec.name for spec in self.tensors if spec.scheme is not None or is_scale(spec.name))
+        """Whether an earlier run has written all that is calibrated in the block: quantized
+        tensors, and scales of the KV cache.
+        """
+        calibrated = (
+            spec.name for spec in self.tensors if spec.scheme is not None or is_scale(spec.name)
+        )
         return written.names.issuperset(map(self.written_as, calibrated))
 
 
 @dataclass
 class RtnQuantizer:
-    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time. If the output has
-    several results, those with the same type of scales share what is rounded.
+    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a
+    time. If the output has several results, those with the same type of scales share what is
+    rounded.
 
     Attributes:
-        importance: returns that of the inputs of linears; called once, before the first of these is rounded to int4.
-        cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any; called at most
-            once.
+        importance: returns that of the inputs of linears; called once, before the first of these is
+            rounded to int4.
+        cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any;
+            called at most once.
         shared: the outer scales of NVFP4; None if no linear is to have some.
         kernels_of: returns the kernels of a device.
     """
@@ -106,27 +118,39 @@ class RtnQuantizer:
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
-        """The context in which `solve` is called for each of all blocks, in order; `written` are the tensors that an
-        interrupted run has written."""
+        """The context in which `solve` is called for each of all blocks, in order; `written` are
+        the tensors that an interrupted run has written.
+        """
         self._begin(blocks, written)
         if self._uses:
             self._importance = self.importance()
         specs = {spec.name: spec for block in blocks for spec in block.tensors}
-        scales = (block.written_as(spec.name) for block in blocks for spec in block.tensors if is_scale(spec.name))
+        scales = (
+            block.written_as(spec.name)
+            for block in blocks
+            for spec in block.tensors
+            if is_scale(spec.name)
+        )
         lacking = not self._done.issuperset(scales)
         if self.cache_sample is not None and lacking:
             observed = in_phase(self.progress, CACHE_SCALES)
             tokens = self.cache_sample()
-            self._scales = scales_on_sample(self.source, specs, lambda spec: self._rounded(spec)[0], tokens, observed)
+            self._scales = scales_on_sample(
+                self.source, specs, lambda spec: self._rounded(spec)[0], tokens, observed
+            )
         yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        """The tensors of a block that are not written yet, in order; each is made when the iterator reaches it. NaN or
-        Inf where they must not be, and weights too large for their scales, are a `NonFiniteError`."""
+        """The tensors of a block that are not written yet, in order; each is made when the iterator
+        reaches it. NaN or Inf where they must not be, and weights too large for their scales, are a
+        `NonFiniteError`.
+        """
         return self._tensors(block, {})
 
     def _begin(self, blocks: Sequence[TensorBlock], written: Written) -> None:
-        """Note which tensors an earlier run has written, and how often others that are quantized are in the output."""
+        """Note which tensors an earlier run has written, and how often others that are quantized
+        are in the output.
+        """
         self._done = written.names
         self._uses = Counter(
             spec
@@ -144,25 +168,41 @@ class RtnQuantizer:
             if spec.name in self._scales:
                 yield name, self._scales[spec.name], None
             else:
-                yield name, *(self._rounded(spec) if result is None else self._checked(spec, result))
+                yield (
+                    name,
+                    *(self._rounded(spec) if result is None else self._checked(spec, result)),
+                )
 
     def _rounded(self, spec: TensorSpec) -> _Recorded:
         """One tensor of the output, rounded to nearest if it is to be quantized."""
         if spec in self._rounded_before:
             self._uses[spec] -= 1
             keeps = self._uses[spec] > 0
-            return self._checked(spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec))
+            return self._checked(
+                spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec)
+            )
         weight, path = floats_of(self.source.load(spec.name)), self.source.path
         if spec.scheme is None:
-            return checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite), None
+            return (
+                checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite),
+                None,
+            )
         module = spec.name.removesuffix(".weight")
         keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
         if module == EMBEDDING:
-            keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
+            keep = (
+                "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as"
+                " it is"
+            )
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
-        importance, outer = self._importance.get(module), None if self.shared is None else self.shared.of(module)
-        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, self.kernels_of, importance, outer)
+        importance, outer = (
+            self._importance.get(module),
+            None if self.shared is None else self.shared.of(module),
+        )
+        quantized, solver = round_to_nearest(
+            weight, spec.scheme, spec.dtype.torch, self.kernels_of, importance, outer
+        )
         result = Result.of(quantized, weight, {"solver": solver})
         self._uses[spec] -= 1
         if self._uses[spec] > 0:
@@ -170,7 +210,9 @@ class RtnQuantizer:
         return self._checked(spec, result)
 
     def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
-        """An error of solving a block, with the path; raises another that names a tensor that holds NaN or Inf."""
+        """An error of solving a block, with the path; raises another that names a tensor that
+        holds NaN or Inf.
+        """
         for spec in block.tensors:  # the first that is not finite explains the others
             if is_scale(spec.name):
                 continue
@@ -188,10 +230,11 @@ class RtnQuantizer:
 
 @dataclass
 class GptqQuantizer(RtnQuantizer):
-    """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to them; rounding for
-    other tensors.
+    """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to
+    them; rounding for other tensors.
 
-    With several processes each has a share of the samples and of the rows; all of them solve the same blocks.
+    With several processes each has a share of the samples and of the rows; all of them solve the
+    same blocks.
 
     Attributes:
         schemes: by module.
@@ -214,9 +257,15 @@ class GptqQuantizer(RtnQuantizer):
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         set_mmap_threshold(MMAP_THRESHOLD)
-        self._written = written = replace(written, count=self.group.broadcast_from_rank0(written.count))
+        self._written = written = replace(
+            written, count=self.group.broadcast_from_rank0(written.count)
+        )
         self._begin(blocks, written)
-        unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]
+        unsolved = [
+            block.layer
+            for block in blocks
+            if block.layer is not None and not block.is_quantized_in(written)
+        ]
         self._unsolved = frozenset(unsolved)
         self._to_solve = Counter(block.layer for block in blocks)
         self._begun: set[int] = set()
@@ -227,8 +276,12 @@ class GptqQuantizer(RtnQuantizer):
         tokens, config = self.calibration.tokens, self.source.config
         layers = (input_groups(config, layer) for layer in range(config.num_layers))
         self._linears = [sum(len(group.modules) for group in groups) for groups in layers]
-        room = gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size  # all may share one GPU
-        store = ActivationStore(written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room)
+        room = (
+            gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size
+        )  # all may share one GPU
+        store = ActivationStore(
+            written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room
+        )
         try:
             with exact_float32():
                 if self._stop:
@@ -236,9 +289,13 @@ class GptqQuantizer(RtnQuantizer):
                     output = (spec for block in blocks for spec in block.tensors)
                     dtype = choose_scale_dtype(self.source, output)
                     factors = self._factors(store)
-                    self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared, factors)
+                    self._solver = GroupSolver(
+                        self.schemes, dtype, self.group, kernels, self.shared, factors
+                    )
                     own = tokens[self.group.share(len(tokens))]
-                    self._streams = Streams(self.source, own, store, self.device, self.effort, self._embedding())
+                    self._streams = Streams(
+                        self.source, own, store, self.device, self.effort, self._embedding()
+                    )
                 yield
         finally:
             store.close()
@@ -247,19 +304,33 @@ class GptqQuantizer(RtnQuantizer):
         self.group.wait()  # until no process has anything left on disk
 
     def _factors(self, store: ActivationStore) -> OutputFactors | None:
-        """How the errors of outputs add up in the blocks that are not solved yet, if that is measured."""
+        """How the errors of outputs add up in the blocks that are not solved yet, if that is
+        measured.
+        """
         tokens = self.calibration.tokens
         count = self.effort.gradient_samples(self.source.config, tokens.shape)
-        wanted = {name for name, scheme in self.schemes.items() if name != EMBEDDING and uses_factor(scheme)}
+        wanted = {
+            name
+            for name, scheme in self.schemes.items()
+            if name != EMBEDDING and uses_factor(scheme)
+        }
         if not count or not wanted:
             return None
         return measure_factors(
-            self.source, tokens[:count], wanted, store, device=self.device, group=self.group,
-            first_layer=self._first_unsolved, progress=self.progress,
-        )  # fmt: skip
+            self.source,
+            tokens[:count],
+            wanted,
+            store,
+            device=self.device,
+            group=self.group,
+            first_layer=self._first_unsolved,
+            progress=self.progress,
+        )
 
     def _embedding(self) -> QuantTensor | None:
-        """The embedding as it is rounded, if it has so few bits that the linears should make up for its error."""
+        """The embedding as it is rounded, if it has so few bits that the linears should make up
+        for its error.
+        """
         scheme = self.schemes.get(EMBEDDING)
         if scheme is None or scheme.bits >= _EXACT_BITS:
             return None
@@ -267,12 +338,17 @@ class GptqQuantizer(RtnQuantizer):
         return round_to_nearest(weight, scheme, torch.float16, column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        results = {} if block.layer is None or block.layer >= self._stop else self._results_of(block, block.layer)
+        results = (
+            {}
+            if block.layer is None or block.layer >= self._stop
+            else self._results_of(block, block.layer)
+        )
         return self._tensors(block, results)
 
     def _results_of(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """The results of a block, by name of the linear. All results of an output share those of a layer, which are
-        kept up to its last block."""
+        """The results of a block, by name of the linear. All results of an output share those of a
+        layer, which are kept up to its last block.
+        """
         if layer not in self._begun:
             self._begun.add(layer)
             self._shared = self._quantize(block, layer)
@@ -282,9 +358,15 @@ class GptqQuantizer(RtnQuantizer):
         return results
 
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """The results of a block, by name of the linear; none if an earlier run has written them all."""
+        """The results of a block, by name of the linear; none if an earlier run has written them
+        all.
+        """
         assert self._streams is not None
-        stored = None if layer in self._unsolved else lambda name: self._written.load(block.written_as(name))
+        stored = (
+            None
+            if layer in self._unsolved
+            else lambda name: self._written.load(block.written_as(name))
+        )
         results: dict[str, Result] = {}
         self._report(layer, 0)
         try:
@@ -303,7 +385,9 @@ class GptqQuantizer(RtnQuantizer):
         return results
 
     def _report(self, layer: int, count: int) -> None:
-        """Report how many linears the samples have passed: of all, or of the blocks that an earlier run has written."""
+        """Report how many linears the samples have passed: of all, or of the blocks that an
+        earlier run has written.
+        """
         resumed = layer < self._first_unsolved
         total = sum(self._linears[: self._first_unsolved] if resumed else self._linears)
         self._passed += count

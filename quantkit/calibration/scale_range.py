@@ -1,6 +1,8 @@
-"""The dtype in which GPTQ finds scales, so that the output's format can store them; settled before anything is solved.
+"""The dtype in which GPTQ finds scales, so that the output's format can store them; settled before
+anything is solved.
 
-GPTQ, AWQ and GGUF store scales in float16, whose range is much smaller than that of bfloat16 and float32.
+GPTQ, AWQ and GGUF store scales in float16, whose range is much smaller than that of bfloat16 and
+float32.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 
-# Weights up to this have scales that float16 stores in every scheme; those of trained models are smaller by far.
+# Weights up to this have scales that float16 stores in every scheme; those of trained models are
+# smaller by far.
 _PLAIN_WEIGHT = 1024.0
 # GPTQ adds what other weights lost, so that a scale may be larger than the weights alone need.
 _HEADROOM = 2.0
-# A bfloat16 number is a float16 number too if it is at least 2**-17. A searched scale may be half of the largest
-# weight's.
+# A bfloat16 number is a float16 number too if it is at least 2**-17. A searched scale may be half
+# of the largest weight's.
 _SMALLEST_BFLOAT16_SCALE = 2.0**-16
 # Scales of weights below this are subnormal numbers in float16, which have fewer digits, or 0.
 _SMALL_WEIGHT = 2.0**-8
@@ -37,7 +40,8 @@ _NATIVE_SCHEME = "int4-g32"  # offered instead of a scheme that the native forma
 
 
 def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torch.dtype:
-    """Choose the dtype in which GPTQ finds the scales of all linears: the model's, unless a format does not store it.
+    """Choose the dtype in which GPTQ finds the scales of all linears: the model's, unless a format
+    does not store it.
 
     For a format with float16 scales, all weights are read once.
 
@@ -46,7 +50,8 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
         output: the tensors of the output, or of its several results.
 
     Raises:
-        NonFiniteError: if the scales of a weight are too large or too small for the type in which a format stores them.
+        NonFiniteError: if the scales of a weight are too large or too small for the type in which a
+            format stores them.
     """
     model = DType(source.config.dtype)
     specs = [spec for spec in output if spec.scheme is not None and not spec.scheme.of_small_floats]
@@ -57,7 +62,9 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     for spec in {spec.name: spec for spec in specs if spec.dtype is DType.FLOAT16}.values():
         assert spec.scheme is not None
         weight = floats_of(source.load(spec.name)).flatten(0, -2)
-        _require_stored_scales(weight, spec, spec.scheme, source)  # a small weight of float16 has smaller scales
+        _require_stored_scales(
+            weight, spec, spec.scheme, source
+        )  # a small weight of float16 has smaller scales
         if spec.scheme.scales is Scales.FLOATS:
             has_small_scales |= _has_small_scale(weight, spec.scheme)
     is_wider = model.itemsize > DType.FLOAT16.itemsize
@@ -68,10 +75,14 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
 
 
 def scale_out_of_range(
-    name: str, dtype: DType, source: Checkpoint, values: str = "too large", scheme: QuantScheme | None = None
+    name: str,
+    dtype: DType,
+    source: Checkpoint,
+    values: str = "too large",
+    scheme: QuantScheme | None = None,
 ) -> NonFiniteError:
-    """Return the error for a weight whose scales a dtype cannot hold, with what helps. Another dtype of the source does
-    not, if the format stores float16.
+    """Return the error for a weight whose scales a dtype cannot hold, with what helps. Another
+    dtype of the source does not, if the format stores float16.
 
     Args:
         scheme: of the weight; None if every format has it.
@@ -83,7 +94,9 @@ def scale_out_of_range(
     if dtype is DType.FLOAT16 and source.config.dtype != DType.FLOAT16:
         way = f'`to="{NATIVE.name}"`'
         if scheme is not None and isinstance(codec_of(NATIVE, scheme), Reason):
-            way += f' with `scheme="{_NATIVE_SCHEME}"`'  # such as for K-quants, which GGUF alone has
+            way += (
+                f' with `scheme="{_NATIVE_SCHEME}"`'  # such as for K-quants, which GGUF alone has
+            )
         ways.append(f"{way} stores scales in {source.config.dtype}")
     problem = f"tensor '{name}' holds values {values} for scales in {dtype}"
     return NonFiniteError(problem, path=source.path, hint=", or ".join(ways))
@@ -96,17 +109,25 @@ def has_finite_scales(weight: QuantTensor) -> bool:
 
 
 def widen_scales(weight: QuantTensor, dtype: DType) -> QuantTensor:
-    """Return a weight whose float16 scales are stored as float32, for a result next to one that stores float16."""
+    """Return a weight whose float16 scales are stored as float32, for a result next to one that
+    stores float16.
+    """
     if weight.scheme.scales is not Scales.FLOATS or dtype.itemsize <= weight.scale.dtype.itemsize:
         return weight
     return replace(weight, scale=weight.scale.to(dtype.torch))
 
 
-def _require_stored_scales(weight: Tensor, spec: TensorSpec, scheme: QuantScheme, source: Checkpoint) -> None:
-    """Round weights of unusual sizes to nearest, and raise a `NonFiniteError` if float16 does not hold the scales."""
+def _require_stored_scales(
+    weight: Tensor, spec: TensorSpec, scheme: QuantScheme, source: Checkpoint
+) -> None:
+    """Round weights of unusual sizes to nearest, and raise a `NonFiniteError` if float16 does
+    not hold the scales.
+    """
     row_maxima = weight.abs().amax(dim=-1).float()
     large_rows = weight[(row_maxima > _PLAIN_WEIGHT) & row_maxima.isfinite()]
-    if len(large_rows) and not has_finite_scales(quantize_rtn(large_rows.float() * _HEADROOM, scheme, torch.float16)):
+    if len(large_rows) and not has_finite_scales(
+        quantize_rtn(large_rows.float() * _HEADROOM, scheme, torch.float16)
+    ):
         raise scale_out_of_range(spec.name, spec.dtype, source, scheme=scheme)
     maximum = float(row_maxima.max())
     if not 0 < maximum < _SMALL_WEIGHT:
@@ -120,7 +141,9 @@ def _require_stored_scales(weight: Tensor, spec: TensorSpec, scheme: QuantScheme
 
 
 def _has_small_scale(weight: Tensor, scheme: QuantScheme) -> bool:
-    """Whether a group of a weight [O, I] has a scale that bfloat16 rounds to a number that float16 does not have."""
+    """Whether a group of a weight [O, I] has a scale that bfloat16 rounds to a number that
+    float16 does not have.
+    """
     rows, columns = weight.shape
     group_maxima = weight.view(rows, scheme.groups(columns), -1).abs().amax(dim=-1).float()
     scales = group_maxima * (2 / scheme.levels)

@@ -1,9 +1,11 @@
-"""The calibration samples' hidden states in two streams: one through the quantized layers and, for some of the
-samples, one through the float layers. The drift between the two is part of each layer's target.
+"""The calibration samples' hidden states in two streams: one through the quantized layers and, for
+some of the samples, one through the float layers. The drift between the two is part of each layer's
+target.
 
-Within a branch that ends with experts, each expert gets the tokens that the router sends to it. The tokens' states stay
-in the store: an expert's rows are read from it, some from each batch, and the expert's output for them is added to the
-branch's output. So one expert runs at a time, and none of its states are kept.
+Within a branch that ends with experts, each expert gets the tokens that the router sends to it. The
+tokens' states stay in the store: an expert's rows are read from it, some from each batch, and the
+expert's output for them is added to the branch's output. So one expert runs at a time, and none of
+its states are kept.
 """
 
 from __future__ import annotations
@@ -35,12 +37,21 @@ _INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
 _MIN_ROWS = 2048  # that go through an expert together, if it gets as many
 
 
-def embedded(source: Checkpoint, batches: Iterable[Tensor], embedding: QuantTensor | None = None) -> Iterator[Tensor]:
-    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]; `embedding` replaces the source's
-    floats."""
-    matrix = floats_of(source.load(f"{EMBEDDING}.weight")) if embedding is None else embedding.dequantize()
+def embedded(
+    source: Checkpoint, batches: Iterable[Tensor], embedding: QuantTensor | None = None
+) -> Iterator[Tensor]:
+    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]; `embedding`
+    replaces the source's floats.
+    """
+    matrix = (
+        floats_of(source.load(f"{EMBEDDING}.weight"))
+        if embedding is None
+        else embedding.dequantize()
+    )
     for batch in batches:
-        yield scaled_embeddings(nn.functional.embedding(batch, matrix).float(), source.config.embedding_multiplier)
+        yield scaled_embeddings(
+            nn.functional.embedding(batch, matrix).float(), source.config.embedding_multiplier
+        )
 
 
 def step_of_samples(config: ModelConfig, length: int, device: torch.device) -> Step:
@@ -52,16 +63,23 @@ def step_of_samples(config: ModelConfig, length: int, device: torch.device) -> S
 class Streams:
     """The hidden states of all batches, before one branch of one block after the other.
 
-    A branch of the quantized stream is finished in the next pass, when its last linear has been quantized; until then
-    the inputs of that linear are kept.
+    A branch of the quantized stream is finished in the next pass, when its last linear has been
+    quantized; until then the inputs of that linear are kept.
     """
 
     def __init__(
-        self, source: Checkpoint, samples: Tensor, store: ActivationStore, device: torch.device, effort: Effort,
+        self,
+        source: Checkpoint,
+        samples: Tensor,
+        store: ActivationStore,
+        device: torch.device,
+        effort: Effort,
         embedding: QuantTensor | None = None,
-    ) -> None:  # fmt: skip
-        """Embed the samples, tokens [N, T] of which there may be none, and store the states; `effort` determines the
-        batches of the float stream, and `embedding` replaces the source's floats in the quantized one."""
+    ) -> None:
+        """Embed the samples, tokens [N, T] of which there may be none, and store the states;
+        `effort` determines the batches of the float stream, and `embedding` replaces the source's
+        floats in the quantized one.
+        """
         config, length = source.config, samples.shape[1]
         self._store, self._device, self._effort = store, device, effort
         batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
@@ -73,7 +91,9 @@ class Streams:
                 store.put((FLOAT, index), states.to(device))
         self._step = step_of_samples(config, length, device)
         self._unfinished: tuple[str, Block] | None = None
-        self._drifted = embedding is not None  # else both streams are the same until the first quantized linear
+        self._drifted = (
+            embedding is not None
+        )  # else both streams are the same until the first quantized linear
 
     def gather(self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator) -> None:
         """Add up the inputs of linears at the start of a branch."""
@@ -91,11 +111,17 @@ class Streams:
         self._unfinished = None
 
     def run_to_last(
-        self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator | None, *, is_end: bool
+        self,
+        group: InputGroup,
+        pair: BlockPair,
+        statistics: HessianAccumulator | None,
+        *,
+        is_end: bool,
     ) -> None:
-        """Run the quantized stream up to a branch's last linear, the float stream to the branch's end. Sums over the
-        linear's inputs are added to `statistics`, if any; the drift is that of its outputs. With `is_end` no other
-        branch follows, so the streams end here."""
+        """Run the quantized stream up to a branch's last linear, the float stream to the branch's
+        end. Sums over the linear's inputs are added to `statistics`, if any; the drift is that of
+        its outputs. With `is_end` no other branch follows, so the streams end here.
+        """
         linear, branch = linear_of(pair.floats, group.modules[0]), group.branch
         for index in range(self._batches):
             x = self._current(index)
@@ -103,9 +129,13 @@ class Streams:
             if self._has_floats(index):
                 y = self._take(FLOAT, index)
                 float_inputs = pair.floats.inner(branch, y, self._step)
-                if statistics is not None:  # the product of a difference is more precise than that of two products
+                if (
+                    statistics is not None
+                ):  # the product of a difference is more precise than that of two products
                     drift = linear(float_inputs - inputs)
-                    statistics.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
+                    statistics.add_pair(
+                        inputs, drift if linear.bias is None else drift - linear.bias
+                    )
                 if not is_end:
                     self._store.put((FLOAT, index), pair.floats.finish(branch, y, float_inputs))
             elif statistics is not None:
@@ -147,7 +177,9 @@ class Streams:
 
 
 class _Routes(NamedTuple):
-    """The router's choice for a batch: weights and indices of experts, [N, K]; weights of the shared experts, [N]."""
+    """The router's choice for a batch: weights and indices of experts, [N, K]; weights of the
+    shared experts, [N].
+    """
 
     shares: Tensor
     chosen: Tensor
@@ -155,8 +187,9 @@ class _Routes(NamedTuple):
 
 
 class ExpertStreams:
-    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far. The block has
-    its norms and router."""
+    """The states of all batches before a branch with experts, and the sum of the experts' outputs
+    so far. The block has its norms and router.
+    """
 
     def __init__(self, store: ActivationStore, device: torch.device, block: Block) -> None:
         assert isinstance(block.mlp, Experts)
@@ -171,7 +204,9 @@ class ExpertStreams:
         shared = torch.ones(len(normed))
         if mlp.shared_expert_gate is not None:
             shared = torch.sigmoid(mlp.shared_expert_gate(normed)).squeeze(-1)
-        self._routes[stream][index] = _Routes(shares.cpu(), chosen.to("cpu", torch.int16), shared.cpu())
+        self._routes[stream][index] = _Routes(
+            shares.cpu(), chosen.to("cpu", torch.int16), shared.cpu()
+        )
         self._store.put((stream, index), states)
         self._store.put((_OUTPUT[stream], index), torch.zeros(states.shape, device=states.device))
 
@@ -179,11 +214,16 @@ class ExpertStreams:
         """Add the experts' outputs to all states."""
         for stream, routes in self._routes.items():
             for index in routes:
-                states, output = (self._store.take((key, index)).to(self._device) for key in (stream, _OUTPUT[stream]))
+                states, output = (
+                    self._store.take((key, index)).to(self._device)
+                    for key in (stream, _OUTPUT[stream])
+                )
                 self._store.put((stream, index), self._block.add("mlp", states, output))
 
     def token_counts(self) -> Tensor:
-        """How many tokens of the quantized stream each expert is sent, and last the number of tokens: [E + 1] int64."""
+        """How many tokens of the quantized stream each expert is sent, and last the number of
+        tokens: [E + 1] int64.
+        """
         count = len(self._experts.experts)
         found = torch.zeros(count + 1, dtype=torch.int64)
         for routes in self._routes[QUANTIZED].values():
@@ -191,11 +231,15 @@ class ExpertStreams:
             found[count] += len(routes.chosen)
         return found.to(self._device)
 
-    def pieces(self, expert: int | None, *, all_tokens: bool) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """The tokens that are sent to an expert, or all with equal shares; None is the shared experts.
+    def pieces(
+        self, expert: int | None, *, all_tokens: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """The tokens that are sent to an expert, or all with equal shares; None is the shared
+        experts.
 
-        Yields for some of the tokens normed states of the quantized stream, [N, D]; those of the float stream, [N, D],
-        for batches that it has; and each token's weight for the expert's output, [N, 1].
+        Yields for some of the tokens normed states of the quantized stream, [N, D]; those of the
+        float stream, [N, D], for batches that it has; and each token's weight for the expert's
+        output, [N, 1].
         """
         with_floats = self._routes[FLOAT]
         without = [index for index in self._routes[QUANTIZED] if index not in with_floats]
@@ -207,13 +251,16 @@ class ExpertStreams:
                 yield inputs, float_inputs, shares.unsqueeze(-1)
 
     def add(self, stream: str, expert: int | None, apply: Callable[[Tensor], Tensor]) -> None:
-        """Add the output of an expert, which `apply` computes for normed states [N, D], times the shares, for the
-        tokens that are sent to it."""
+        """Add the output of an expert, which `apply` computes for normed states [N, D], times the
+        shares, for the tokens that are sent to it.
+        """
         for rows in self._gathered(stream, self._routes[stream], expert, all_tokens=False):
             output = apply(self._states(stream, rows))
             pieces = torch.split(output, [len(tokens) for _, tokens, _ in rows])
             for (index, tokens, shares), piece in zip(rows, pieces, strict=True):
-                self._store.add_rows((_OUTPUT[stream], index), tokens, piece * shares.to(piece.device).unsqueeze(-1))
+                self._store.add_rows(
+                    (_OUTPUT[stream], index), tokens, piece * shares.to(piece.device).unsqueeze(-1)
+                )
 
     def _gathered(
         self, stream: str, indexes: Iterable[int], expert: int | None, *, all_tokens: bool
@@ -238,5 +285,7 @@ class ExpertStreams:
 
     def _states(self, stream: str, rows: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Normed states [N, D] of tokens of several batches."""
-        states = [self._store.rows((stream, index), tokens).to(self._device) for index, tokens, _ in rows]
+        states = [
+            self._store.rows((stream, index), tokens).to(self._device) for index, tokens, _ in rows
+        ]
         return self._block.normed("mlp", torch.cat(states))

@@ -1,4 +1,6 @@
-"""The processes that share one model or one calibration, as ``torchrun`` or any other launcher starts them."""
+"""The processes that share one model or one calibration, as ``torchrun`` or any other launcher
+starts them.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among those of a group; `SINGLE` where there is no other, and then no method does anything.
+    """This process among those of a group; `SINGLE` where there is no other, and then no method
+    does anything.
 
-    All processes call its collectives in the same order, between the steps of a job; those within a model are in
-    `quantkit.model.tensor_parallel`.
+    All processes call its collectives in the same order, between the steps of a job; those within a
+    model are in `quantkit.model.tensor_parallel`.
 
     Attributes:
         rank, size: its number, and how many there are.
@@ -55,8 +58,9 @@ class ProcessGroup:
     _store: Store | None = field(default=None, repr=False)
     _world: dist.ProcessGroup | None = field(default=None, repr=False)
     _patient: dist.ProcessGroup | None = field(default=None, repr=False)
-    """The same processes, on CPUs, for waits where one works and the others cannot. Others give up after a while
-    (30 minutes in gloo, 10 in NCCL), since there all compute."""
+    """The same processes, on CPUs, for waits where one works and the others cannot. Others give up
+    after a while (30 minutes in gloo, 10 in NCCL), since there all compute.
+    """
 
     @property
     def is_rank0(self) -> bool:
@@ -99,14 +103,20 @@ class ProcessGroup:
             value.copy_(sent)
 
     def axes(self, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
-        """The processes as a table, filled row by row: those of this process's column, and those of its row. All
-        processes of the group call this, which has `rows` times `columns`."""
+        """The processes as a table, filled row by row: those of this process's column, and those of
+        its row. All processes of the group call this, which has `rows` times `columns`.
+        """
         if self.size == 1:
             return SINGLE, SINGLE
         assert self.device is not None
-        mesh = init_device_mesh(self.device.type, (rows, columns), mesh_dim_names=("rows", "columns"))
+        mesh = init_device_mesh(
+            self.device.type, (rows, columns), mesh_dim_names=("rows", "columns")
+        )
         own = [mesh.get_group(name) for name in ("rows", "columns")]
-        groups = [ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one) for one in own]
+        groups = [
+            ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one)
+            for one in own
+        ]
         return groups[0], groups[1]
 
     def broadcast_from_rank0(self, value: T) -> T:
@@ -137,12 +147,15 @@ class ProcessGroup:
                 found, expected = theirs.get(key), everyone[0].get(key)
                 if found != expected:
                     raise GroupError(
-                        f"the processes differ in {key}", found=f"{_short(found)} in process {rank}",
+                        f"the processes differ in {key}",
+                        found=f"{_short(found)} in process {rank}",
                         expected=f"{_short(expected)} as in process 0",
-                    )  # fmt: skip
+                    )
 
     def send_from_rank0(self, value: object) -> None:
-        """Send a value from the first process, which this is, to the others; it does not wait for them."""
+        """Send a value from the first process, which this is, to the others; it does not wait
+        for them.
+        """
         if self._store is not None:
             self._store.set(self._next_message(), pickle.dumps(value).hex())
 
@@ -169,7 +182,9 @@ class ProcessGroup:
         return f"message {self._store.add(f'messages in {self.rank}', 1)}"
 
     def is_first_to_fail(self) -> bool:
-        """Whether this process is the first that calls this: it reports the error, the others are silent."""
+        """Whether this process is the first that calls this: it reports the error, the others
+        are silent.
+        """
         if self._store is None:
             return True
         try:
@@ -183,10 +198,13 @@ class ProcessGroup:
             return
         with contextlib.suppress(RuntimeError):  # no other process is left
             store.set(_ENDED, str(code))
-            _poll(lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE)  # this process may keep the store
+            _poll(
+                lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE
+            )  # this process may keep the store
 
     def wait_for_end(self, patience: float = math.inf) -> int | None:
-        """Wait until the first process is done, by default however long that takes; what it exits with, if it is.
+        """Wait until the first process is done, by default however long that takes; what it exits
+        with, if it is.
 
         Raises:
             GroupError: if it is lost.
@@ -208,8 +226,9 @@ class ProcessGroup:
                 self._store.add(_RECEIVED, 1)
 
     def wait_for_rank0(self) -> int | None:
-        """Wait a little for the first process to end, since a launcher stops all others once one has failed; what it
-        exits with, if that is known."""
+        """Wait a little for the first process to end, since a launcher stops all others once one
+        has failed; what it exits with, if that is known.
+        """
         try:
             return self.wait_for_end(_PATIENCE)
         except GroupError:
@@ -224,8 +243,8 @@ SINGLE = ProcessGroup()
 def joined(device: str | None = None) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
-    Who and where they are is in the environment, as ``torchrun`` sets it. They use NCCL on GPUs and gloo on
-    CPUs.
+    Who and where they are is in the environment, as ``torchrun`` sets it. They use NCCL on GPUs and
+    gloo on CPUs.
 
     Args:
         device: ``cpu`` or ``cuda``; a GPU for each process if there are any.
@@ -239,12 +258,13 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
         return
     with lost_as_error():
         yield _begun(device)
-    dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
+    # not after an error, where NCCL would wait for those that are lost
+    dist.destroy_process_group()
 
 
 def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
-    """Join the other processes until this one ends; any number of times, and also where a program has made torch's
-    process group itself.
+    """Join the other processes until this one ends; any number of times, and also where a program
+    has made torch's process group itself.
 
     Args:
         device: see `joined`.
@@ -268,14 +288,18 @@ def lost_as_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no separate exception for it
+        if isinstance(error, dist.DistError) or "gloo" in str(
+            error
+        ):  # torch has no separate exception for it
             raise _lost() from error
         raise
 
 
 def count_processes() -> int:
     """How many processes there are to join, this one included; known before they are joined."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:
@@ -304,16 +328,22 @@ def _group(own: torch.device, store: Store | None) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), own, world.group_name, store, world, patient)
+    return ProcessGroup(
+        dist.get_rank(), dist.get_world_size(), own, world.group_name, store, world, patient
+    )
 
 
 def _end() -> None:
-    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an error, NCCL would wait for those lost
+    if dist.is_initialized() and not hasattr(
+        sys, "last_value"
+    ):  # after an error, NCCL would wait for those lost
         dist.destroy_process_group()
 
 
 def _poll(done: Callable[[], bool], patience: float = math.inf) -> bool:
-    """Whether a state of the store is reached in this time; a wait in the store itself would be deaf to Ctrl-C."""
+    """Whether a state of the store is reached in this time; a wait in the store itself would be
+    deaf to Ctrl-C.
+    """
     while not done():
         if patience <= 0:
             return False

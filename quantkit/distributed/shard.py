@@ -1,10 +1,12 @@
-"""One process's shard of a checkpoint, as a checkpoint; and its slice of every tensor, by the sizes of the axes.
+"""One process's shard of a checkpoint, as a checkpoint; and its slice of every tensor, by the sizes
+of the axes.
 
-Queries and attention sinks are split by whole heads, evenly; keys and values by the heads that the queries need, so
-that a KV head lies on several processes where there are fewer of them than processes. The feed-forward width, and
-that of every expert, is split by whole groups of the row-parallel linears' schemes, as evenly as they go; where the
-fullest would get over an eighth more than its share, groups are halved, down to 32, and both halves keep the scale.
-The vocabulary is split into equal numbers of rows, the last process's padded with zeros.
+Queries and attention sinks are split by whole heads, evenly; keys and values by the heads that the
+queries need, so that a KV head lies on several processes where there are fewer of them than
+processes. The feed-forward width, and that of every expert, is split by whole groups of the
+row-parallel linears' schemes, as evenly as they go; where the fullest would get over an eighth more
+than its share, groups are halved, down to 32, and both halves keep the scale. The vocabulary is
+split into equal numbers of rows, the last process's padded with zeros.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ class Split:
 
     Attributes:
         rank: of the process.
-        config: the model's, with this process's heads, KV heads and widths of feed-forward and experts.
+        config: the model's, with this process's heads, KV heads and widths of feed-forward and
+            experts.
         ranges: this process's part of each size that is split, by its name in the topology.
-        kv_shares: for each of this process's KV heads, one over how many there are of it on all processes.
+        kv_shares: for each of this process's KV heads, one over how many there are of it on all
+            processes.
         vocab_rows: rows of the embedding and the head on every process, padding included.
     """
 
@@ -72,7 +76,9 @@ class Split:
         return None if axis is None else TensorSlice(axis, self.ranges[parameter.dims[axis]])
 
 
-def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> Split:
+def split_model(
+    config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int
+) -> Split:
     """What process `rank` of `size` has.
 
     Args:
@@ -86,24 +92,32 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
     if config.num_heads % size:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise RequestError(
-            "the processes do not divide the attention heads", found=f"{size} processes, {config.num_heads} heads",
+            "the processes do not divide the attention heads",
+            found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
-        )  # fmt: skip
+        )
     each = [
-        _kv_heads(range(at * heads, (at + 1) * heads), config.num_heads // config.num_kv_heads) for at in range(size)
+        _kv_heads(range(at * heads, (at + 1) * heads), config.num_heads // config.num_kv_heads)
+        for at in range(size)
     ]
     kv_heads, copies = each[rank], Counter(head for own in each for head in own)
     found = parameters(config)
     split = {p.dims[p.split_axis]: p.name for p in reversed(found) if p.split_axis is not None}
     widths = {
-        name: _inner_range(name, split_width, [p for p in found if p.dims == ("hidden", name)], schemes, rank, size)
+        name: _inner_range(
+            name, split_width, [p for p in found if p.dims == ("hidden", name)], schemes, rank, size
+        )
         for name, split_width in sizes(config).items()
         if name in _WIDTHS and name in split
     }
     rows = -(-config.vocab_size // size)
     last = min((rank + 1) * rows, config.vocab_size)
     if (size - 1) * rows >= config.vocab_size:
-        raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
+        raise RequestError(
+            "there are too many processes for the vocabulary",
+            found=size,
+            expected=config.vocab_size,
+        )
     ranges = {
         "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
         "kv": _merged([(head * head_dim, (head + 1) * head_dim) for head in kv_heads]),
@@ -113,21 +127,30 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
     }
     for name, tensor in split.items():
         if name not in ranges:
-            raise UnsupportedError("processes cannot share this architecture", found=f"tensor '{tensor}'")
+            raise UnsupportedError(
+                "processes cannot share this architecture", found=f"tensor '{tensor}'"
+            )
     width = {name: stop - start for name, (start, stop) in widths.items()}
     experts = config.experts
     if experts is not None:
         shared = width.get("shared_intermediate", experts.shared_size)
-        experts = replace(experts, size=width.get("expert_intermediate", experts.size), shared_size=shared)
+        experts = replace(
+            experts, size=width.get("expert_intermediate", experts.size), shared_size=shared
+        )
     own = replace(
-        config, num_heads=heads, num_kv_heads=len(kv_heads), experts=experts,
+        config,
+        num_heads=heads,
+        num_kv_heads=len(kv_heads),
+        experts=experts,
         intermediate_size=width.get("intermediate", config.intermediate_size),
-    )  # fmt: skip
+    )
     return Split(rank, own, ranges, tuple(1 / copies[head] for head in kv_heads), rows)
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
-    """The KV heads of some queries: each once if all serve equally many, else one for each query."""
+    """The KV heads of some queries: each once if all serve equally many, else one for each
+    query.
+    """
     counts = Counter(query // per_head for query in queries)
     if len(set(counts.values())) == 1:
         return list(counts)
@@ -135,8 +158,13 @@ def _kv_heads(queries: range, per_head: int) -> list[int]:
 
 
 def _inner_range(
-    name: str, width: int, downs: Iterable[Parameter], schemes: Mapping[str, QuantScheme], rank: int, size: int
-) -> tuple[int, int]:  # fmt: skip
+    name: str,
+    width: int,
+    downs: Iterable[Parameter],
+    schemes: Mapping[str, QuantScheme],
+    rank: int,
+    size: int,
+) -> tuple[int, int]:
     """The range of the width of a feed-forward, or of experts, that goes into some linears."""
     groups = {schemes[down.module].group_size for down in downs if down.module in schemes}
     unit = math.lcm(*(group for group in groups if group is not None))
@@ -150,9 +178,10 @@ def _inner_range(
     units = width // unit
     if units < size:
         raise RequestError(
-            f"there are too many processes for the {_WIDTHS[name]}", found=size,
+            f"there are too many processes for the {_WIDTHS[name]}",
+            found=size,
             expected=f"at most {units}: {width} in groups of {unit}",
-        )  # fmt: skip
+        )
     return rank * units // size * unit, (rank + 1) * units // size * unit
 
 
@@ -180,14 +209,17 @@ def require_shareable(checkpoint: Checkpoint, group: ProcessGroup) -> None:
 
 
 def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None:
-    """Go on only if all processes of the group have the same config, files and versions of the software.
+    """Go on only if all processes of the group have the same config, files and versions of the
+    software.
 
     Raises:
         GroupError: on all of them, naming what differs.
     """
     if group.size == 1:
         return
-    facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
+    facts: dict[str, object] = {
+        "versions of quantkit and torch": f"{__version__} and {torch.__version__}"
+    }
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
     facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
     facts["manifest"] = None
@@ -199,8 +231,9 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None
 class CheckpointShard(CheckpointView):
     """A view of a checkpoint with one process's slices; of the file it reads only these.
 
-    The bias of a row-parallel linear is the first process's; the others see zeros, so that it is added once.
-    ``config`` says what this process holds, but for the vocabulary, whose size is the model's.
+    The bias of a row-parallel linear is the first process's; the others see zeros, so that it is
+    added once. ``config`` says what this process holds, but for the vocabulary, whose size is the
+    model's.
     """
 
     def __init__(self, source: Checkpoint, split: Split) -> None:
@@ -235,7 +268,11 @@ class CheckpointShard(CheckpointView):
     def _own(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
         parameter = self._parameters[name]
-        is_bias = parameter.leaf == "bias" and parameter.linear is not None and parameter.linear.parallel == "row"
+        is_bias = (
+            parameter.leaf == "bias"
+            and parameter.linear is not None
+            and parameter.linear.parallel == "row"
+        )
         if isinstance(value, Tensor) and self._split.rank and is_bias:
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
@@ -245,7 +282,9 @@ class CheckpointShard(CheckpointView):
         return self._split.tensor_slice(self._parameters[name])
 
     def _rows(self, name: str) -> int:
-        """How many rows every process has of a vocabulary-parallel tensor, padding included; 0 for others."""
+        """How many rows every process has of a vocabulary-parallel tensor, padding included; 0
+        for others.
+        """
         return self._split.vocab_rows if self._parameters[name].dims[0] == "vocab" else 0
 
 

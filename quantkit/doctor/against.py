@@ -1,4 +1,6 @@
-"""Compare each linear with its float source, and find tensors that changed although they should not have."""
+"""Compare each linear with its float source, and find tensors that changed although they should
+not have.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 
 _TIMES_USUAL = 3.0
-"""The largest error, in multiples of the model's median, of a weight in codes that are read as floats."""
+"""The largest error, in multiples of the model's median, of a weight in codes that are read as
+floats.
+"""
 
 
-def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Finding], list[LayerError]]:
-    """What is wrong with tensors, compared with those of the source, and how far each linear is from it, the farthest
-    first. A quantized source is a `RequestError`."""
+def check(
+    folder: Folder, source: Path, progress: Progress
+) -> tuple[list[Finding], list[LayerError]]:
+    """What is wrong with tensors, compared with those of the source, and how far each linear is
+    from it, the farthest first. A quantized source is a `RequestError`.
+    """
     where = folder.path.name
     try:
         reference, patient = open_pair(source, folder.path)
@@ -38,7 +45,9 @@ def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Findin
         return [finding("other-model", where, str(error))], []
     if schemes(reference) or read_as_floats(reference):
         raise RequestError(
-            "`against` is quantized itself", path=source, expected="the float model that this one was made of"
+            "`against` is quantized itself",
+            path=source,
+            expected="the float model that this one was made of",
         )
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, patient)]
     if differences := configs[0].differences(configs[1]):
@@ -69,14 +78,18 @@ class _Comparison:
             bound = _TIMES_USUAL * usual
             self.layers.append(LayerError(name, error, bound))
             if not error <= bound:
-                yield finding("out-of-line", name, f"relative error {error:.3g}, {usual:.3g} is usual")
+                yield finding(
+                    "out-of-line", name, f"relative error {error:.3g}, {usual:.3g} is usual"
+                )
 
     def _tensor(self, name: str) -> Iterator[Finding]:
         before, after = (one.load(stored_name(one, name)) for one in (self.reference, self.patient))
         if isinstance(before, QuantTensor):
             before = before.dequantize()
         if isinstance(after, Tensor):
-            cast = before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
+            cast = (
+                before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
+            )
             dtypes = [DType(model.config.dtype) for model in (self.reference, self.patient)]
             same_norm = same_norms(before, after, offset_of(self.reference.config, name), dtypes)
             if cast or same_norm or same_bits(before, after):
@@ -87,7 +100,11 @@ class _Comparison:
             bound = weight_bound(after, before, self._coarsest or after.scheme)
             self.layers.append(LayerError(module, error, bound))
             if not error <= bound:
-                yield finding("out-of-line", module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
+                yield finding(
+                    "out-of-line",
+                    module,
+                    f"relative error {error:.3g}; rounding explains {bound:.3g}",
+                )
             return
         stored = stored_name(self.patient, name)
         spec = self.patient.info(stored)

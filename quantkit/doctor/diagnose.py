@@ -8,7 +8,15 @@ from typing import Any
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags
 from quantkit.doctor import gguf, parts, quantization, readers, text, weights
-from quantkit.doctor.findings import RUNTIMES, SEVERITIES, Diagnosis, Finding, LayerError, Runtime, finding
+from quantkit.doctor.findings import (
+    RUNTIMES,
+    SEVERITIES,
+    Diagnosis,
+    Finding,
+    LayerError,
+    Runtime,
+    finding,
+)
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, RequestError
@@ -19,26 +27,42 @@ from quantkit.json_values import shown
 from quantkit.progress import Progress, silent
 
 _MAX_DEGREE = 1024
-_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja")
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 _TITLES = {
-    "safetensors": "Hugging Face", "bin": "Hugging Face", "meta": "Meta", "gguf": "GGUF",
+    "safetensors": "Hugging Face",
+    "bin": "Hugging Face",
+    "meta": "Meta",
+    "gguf": "GGUF",
     "mistral": "Mistral's own layout",
-}  # fmt: skip
+}
 
 
 def diagnose(
-    path: str | Path, *, runtime: Runtime | None = None, tp: int = 1, deep: bool = False,
-    against: str | Path | None = None, progress: Progress = silent,
-) -> Diagnosis:  # fmt: skip
-    """Find what is wrong with a model's folder or file, whoever made it; only headers are read by default.
+    path: str | Path,
+    *,
+    runtime: Runtime | None = None,
+    tp: int = 1,
+    deep: bool = False,
+    against: str | Path | None = None,
+    progress: Progress = silent,
+) -> Diagnosis:
+    """Find what is wrong with a model's folder or file, whoever made it; only headers are read by
+    default.
 
     Args:
         path: a folder, or a file of weights.
-        runtime: ``vllm``, ``transformers``, ``llama.cpp`` or ``mlx``: also check what this runtime does not load.
+        runtime: ``vllm``, ``transformers``, ``llama.cpp`` or ``mlx``: also check what this runtime
+            does not load.
         tp: the degree of tensor parallelism at which it is to run.
-        deep: read the weights too: NaN, what was never written, sizes out of line, zero points off by one; compare the
-            files with quantkit.json, if there is one; run the model on a short text, if it is small and no error was
-            found before.
+        deep: read the weights too: NaN, what was never written, sizes out of line, zero points off
+            by one; compare the files with quantkit.json, if there is one; run the model on a short
+            text, if it is small and no error was found before.
         against: the float model that it was made of: compute how far each linear is from it.
         progress: is called while weights are read.
 
@@ -47,8 +71,8 @@ def diagnose(
 
     Raises:
         CheckpointError: if the path is a partial folder of an interrupted run.
-        RequestError: if nothing is at a path, the source is quantized itself, a file holds no weights, or an argument
-            is invalid.
+        RequestError: if nothing is at a path, the source is quantized itself, a file holds no
+            weights, or an argument is invalid.
 
     Example:
         >>> print(*quantkit.diagnose("model-awq", runtime="vllm", tp=2).lines(), sep="\\n")
@@ -80,10 +104,20 @@ def diagnose(
         found, layers = compared.check(folder, source, progress)
         findings += found
     findings = list(dict.fromkeys(findings))
-    places = {rule: place for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings))}
-    findings.sort(key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name]))
+    places = {
+        rule: place for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings))
+    }
+    findings.sort(
+        key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name])
+    )
     return Diagnosis(
-        str(path), checks.kind(), runtime, findings, checks.looked_at(), checks.left_out(source is not None), layers
+        str(path),
+        checks.kind(),
+        runtime,
+        findings,
+        checks.looked_at(),
+        checks.left_out(source is not None),
+        layers,
     )
 
 
@@ -127,7 +161,11 @@ class _Checks:
             yield from weights.check_opened(self.folder)
         elif self.view is not None and self.view.is_read:
             yield from weights.check_read(self.view, deep=self.deep)
-        elif self.view is not None and not (self.view.known or self.view.without_head) and self.folder.config:
+        elif (
+            self.view is not None
+            and not (self.view.known or self.view.without_head)
+            and self.folder.config
+        ):
             self._by_class, found = weights.check_by_transformers(self.folder)
             yield from found
 
@@ -141,9 +179,15 @@ class _Checks:
         try:
             self._manifest = manifest.read(model)
             require_as_written(model, progress=progress)
-            self._read.append(f"sha256 of {len(self._manifest['files'])} files, as {path.name} has them")
+            self._read.append(
+                f"sha256 of {len(self._manifest['files'])} files, as {path.name} has them"
+            )
         except CheckpointError as error:
-            yield finding("not-as-written", path.name if error.path is None else error.path.name, error.problem)
+            yield finding(
+                "not-as-written",
+                path.name if error.path is None else error.path.name,
+                error.problem,
+            )
 
     def predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
         """What is wrong with a model's predictions; it is run if it is sound so far."""
@@ -166,13 +210,18 @@ class _Checks:
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             words.append(kind[:40])
-        words += [str(one.metadata.get("general.architecture"))[:40] for one in list(folder.headers.values())[:1]]
+        words += [
+            str(one.metadata.get("general.architecture"))[:40]
+            for one in list(folder.headers.values())[:1]
+        ]
         return ", ".join(words + ([folder.method[:40]] if folder.method else []))
 
     def looked_at(self) -> list[str]:
         folder = self.folder
         count = len(folder.files) + len(folder.headers)
-        tensors = len(folder.stored) + sum(len(header.tensors) for header in folder.headers.values())
+        tensors = len(folder.stored) + sum(
+            len(header.tensors) for header in folder.headers.values()
+        )
         what = "weights" if self.deep else "headers"
         found = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
         side_files = [name for name in _SIDE_FILES if name in folder.names]
@@ -182,7 +231,11 @@ class _Checks:
     def left_out(self, compared: bool) -> list[str]:
         """What was not read, and what to do to have it read."""
         view = self.view
-        found = self._unread if self.deep else ["the weights themselves, and what it predicts (`deep=True`)"]
+        found = (
+            self._unread
+            if self.deep
+            else ["the weights themselves, and what it predicts (`deep=True`)"]
+        )
         found += [] if compared else ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
             found.append("what a runtime does not load (`runtime=NAME`)")
@@ -191,5 +244,8 @@ class _Checks:
             what = f"{view.without_head} is" if view.without_head else "its family is"
             found.append(f"which tensors the model needs: {what} not known here")
         if self.folder.kind == "mistral":
-            found.append("params.json, tokenizer, and which tensors the model needs: the layout is not known here")
+            found.append(
+                "params.json, tokenizer, and which tensors the model needs: the layout is not known"
+                " here"
+            )
         return found

@@ -1,4 +1,6 @@
-"""Rules, which rules.toml lists, what they find, and the report that `quantkit.diagnose` returns."""
+"""Rules, which rules.toml lists, what they find, and the report that `quantkit.diagnose`
+returns.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong in one place, `where`: a module, a tensor or a file. `what` says what was found and expected."""
+    """What is wrong in one place, `where`: a module, a tensor or a file. `what` says what was
+    found and expected.
+    """
 
     rule: Rule
     where: str
@@ -58,9 +62,14 @@ class Finding:
         """The finding as plain values."""
         rule = self.rule
         return {
-            "severity": rule.severity_for(runtime), "rule": rule.name, "where": self.where, "what": self.what,
-            "remedy": rule.remedy, "source": rule.source, "breaks": list(rule.breaks),
-        }  # fmt: skip
+            "severity": rule.severity_for(runtime),
+            "rule": rule.name,
+            "where": self.where,
+            "what": self.what,
+            "remedy": rule.remedy,
+            "source": rule.source,
+            "breaks": list(rule.breaks),
+        }
 
 
 @functools.cache
@@ -68,7 +77,10 @@ def rules() -> Mapping[str, tuple[Rule, ...]]:
     """All rules, by theme."""
     listed = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
     return {
-        theme: tuple(Rule(name, **{**rule, "breaks": tuple(rule.get("breaks", ()))}) for name, rule in named.items())
+        theme: tuple(
+            Rule(name, **{**rule, "breaks": tuple(rule.get("breaks", ()))})
+            for name, rule in named.items()
+        )
         for theme, named in listed.items()
     }
 
@@ -97,7 +109,9 @@ def describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of a linear, relative to its float source (Frobenius norms), and the error that rounding explains."""
+    """The error of a linear, relative to its float source (Frobenius norms), and the error that
+    rounding explains.
+    """
 
     module: str
     error: float
@@ -114,7 +128,8 @@ class Diagnosis:
         findings: the worst first.
         looked_at: what was read.
         left_out: what was not checked, and why.
-        layers: the error of each linear compared with its float source, the largest first; empty without a source.
+        layers: the error of each linear compared with its float source, the largest first; empty
+            without a source.
     """
 
     path: str
@@ -137,11 +152,15 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
         return {
-            "path": self.path, "kind": self.kind, "runtime": self.runtime, "broken": self.broken,
+            "path": self.path,
+            "kind": self.kind,
+            "runtime": self.runtime,
+            "broken": self.broken,
             "findings": [finding.to_json(self.runtime) for finding in self.findings],
-            "looked_at": list(self.looked_at), "left_out": list(self.left_out),
+            "looked_at": list(self.looked_at),
+            "left_out": list(self.left_out),
             "layers": [vars(layer) for layer in self.layers],
-        }  # fmt: skip
+        }
 
     def lines(self, width: int = _WIDTH) -> list[str]:
         """A table for people: one entry for each rule that found something."""
@@ -155,15 +174,30 @@ class Diagnosis:
             low, high = (bound(layer.error for layer in self.layers) for bound in (min, max))
             errors = f"{len(self.layers)} linears, relative error {low:.3g} to {high:.3g}"
             lines.append(f"  from the source: {errors}; farthest:")
-        lines += [f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in self.layers[:3]]
+        lines += [
+            f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in self.layers[:3]
+        ]
         counts = Counter(self.severity(group[0]) for group in groups.values())
-        words = [f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}" for one in SEVERITIES if counts[one]]
+        words = [
+            f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}"
+            for one in SEVERITIES
+            if counts[one]
+        ]
         who = f" for {self.runtime}" if self.runtime else ""
         lines += _wrapped(f"{', '.join(words) or 'nothing found'}{who}", "", width)
-        lines += _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width) if self.looked_at else []
-        lines += _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width) if self.left_out else []
+        lines += (
+            _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width) if self.looked_at else []
+        )
+        lines += (
+            _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width)
+            if self.left_out
+            else []
+        )
         # characters that no terminal shows are escaped
-        return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines]
+        return [
+            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+            for line in lines
+        ]
 
     def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
         """What one rule found: where the first is, and how many more there are."""
@@ -186,5 +220,10 @@ def _shortened(text: str, length: int) -> str:
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
     rest = indent or _INDENT
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

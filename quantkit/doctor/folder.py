@@ -1,4 +1,6 @@
-"""What is in a model's folder or file, whoever made it: what can be read, and a list of what cannot."""
+"""What is in a model's folder or file, whoever made it: what can be read, and a list of what
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ from quantkit.formats.output.staging import require_finished
 from quantkit.json_values import read_json, read_settings
 
 _READERS: dict[str, Callable[[Path], TensorFile]] = {
-    ".safetensors": safetensors_io.open_file, ".bin": pth_io.open_file, ".pth": pth_io.open_file,
+    ".safetensors": safetensors_io.open_file,
+    ".bin": pth_io.open_file,
+    ".pth": pth_io.open_file,
     ".pt": pth_io.open_file,
-}  # fmt: skip
+}
 _MAX_NAME = 255  # bytes of a file's name
 _NAMED = {
-    "safetensors": r"model(-\d+-of-\d+)?\.safetensors", "bin": r"pytorch_model(-\d+-of-\d+)?\.bin",
-    "meta": r"consolidated\.\d+\.pth", "mistral": r"consolidated(-\d+-of-\d+)?\.safetensors",
-}  # fmt: skip
+    "safetensors": r"model(-\d+-of-\d+)?\.safetensors",
+    "bin": r"pytorch_model(-\d+-of-\d+)?\.bin",
+    "meta": r"consolidated\.\d+\.pth",
+    "mistral": r"consolidated(-\d+-of-\d+)?\.safetensors",
+}
 _ALONE = r"model.*\.(pth|pt)"  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 _MAX_FILES = 4096
@@ -39,8 +45,8 @@ class Folder(SideFiles):
     """What is at a path; only headers are read.
 
     Attributes:
-        kind: of the weights that are checked: ``safetensors``, ``bin``, ``meta``, ``mistral`` or ``gguf``; ``file`` for
-            a single file; empty if there are none.
+        kind: of the weights that are checked: ``safetensors``, ``bin``, ``meta``, ``mistral`` or
+            ``gguf``; ``file`` for a single file; empty if there are none.
         settings: of the quantization, wherever the folder has them; None for floats.
         index: the file of each tensor, as the index says; None if there is none that can be read.
         index_has_metadata: whether the index has the object ``metadata``.
@@ -55,8 +61,9 @@ class Folder(SideFiles):
     """
 
     def __init__(self, path: Path) -> None:
-        """A path with nothing there, or a file that holds no weights, is a `RequestError`; a partial folder of an
-        interrupted run is a `CheckpointError`."""
+        """A path with nothing there, or a file that holds no weights, is a `RequestError`; a
+        partial folder of an interrupted run is a `CheckpointError`.
+        """
         found = require_there(path)
         require_finished(found, MANIFEST)
         self.problems: list[tuple[Path, QuantkitError]] = []
@@ -118,14 +125,23 @@ class Folder(SideFiles):
                 return "gguf", self._parts_of_gguf([found])
             if found.suffix.lower() not in _READERS:
                 raise RequestError(
-                    "holds no weights", path=self.path,
-                    expected=f"a folder, or a file *.gguf, {', '.join('*' + one for one in _READERS)}",
-                )  # fmt: skip
+                    "holds no weights",
+                    path=self.path,
+                    expected=(
+                        f"a folder, or a file *.gguf, {', '.join('*' + one for one in _READERS)}"
+                    ),
+                )
             return "file", [found]
         for kind in ("safetensors", "bin"):
-            if (index := index_path(self.root, kind)).is_file() and (listed := self._indexed(index)):
+            if (index := index_path(self.root, kind)).is_file() and (
+                listed := self._indexed(index)
+            ):
                 known = set(listed)
-                self.stray = [one for one in self._matching(rf".*\.{kind}") if one not in known and _is_weights(one)]
+                self.stray = [
+                    one
+                    for one in self._matching(rf".*\.{kind}")
+                    if one not in known and _is_weights(one)
+                ]
                 return kind, listed
             if named := self._matching(_NAMED[kind]):
                 return kind, self._with_missing_parts(named)
@@ -155,7 +171,9 @@ class Folder(SideFiles):
             return []
         self.index = mapped
         self.index_has_metadata = isinstance(content.get("metadata"), dict)
-        inside = {name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)}
+        inside = {
+            name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)
+        }
         return [self.root / name for name in sorted(inside)]
 
     def _with_missing_parts(self, named: list[Path]) -> list[Path]:
@@ -170,14 +188,19 @@ class Folder(SideFiles):
         return list(found)
 
     def _parts_of_gguf(self, found: list[Path]) -> list[Path]:
-        """The first of the models that GGUF files are, with all its parts; those of pictures come last."""
+        """The first of the models that GGUF files are, with all its parts; those of pictures
+        come last.
+        """
         ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
         stem, count = split_stem(first.name), _PART.search(first.name)
         if stem is None or count is None or int(count[2]) > _MAX_FILES:
             self.others = [path for path in ranked if path != first]
             return [first]
-        parts = [first.with_name(split_name(stem, index, int(count[2]))) for index in range(int(count[2]))]
+        parts = [
+            first.with_name(split_name(stem, index, int(count[2])))
+            for index in range(int(count[2]))
+        ]
         self.others = [path for path in ranked if path not in parts]
         return parts
 
@@ -192,7 +215,9 @@ class Folder(SideFiles):
             return
         self.files[path.name] = file
         for name, tensor in file.tensors.items():
-            if name in self.homes and self.kind != "meta":  # each shard holds a part of every tensor
+            if (
+                name in self.homes and self.kind != "meta"
+            ):  # each shard holds a part of every tensor
                 self.twice[name] = self.homes[name].path.name, path.name
                 if self.index is not None and self.index.get(name) != path.name:
                     continue
@@ -212,4 +237,6 @@ def may_hold_weights(name: str) -> bool:
 
 def _is_weights(path: Path) -> bool:
     """Whether a file may hold a model's weights: neither an adapter nor a trainer's own."""
-    return not path.name.startswith(("adapter_", "training_args", "optimizer", "scheduler", "consolidated"))
+    return not path.name.startswith(
+        ("adapter_", "training_args", "optimizer", "scheduler", "consolidated")
+    )

@@ -1,4 +1,6 @@
-"""Rules about GGUF files: keys that llama.cpp looks for, the tensors of all blocks, the text in the metadata."""
+"""Rules about GGUF files: keys that llama.cpp looks for, the tensors of all blocks, the text in
+the metadata.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,32 @@ from quantkit.files.gguf_types import GgufTensor
 from quantkit.json_values import shown
 from quantkit.text.chat_template import ChatTemplate
 
-_TOKENIZERS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab")
+_TOKENIZERS = (
+    "llama",
+    "gpt2",
+    "bert",
+    "t5",
+    "rwkv",
+    "plamo2",
+    "gemma4",
+    "hybriddna",
+    "whitespace",
+    "none",
+    "no_vocab",
+)
 _KEYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_GEMMA2 = {"attention.sliding_window_pattern": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0}
+_GEMMA2 = {
+    "attention.sliding_window_pattern": 1,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+}
 """Values with which llama.cpp stops or divides by zero."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ALSO_EVEN = ("mistral3",)
-"""Architectures that quantkit does not read, and whose blocks all have the same tensors, as in those that it reads."""
+"""Architectures that quantkit does not read, and whose blocks all have the same tensors, as in
+those that it reads.
+"""
 _IDS = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", "eot_token_id")
 
 
@@ -32,7 +52,9 @@ def check(folder: Folder) -> Iterator[Finding]:
     if not folder.headers:
         return
     metadata = next(iter(folder.headers.values())).metadata
-    tensors = {name: one for header in folder.headers.values() for name, one in header.tensors.items()}
+    tensors = {
+        name: one for header in folder.headers.values() for name, one in header.tensors.items()
+    }
     where = next(iter(folder.headers))
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
@@ -55,9 +77,13 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
             yield finding("gguf-keys", where, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
         yield finding("gguf-keys", where, f"{architecture}.{_EPSILONS[0]} is missing")
-    blocks, heads = (metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv"))
+    blocks, heads = (
+        metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv")
+    )
     if isinstance(heads, list) and len(heads) != blocks:
-        yield finding("gguf-keys", where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers")
+        yield finding(
+            "gguf-keys", where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers"
+        )
     if architecture == "granite" and "granite.logit_scale" not in metadata:
         yield finding("gguf-keys", where, "granite.logit_scale is missing")
     for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
@@ -65,7 +91,9 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
             yield finding("gguf-keys", where, f"gemma2.{key} is {wrong}")
 
 
-def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]) -> Iterator[Finding]:
+def _tensors(
+    metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]
+) -> Iterator[Finding]:
     even = architecture in (*sharing_families(), *_ALSO_EVEN)
     for name in ("token_embd.weight", "output_norm.weight") if even else ("token_embd.weight",):
         if name not in tensors:
@@ -74,7 +102,9 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
     width = metadata.get(f"{architecture}.embedding_length")
     table = tensors.get("token_embd.weight")
     if table is not None and type(width) is int and table.shape[-1] != width:
-        yield finding("wrong-shape", table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}")
+        yield finding(
+            "wrong-shape", table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}"
+        )
     if type(blocks) is not int or blocks > len(tensors) + 1:
         return
     own: dict[int, dict[str, GgufTensor]] = {layer: {} for layer in range(blocks)}
@@ -94,17 +124,25 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
         elif even:
             for suffix, counts in shapes.items():
                 if suffix not in found and 2 * counts.total() > blocks:
-                    yield finding("missing-tensor", f"blk.{layer}.{suffix}", "not in the file; other blocks have it")
-                elif suffix in found and found[suffix].shape != (shape := counts.most_common(1)[0][0]):
+                    yield finding(
+                        "missing-tensor",
+                        f"blk.{layer}.{suffix}",
+                        "not in the file; other blocks have it",
+                    )
+                elif suffix in found and found[suffix].shape != (
+                    shape := counts.most_common(1)[0][0]
+                ):
                     what = f"found {list(found[suffix].shape)}, in most blocks {list(shape)}"
                     yield finding("wrong-shape", found[suffix].name, what)
 
 
 def _text(
     folder: Folder, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: str
-) -> Iterator[Finding]:  # fmt: skip
+) -> Iterator[Finding]:
     prefix = "tokenizer.ggml."
-    stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    stated = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
     tokens, model = stated.get("tokens"), stated.get("model")
     if not isinstance(tokens, list) or not tokens:
         yield finding("no-tokenizer", where, "tokenizer.ggml.tokens is missing")
@@ -116,7 +154,11 @@ def _text(
             yield finding("gguf-vocabulary", where, f"{count} tokens, {len(listed)} of {key}")
     embedding = tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != count:
-        yield finding("gguf-vocabulary", where, f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight")
+        yield finding(
+            "gguf-vocabulary",
+            where,
+            f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight",
+        )
     if model == "gpt2":
         for key, rule in (("merges", "gguf-keys"), ("pre", "gguf-pre")):
             if not stated.get(key):
@@ -128,11 +170,18 @@ def _text(
     for key in _IDS:
         value = stated.get(key)
         if value is not None and (type(value) is not int or not 0 <= value < count):
-            yield finding("token-out-of-range", where, f"{key} {shown(value)}, expected below {count}")
+            yield finding(
+                "token-out-of-range", where, f"{key} {shown(value)}, expected below {count}"
+            )
     source = metadata.get("tokenizer.chat_template")
     if source is None:
-        names = [metadata.get(key) for key in ("general.name", "general.finetune", "general.basename")]
-        if any(isinstance(name, str) and text.INSTRUCT.search(name) for name in (*names, folder.path.stem)):
+        names = [
+            metadata.get(key) for key in ("general.name", "general.finetune", "general.basename")
+        ]
+        if any(
+            isinstance(name, str) and text.INSTRUCT.search(name)
+            for name in (*names, folder.path.stem)
+        ):
             yield finding("no-chat-template", where, "by its name it is an instruct model")
         return
     try:

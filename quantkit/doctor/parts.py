@@ -1,5 +1,6 @@
-"""Rules about parts of a model other than its decoder: layers that predict further tokens (MTP), and parts for images
-and sound."""
+"""Rules about parts of a model other than its decoder: layers that predict further tokens (MTP),
+and parts for images and sound.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
-from quantkit.architectures.families.opaque import LINEARS, is_extra_layer, layer_beyond, possible_linears
+from quantkit.architectures.families.opaque import (
+    LINEARS,
+    is_extra_layer,
+    layer_beyond,
+    possible_linears,
+)
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
@@ -16,15 +22,27 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.json_values import Settings
 
-PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+PREDICTION = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+)
 """The keys of config.json with the number of layers that predict further tokens."""
-_TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
-_FUSED = frozenset({"qkv_proj", "gate_up_proj", "qkv", "query_key_value", "W_pack", "Wqkv", "in_proj"})
+_TOWERS = {
+    "vision_config": ("vis", "vit", "image", "patch"),
+    "audio_config": ("audio", "speech", "sound"),
+}
+_FUSED = frozenset(
+    {"qkv_proj", "gate_up_proj", "qkv", "query_key_value", "W_pack", "Wqkv", "in_proj"}
+)
 _JOINING = ("fc", "eh_proj")  # which runtimes never quantize in layers beyond the model's
 
 
 def check(view: View) -> Iterator[Finding]:
-    """What is wrong with layers that predict further tokens, and with parts for images and sound."""
+    """What is wrong with layers that predict further tokens, and with parts for images and
+    sound.
+    """
     if view.stored and view.folder.complete:
         yield from _dropped_prediction(view)
         yield from _dropped_towers(view)
@@ -45,7 +63,9 @@ def _dropped_prediction(view: View) -> Iterator[Finding]:
             yield finding("dropped-prediction", CONFIG, f"{key} is {count}")
         elif layers and len(layers) < count:
             found = f"layer {min(layers)}" if len(layers) == 1 else f"{len(layers)} such layers"
-            yield finding("dropped-prediction", CONFIG, f"{key} is {count}, and there is only {found}")
+            yield finding(
+                "dropped-prediction", CONFIG, f"{key} is {count}, and there is only {found}"
+            )
 
 
 def _dropped_towers(view: View) -> Iterator[Finding]:
@@ -56,8 +76,9 @@ def _dropped_towers(view: View) -> Iterator[Finding]:
 
 
 def _not_ignored(view: View) -> Iterator[Finding]:
-    """Linears of layers that predict further tokens that are stored as floats, and that runtimes would build as
-    quantized ones; and names that the config gives such layers and no module has."""
+    """Linears of layers that predict further tokens that are stored as floats, and that runtimes
+    would build as quantized ones; and names that the config gives such layers and no module has.
+    """
     folder, method = view.folder, view.method
     if method is None or folder.settings is None or view.claims.problems:
         return
@@ -86,7 +107,9 @@ def _not_ignored(view: View) -> Iterator[Finding]:
 
 
 def _float_linears(view: View) -> list[str]:
-    """The linears of layers that predict further tokens, as runtimes name them, that are stored as floats."""
+    """The linears of layers that predict further tokens, as runtimes name them, that are stored
+    as floats.
+    """
     raw, found = view.folder.config, []
     for name, tensor in view.stored.items():
         if is_extra_layer(name, raw):
@@ -97,7 +120,9 @@ def _float_linears(view: View) -> list[str]:
 
 
 def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """The names in such layers that are those of no module, nor of one next to a module: runtimes fuse some."""
+    """The names in such layers that are those of no module, nor of one next to a module:
+    runtimes fuse some.
+    """
     raw, known, parents = view.folder.config, set(linears), set[str]()
     for stored in view.stored:
         module = stored if is_extra_layer(stored, raw) else ""
@@ -106,13 +131,17 @@ def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> 
     return [
         name
         for name in names
-        if not name.startswith("re:") and is_extra_layer(f"{name}.weight", raw)
-        and name not in known and name.rpartition(".")[0] not in parents
-    ]  # fmt: skip
+        if not name.startswith("re:")
+        and is_extra_layer(f"{name}.weight", raw)
+        and name not in known
+        and name.rpartition(".")[0] not in parents
+    ]
 
 
 def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """The names of linears in such layers that are in no file, although others of the same layers are."""
+    """The names of linears in such layers that are in no file, although others of the same
+    layers are.
+    """
     raw = view.folder.config
     extra = [name.rpartition(".")[0] for name in view.stored if is_extra_layer(name, raw)]
     known = {*linears, *extra, *view.coded, *view.stored}
@@ -122,13 +151,20 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
     for name in names:
         parent, _, last = name.rpartition(".")
         single = last in LINEARS.union(_JOINING) - _FUSED and parent not in fused
-        if not name.startswith("re:") and single and name not in known and _root(name, raw) in roots:
+        if (
+            not name.startswith("re:")
+            and single
+            and name not in known
+            and _root(name, raw) in roots
+        ):
             found.append(name)
     return found
 
 
 def _root(module: str, raw: Mapping[str, Any]) -> str:
-    """The first part of a module's name that says that it is in such a layer, with those before it."""
+    """The first part of a module's name that says that it is in such a layer, with those before
+    it.
+    """
     parts = module.split(".")
     prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return next((prefix for prefix in prefixes if is_extra_layer(f"{prefix}.weight", raw)), "")

@@ -1,6 +1,8 @@
-"""Rules about what a model predicts: it is run on packaged texts, as its config says and with other settings.
+"""Rules about what a model predicts: it is run on packaged texts, as its config says and with other
+settings.
 
-Other settings are those that a wrong config has in place of the right ones."""
+Other settings are those that a wrong config has in place of the right ones.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ _MIN_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another re
 
 @dataclass
 class Predictions:
-    """What a model predicts on the packaged texts: findings, and a line that says what was measured, or why not."""
+    """What a model predicts on the packaged texts: findings, and a line that says what was
+    measured, or why not.
+    """
 
     findings: list[Finding]
     measured: str | None = None
@@ -54,7 +58,9 @@ class Predictions:
 
 
 def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Predictions:
-    """Run a model, one block in memory at a time; `recorded` is its manifest, empty if it has none."""
+    """Run a model, one block in memory at a time; `recorded` is its manifest, empty if it has
+    none.
+    """
     found = Predictions([])
     try:
         model = open_to_run(folder.path)
@@ -63,14 +69,22 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
         if tokenizer is None:
             found.left_out = "what it predicts: it has no tokenizer"
         elif count > MAX_PARAMETERS:
-            reason = f"it has {count / 1e9:.1f}e9 parameters, and is run up to {MAX_PARAMETERS / 1e9:.0f}e9"
+            reason = (
+                f"it has {count / 1e9:.1f}e9 parameters, and is run up to"
+                f" {MAX_PARAMETERS / 1e9:.0f}e9"
+            )
             found.left_out = f"what it predicts: {reason}"
         else:
             texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
             speech = texts.pop(_SPEECH, torch.empty(1, 0))
             # enough tokens, and not mostly the same one, as for unknown words
-            if speech.numel() >= _MIN_TOKENS and 2 * int(speech.flatten().bincount().max()) <= speech.numel():
-                run = _Run(model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress)
+            if (
+                speech.numel() >= _MIN_TOKENS
+                and 2 * int(speech.flatten().bincount().max()) <= speech.numel()
+            ):
+                run = _Run(
+                    model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress
+                )
                 found.findings = list(run.findings(folder.path.name, recorded))
                 found.measured = run.measured
             else:
@@ -81,10 +95,13 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
 
 
 class _Run:
-    """A model on windows [1, T], one per text; `frequency_loss` is that of the first window, as predicted from the
-    frequencies of tokens, in nats a token."""
+    """A model on windows [1, T], one per text; `frequency_loss` is that of the first window, as
+    predicted from the frequencies of tokens, in nats a token.
+    """
 
-    def __init__(self, model: Checkpoint, windows: list[Tensor], frequency_loss: float, progress: Progress) -> None:
+    def __init__(
+        self, model: Checkpoint, windows: list[Tensor], frequency_loss: float, progress: Progress
+    ) -> None:
         self._model, self._windows, self._frequency_loss = model, windows, frequency_loss
         self._progress = in_phase(progress, "predictions")
         self.measured: str | None = None
@@ -101,11 +118,16 @@ class _Run:
             found = f" ({error.found})" if error.found is not None else ""
             yield finding("no-prediction", where, f"{error.problem}{found}")
         if isinstance(checked, SourceCheck):
-            self.measured = f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
+            self.measured = (
+                f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
+            )
             yield from self._worse_than_source(where, checked, recorded)
             loss, bound = own[0].mean().item(), self._frequency_loss
             if loss >= bound:
-                figures = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
+                figures = (
+                    f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies"
+                    " of tokens alone"
+                )
                 yield finding("poor-prediction", where, figures)
         if self._model.config.runnable:
             yield from self._other_reading(where, own)
@@ -115,23 +137,34 @@ class _Run:
         found = token_losses(model or self._model, windows, progress=self._progress)
         return [one.flatten() for one in found]
 
-    def _worse_than_source(self, where: str, checked: SourceCheck, recorded: Mapping[str, Any]) -> Iterator[Finding]:
+    def _worse_than_source(
+        self, where: str, checked: SourceCheck, recorded: Mapping[str, Any]
+    ) -> Iterator[Finding]:
         """Compare the perplexity with that of the source, within what quantization explains."""
         source = recorded.get("source_check")
-        source = source if isinstance(source, dict) else {}  # otherwise the reason why there was no check
+        source = (
+            source if isinstance(source, dict) else {}
+        )  # otherwise the reason why there was no check
         before = source.get("perplexity")
         same_text = (source.get("text"), source.get("tokens")) == (checked.text, checked.tokens)
         if not (same_text and isinstance(before, float)):
             return
         found = schemes(self._model).values()
         bound = scheme_bound(found) if found else BOUNDS["bfloat16"]
-        limit = before * (1 + 2 * (bound.perplexity_ratio - 1))  # for one window, where bounds are for several
+        limit = before * (
+            1 + 2 * (bound.perplexity_ratio - 1)
+        )  # for one window, where bounds are for several
         if checked.perplexity > limit:
-            what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {limit:.4g} is usual"
+            what = (
+                f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to"
+                f" {limit:.4g} is usual"
+            )
             yield finding("worse-than-source", where, what)
 
     def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
-        """The other settings that predict best, if better than the config's; tried on one window first."""
+        """The other settings that predict best, if better than the config's; tried on one window
+        first.
+        """
         before = torch.cat(own)
         best: tuple[float, str] = (_MIN_GAIN, "")
         for reading in _readings(self._model):
@@ -151,31 +184,40 @@ class _Run:
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
-    """The loss of windows [W, T], in nats a token, as predicted from the frequencies of tokens in the rest of the text.
+    """The loss of windows [W, T], in nats a token, as predicted from the frequencies of tokens in
+    the rest of the text.
 
-    Tokens that are not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37, 1991) leaves for them.
+    Tokens that are not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37,
+    1991) leaves for them.
     """
     rest = Counter(tokenizer.encode(excerpt())[windows.numel() :])
     count, distinct = rest.total(), len(rest)
     unseen = distinct / tokenizer.vocab_size
     targets = windows[:, 1:].flatten().tolist()
-    return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(targets)
+    return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(
+        targets
+    )
 
 
 class _Reading(CheckpointView):
     """A checkpoint, read with other settings than its config has, which `what` names.
 
-    `reorder` brings rows [heads * head_dim, ...] of queries and keys into another order; its second argument is the
-    size of a head.
+    `reorder` brings rows [heads * head_dim, ...] of queries and keys into another order; its second
+    argument is the size of a head.
     """
 
     def __init__(
-        self, what: str, source: Checkpoint, config: ModelConfig | None = None,
+        self,
+        what: str,
+        source: Checkpoint,
+        config: ModelConfig | None = None,
         reorder: Callable[[Tensor, int], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(source, config)
         self.what, self._reorder = what, reorder
-        self._rotary = {one.name for one in parameters(self.config) if one.rotary} if reorder else set()
+        self._rotary = (
+            {one.name for one in parameters(self.config) if one.rotary} if reorder else set()
+        )
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if self._reorder is None or name not in self._rotary:
@@ -187,13 +229,18 @@ class _Reading(CheckpointView):
 
 
 def _readings(source: Checkpoint) -> Iterator[_Reading]:
-    """Settings that could be wrong: another rope base, heads half or twice as large, rows of queries and keys in Meta's
-    order instead of Hugging Face's, or the reverse."""
+    """Settings that could be wrong: another rope base, heads half or twice as large, rows of
+    queries and keys in Meta's order instead of Hugging Face's, or the reverse.
+    """
     config = source.config
     for factor in _BASES:
         theta = config.rope.theta * factor
         if MIN_THETA < theta < MAX_THETA:
-            yield _Reading(f"a rope base of {theta:g}", source, replace(config, rope=replace(config.rope, theta=theta)))
+            yield _Reading(
+                f"a rope base of {theta:g}",
+                source,
+                replace(config, rope=replace(config.rope, theta=theta)),
+            )
     whole = config.rope.rotary_dim is None and config.latent_attention is None
     if whole:
         yield _Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)

@@ -1,5 +1,6 @@
-"""Rules about quantized weights, their zero points and a quantized key/value cache: whether the tensors are those that
-the config states, and that runtimes expect."""
+"""Rules about quantized weights, their zero points and a quantized key/value cache: whether the
+tensors are those that the config states, and that runtimes expect.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def _module(view: View, module: str) -> Iterator[Finding]:
             yield finding("not-quantized", module, f"floats, and by the config {title}")
         return
     missing = coded.missing(claim)
-    lacking = [suffix for suffix in missing if not view.folder.in_unread_file(coded.tensor_name(suffix))]
+    lacking = [
+        suffix for suffix in missing if not view.folder.in_unread_file(coded.tensor_name(suffix))
+    ]
     if lacking:
         there = f"; has {', '.join(coded.tensors)}" if coded.tensors else ""
         yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
@@ -78,13 +81,26 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     if is_embedding(module) and not _embedding_is_read(view, coded):
         yield finding("quantized-embedding", module, coded.title)
     elif claim is None and view.claims.certain:
-        said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
+        said = (
+            "no quantization_config"
+            if view.folder.settings is None
+            else "not among those it quantizes"
+        )
         yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
-    if bits is not None and bits < _STATE_BITS and view.hints.is_recurrent(module) and may_change_state(module):
+    if (
+        bits is not None
+        and bits < _STATE_BITS
+        and view.hints.is_recurrent(module)
+        and may_change_state(module)
+    ):
         yield finding("low-bit-state", module, f"{coded.title}, {bits} bits")
     for leaf, expected in coded.wrong_types(LAYOUTS):
-        yield finding("codes-type", f"{module}.{leaf}", f"found {coded.tensors[leaf].dtype}, expected {expected}")
+        yield finding(
+            "codes-type",
+            f"{module}.{leaf}",
+            f"found {coded.tensors[leaf].dtype}, expected {expected}",
+        )
     for suffix in coded.foreign:
         foreign = coded.tensors[suffix]
         what = f"{foreign.dtype} {list(foreign.shape)}, which is no part of {coded.title}"
@@ -98,18 +114,28 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         if problem := coded.layout.problem(raw, shape):
             yield finding("codes-shape", module, problem)
     if claim is None:
-        if view.method is not None and not view.claims.certain and not _may_have(view.method, coded):
-            yield finding("other-kind", module, f"{coded.title}, and by the config {view.folder.method}")
+        if (
+            view.method is not None
+            and not view.claims.certain
+            and not _may_have(view.method, coded)
+        ):
+            yield finding(
+                "other-kind", module, f"{coded.title}, and by the config {view.folder.method}"
+            )
         return
     if claim.layout not in (None, coded.layout):
-        yield finding("other-kind", module, f"{coded.title}, and by the config {claim.layout.title}")
+        yield finding(
+            "other-kind", module, f"{coded.title}, and by the config {claim.layout.title}"
+        )
         return
     if claim.by_index and coded.layout is PACKED_CODES:
         yield finding("act-order", module, "actorder 'group'")
     if shape is None:
         return
     if claim.group_size and shape[1] % claim.group_size:
-        yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}")
+        yield finding(
+            "uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}"
+        )
         return
     for leaf, wanted in coded.wrong_shapes(shape, claim):
         rule = "codes-shape" if leaf == coded.layout.codes else "scale-shape"
@@ -125,16 +151,18 @@ def _may_have(method: QuantMethod, coded: Description) -> bool:
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:
-    """Whether transformers, or its method's own reader, loads a quantized embedding: of compressed-tensors' layouts
-    int8, if the head is not tied to it (tried with 5.23)."""
+    """Whether transformers, or its method's own reader, loads a quantized embedding: of
+    compressed-tensors' layouts int8, if the head is not tied to it (tried with 5.23).
+    """
     tied = view.config is None or view.config.tied_embeddings
     plain = isinstance(view.method, CompressedTensors) and coded.layout is INT8
     return view.folder.method in _READ_EMBEDDINGS or (not tied and plain)
 
 
 def _is_meant(view: View, module: str) -> bool:
-    """Whether a config that lists no modules includes one: in an unknown family, if the same module of most layers is
-    quantized."""
+    """Whether a config that lists no modules includes one: in an unknown family, if the same module
+    of most layers is quantized.
+    """
     if view.known or not isinstance(view.method, Gptq | Awq):
         return True
     same = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
@@ -185,7 +213,12 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
     stacked: set[str] = set()
     for parameter in parameters(config):
         tensor = view.on_disk.get(parameter.name)
-        if not parameter.is_linear_weight or parameter.linear is None or tensor is None or tensor.name in stacked:
+        if (
+            not parameter.is_linear_weight
+            or parameter.linear is None
+            or tensor is None
+            or tensor.name in stacked
+        ):
             continue
         if tensor.stacked is not None:
             stacked.add(tensor.name)
@@ -198,10 +231,27 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
             if not parameter.role.startswith("attention."):
                 yield finding("tp-heads", tensor.module, f"width {width} over {tp}")
             continue
-        block = None if claim is None else claim.block[axis] if claim.block else claim.group_size if axis == 1 else None
+        block = (
+            None
+            if claim is None
+            else claim.block[axis]
+            if claim.block
+            else claim.group_size
+            if axis == 1
+            else None
+        )
         if block is not None and tensor.module in view.coded and (width // tp) % block:
-            yield finding("tp-groups", tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
-        elif axis == 0 and (width // tp) % 8 and (own := view.coded.get(tensor.module)) and own.layout is AWQ:
+            yield finding(
+                "tp-groups",
+                tensor.module,
+                f"{width} over {tp} is {width // tp}, in groups of {block}",
+            )
+        elif (
+            axis == 0
+            and (width // tp) % 8
+            and (own := view.coded.get(tensor.module))
+            and own.layout is AWQ
+        ):
             yield finding("tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word")
 
 
@@ -209,12 +259,24 @@ def check_cache(view: View) -> Iterator[Finding]:
     """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
     tensors = kv_cache.cache_tensors(view.stored)
-    scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
-    stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
+    scales = {
+        name: entry
+        for name, entry in tensors.items()
+        if entry.kind == "scale" and {*entry.parts} & {"k", "v"}
+    }
+    stated = (
+        None
+        if folder.settings is None
+        else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
+    )
     try:
         scheme = kv_cache.stated_scheme(stated)
     except CheckpointError as error:
-        yield finding("bad-settings", CONFIG, f"{error.problem}: found {error.found}, expected {error.expected}")
+        yield finding(
+            "bad-settings",
+            CONFIG,
+            f"{error.problem}: found {error.found}, expected {error.expected}",
+        )
         return
     if scales and scheme is None:
         yield finding("kv-no-scheme", CONFIG, f"{len(scales)} scales: {next(iter(scales))}")
@@ -224,15 +286,25 @@ def check_cache(view: View) -> Iterator[Finding]:
     layers = highest + 1 if view.config is None else view.config.num_layers
     if folder.complete and scales:
         for layer in kv_cache.layers_without_scales(scales, layers):
-            found = ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
-            yield finding("kv-scales-missing", f"layer {layer}", f"found {found}, expected scales of keys and values")
+            found = (
+                ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
+            )
+            yield finding(
+                "kv-scales-missing",
+                f"layer {layer}",
+                f"found {found}, expected scales of keys and values",
+            )
     if folder.complete and kv_cache.needs_zero_points(scheme):
         for layer, part in kv_cache.without_zero_points(tensors, layers):
             yield finding("kv-no-zero-points", f"layer {layer}", f"found none of its {part}")
     heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
     for name, entry in tensors.items():
         if (count := kv_cache.misfit(entry, view.stored[name], scheme, *heads)) is not None:
-            yield finding("kv-scale-shape", name, f"found {list(view.stored[name].shape)}, expected {count} elements")
+            yield finding(
+                "kv-scale-shape",
+                name,
+                f"found {list(view.stored[name].shape)}, expected {count} elements",
+            )
         yield from _cache_value(view, name, entry)
 
 
@@ -240,7 +312,11 @@ def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator
     tensor, is_scale = view.stored[name], entry.kind == "scale"
     if tensor.dtype not in kv_cache.TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_READ_BYTES:
         expected = "floats" if is_scale else "numbers"
-        yield finding("kv-scale-value", name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
+        yield finding(
+            "kv-scale-value",
+            name,
+            f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}",
+        )
         return
     try:
         value = view.folder.homes[name].read(name).double()
@@ -251,8 +327,9 @@ def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator
 
 
 def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Compare zero points with the weights; with `deep`, also asymmetric ones with the means of weights, which are
-    near 0."""
+    """Compare zero points with the weights; with `deep`, also asymmetric ones with the means of
+    weights, which are near 0.
+    """
     sampled = 0
     above: dict[str, float] = {}  # the mean code minus the mean zero point, by module
     for module, coded in view.coded.items():
@@ -262,14 +339,24 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
         if claim.symmetric and coded.layout is GPTQ and (deep or sampled < _SAMPLED):
             sampled += 1
             yield from _constant(view, coded, claim.bits)
-        elif deep and claim.bits == _BITS and not claim.symmetric and coded.layout and coded.layout.zeros:
+        elif (
+            deep
+            and claim.bits == _BITS
+            and not claim.symmetric
+            and coded.layout
+            and coded.layout.zeros
+        ):
             with contextlib.suppress(CheckpointError):  # reported by rules about values
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     expected = _stated_offset(view)
-    if not above or writers(view.folder.settings or {}) & {WRITER}:  # which writes the zero points of its source
+    if not above or writers(view.folder.settings or {}) & {
+        WRITER
+    }:  # which writes the zero points of its source
         return
-    if abs(statistics.median(above.values()) - expected) > _TOLERANCE:  # the mean of a weight is near 0
+    if (
+        abs(statistics.median(above.values()) - expected) > _TOLERANCE
+    ):  # the mean of a weight is near 0
         for module, distance in above.items():
             what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
             yield finding("zero-version", _words(view.coded[module])[1].name, what)
@@ -277,9 +364,16 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
 
 def _is_whole(coded: Description) -> bool:
     """Whether there are packed codes and zero points, in words."""
-    suffixes = (coded.layout.codes, coded.layout.zeros) if coded.layout is not None and coded.layout.zeros else ()
+    suffixes = (
+        (coded.layout.codes, coded.layout.zeros)
+        if coded.layout is not None and coded.layout.zeros
+        else ()
+    )
     return all(
-        tensor is not None and tensor.dtype == DType.INT32 and len(tensor.shape) == 2 and 0 not in tensor.shape
+        tensor is not None
+        and tensor.dtype == DType.INT32
+        and len(tensor.shape) == 2
+        and 0 not in tensor.shape
         for tensor in (coded.tensors.get(suffix) for suffix in suffixes)
     )
 
@@ -305,7 +399,11 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     code = common & ((1 << bits) - 1)
     expected = middle - _stated_offset(view)
     if code != expected and code in (middle, middle - 1):
-        yield finding("zero-version", tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
+        yield finding(
+            "zero-version",
+            tensor.name,
+            f"symmetric, and {code} is stored; by the config {expected}",
+        )
 
 
 def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:

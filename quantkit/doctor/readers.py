@@ -1,4 +1,6 @@
-"""Rules about what each runtime loads: kinds of folders, methods of quantization, and their schemes."""
+"""Rules about what each runtime loads: kinds of folders, methods of quantization, and their
+schemes.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,32 @@ from quantkit.formats.codecs.vllm import Linears, vllm_problems
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.json_values import Settings
 
-_TITLES = {"vllm": "vLLM", "transformers": "transformers", "llama.cpp": "llama.cpp", "mlx": "mlx-lm"}
+_TITLES = {
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
+    "mlx": "mlx-lm",
+}
 _CONTAINERS: dict[Runtime, tuple[str, ...]] = {
-    "vllm": ("safetensors", "bin", "mistral"), "transformers": ("safetensors", "bin", "gguf"), "llama.cpp": ("gguf",),
+    "vllm": ("safetensors", "bin", "mistral"),
+    "transformers": ("safetensors", "bin", "gguf"),
+    "llama.cpp": ("gguf",),
     "mlx": ("safetensors",),
-}  # fmt: skip
+}
 _CONTAINER_TITLES = {
-    "safetensors": "folders with safetensors", "bin": "with pytorch_model*.bin", "gguf": "*.gguf",
+    "safetensors": "folders with safetensors",
+    "bin": "with pytorch_model*.bin",
+    "gguf": "*.gguf",
     "mistral": "consolidated*.safetensors",
-}  # fmt: skip
+}
 _METHODS: dict[str, tuple[Runtime, ...]] = {
     **{name: method.runtimes for name, method in METHODS.items()},
-    **dict.fromkeys(("mxfp8", "quark", "fp_quant"), ("vllm", "transformers")), "bitnet": ("transformers", "mlx"),
-    **dict.fromkeys(("aqlm", "quanto", "eetq", "higgs", "hqq", "vptq", "spqr", "nvfp4"), ("transformers",)),
-}  # fmt: skip
+    **dict.fromkeys(("mxfp8", "quark", "fp_quant"), ("vllm", "transformers")),
+    "bitnet": ("transformers", "mlx"),
+    **dict.fromkeys(
+        ("aqlm", "quanto", "eetq", "higgs", "hqq", "vptq", "spqr", "nvfp4"), ("transformers",)
+    ),
+}
 """The runtimes that load a method of quantization."""
 _FAST_GROUPS = (None, 32, 64, 128)
 _VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
@@ -45,7 +59,9 @@ def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
     if folder.kind and folder.kind not in _CONTAINERS[runtime]:
         what = "a file" if folder.kind == "file" else f"{folder.kind} weights"
         read = ", ".join(_CONTAINER_TITLES[one] for one in _CONTAINERS[runtime])
-        yield finding("other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}")
+        yield finding(
+            "other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}"
+        )
 
 
 def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Iterator[Finding]:
@@ -60,7 +76,9 @@ def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Itera
         return
     method = view.folder.method
     if method is not None and runtime not in _METHODS.get(method, ()):
-        yield finding("other-method", "quantization_config", f"{method}; {_TITLES[runtime]} does not read it")
+        yield finding(
+            "other-method", "quantization_config", f"{method}; {_TITLES[runtime]} does not read it"
+        )
         return
     raw = view.folder.config
     if view.config is None and raw and not (runtime == "transformers" and _transformers_knows(raw)):
@@ -69,7 +87,9 @@ def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Itera
         yield from _module(view, module, runtime)
     if runtime == "vllm" and view.method is not None and view.coded:
         settings = Settings(view.folder.settings or {}, view.folder.root / CONFIG, SETTINGS)
-        for problem in vllm_problems(Linears.of(view.method, settings, view.all_linears(), view.coded, raw)):
+        for problem in vllm_problems(
+            Linears.of(view.method, settings, view.all_linears(), view.coded, raw)
+        ):
             if problem.rule not in reported:
                 yield finding(problem.rule, problem.where, problem.what)
 
@@ -93,7 +113,9 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
         yield finding("packed-zeros", module, "asymmetric")
     if runtime == "mlx" and coded.layout in (GPTQ, AWQ):
         if claim.bits != 4:
-            yield finding("other-scheme", module, f"{claim.bits} bits; mlx-lm takes 4 in {coded.title}")
+            yield finding(
+                "other-scheme", module, f"{claim.bits} bits; mlx-lm takes 4 in {coded.title}"
+            )
         if G_IDX in coded.tensors:
             yield finding("column-groups", module, "has g_idx")
 
@@ -101,7 +123,9 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
 def _vllm(coded: Description, claim: Claim) -> Iterator[Finding]:
     module, layout = coded.module, coded.layout
     assert layout is not None
-    if claim.bits not in _VLLM_BITS[layout] or (is_embedding(module) and layout is not PACKED_CODES):
+    if claim.bits not in _VLLM_BITS[layout] or (
+        is_embedding(module) and layout is not PACKED_CODES
+    ):
         yield finding("other-scheme", module, f"{claim.bits} bits of {layout.title}")
     elif layout is PACKED_CODES and claim.bits == 8 and not claim.activations:
         yield finding("no-cpu-kernel", module, "8 bits, activations in floats")

@@ -1,6 +1,8 @@
-"""The files next to the weights of a model: which are there, and whether each of them is a file at all.
+"""The files next to the weights of a model: which are there, and whether each of them is a file at
+all.
 
-The doctor checks any folder with them; jobs check their source with the same rules before they begin.
+The doctor checks any folder with them; jobs check their source with the same rules before they
+begin.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class SideFiles:
         dead: known files that are broken links, pipes or folders.
     """
 
-    def __init__(self, path: Path, root: Path, names: list[str], *, kind: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, root: Path, names: list[str], *, kind: str, config: Mapping[str, Any]
+    ) -> None:
         self.path = path
         self.root = root
         self.kind = kind
@@ -67,7 +71,10 @@ class SideFiles:
         self.dead = [name for name in names if self._is_dead(name)]
 
     def side_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file next to the weights; None if there is none. A damaged one is a `CheckpointError`."""
+        """Read a JSON file next to the weights; None if there is none.
+
+        A damaged one is a `CheckpointError`.
+        """
         path = self.root / name
         return read_json(path) if name in self.names and path.is_file() else None
 
@@ -78,13 +85,15 @@ class SideFiles:
             return False
         if name in _KNOWN:
             return True
-        # Nobody links to a file that is not there on purpose: the hub's cache was cleared. A folder or a pipe with an
-        # unknown name is somebody's own.
+        # Nobody links to a file that is not there on purpose: the hub's cache was cleared. A folder
+        # or a pipe with an unknown name is somebody's own.
         return is_side_file(name) and path.is_symlink() and not path.exists()
 
 
 def is_side_file(name: str) -> bool:
-    """Return whether a name is that of a file next to the weights that readers may read, or jobs copy."""
+    """Return whether a name is that of a file next to the weights that readers may read, or jobs
+    copy.
+    """
     if name.startswith("."):
         return False
     return name in _KNOWN or os.path.splitext(name)[1] in SIDE_SUFFIXES
@@ -100,7 +109,8 @@ def check_contents(side: SideFiles, carried: Collection[str] = ()) -> Iterator[F
     """Find side files that are damaged, empty or git-lfs pointers, and that no other rule reads.
 
     Args:
-        carried: names of files that are checked too although their purpose is not known, because a job copies them.
+        carried: names of files that are checked too although their purpose is not known, because a
+            job copies them.
     """
     for name in side.names:
         path = side.root / name
@@ -136,12 +146,18 @@ def check_links(side: SideFiles) -> Iterator[Finding]:
     for path in linked_files(side):
         target = outside_target(path, side.root)
         if target is not None:
-            yield finding("link-outside", path.relative_to(side.root).as_posix(), f"leads to {target}")
+            yield finding(
+                "link-outside", path.relative_to(side.root).as_posix(), f"leads to {target}"
+            )
 
 
 def linked_files(side: SideFiles) -> list[Path]:
     """List the files that jobs may read or copy, and that must not be links out of the folder."""
-    paths = [side.root / name for name in side.names if is_side_file(name) or name == README or name.endswith(".py")]
+    paths = [
+        side.root / name
+        for name in side.names
+        if is_side_file(name) or name == README or name.endswith(".py")
+    ]
     templates = side.root / ADDITIONAL_TEMPLATES
     if templates.is_dir():
         paths += sorted(templates.iterdir())

@@ -1,4 +1,6 @@
-"""Rules about text: whether tokenizer, special tokens, chat template and generation settings fit the model."""
+"""Rules about text: whether tokenizer, special tokens, chat template and generation settings fit
+the model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from quantkit.text.special_tokens import special_tokens, tokens_of_config_alone
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.text.tokenizer_settings import require_loadable_settings
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    "spiece.model",
+    "vocab.txt",
+)
 _READ = ("tokenizer.json", "tokenizer.model")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
@@ -33,7 +42,9 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
         carried: see `check_contents`.
     """
     if not any(name in folder.names for name in _FILES):
-        yield finding("no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
+        yield finding(
+            "no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json"
+        )
     vocabulary: Mapping[str, int] | None = None
     yield from check_contents(folder, carried)
     count = None
@@ -47,7 +58,13 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
         if _place(error) != CONFIG:  # reported by other rules
             yield finding("damaged-tokenizer", _place(error), describe(error))
     stated = folder.config.get("vocab_size")
-    if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
+    if (
+        rows is not None
+        and type(stated) is int
+        and stated > 0
+        and stated != rows
+        and folder.kind != "meta"
+    ):
         yield finding("vocabulary", CONFIG, f"vocab_size {stated}, and {rows} rows")
     if rows is not None and count is not None and not _MIN_SHARE * rows <= count <= rows:
         rule = "tokenizer-too-large" if count > rows else "tokenizer-too-small"
@@ -67,7 +84,9 @@ def _is_instruct(folder: SideFiles) -> bool:
 
 
 def _find_base_models(readme: str) -> list[str]:
-    """Return the names of models at the beginning of a README, after ``base_model:`` or alone in a line."""
+    """Return the names of models at the beginning of a README, after ``base_model:`` or alone in
+    a line.
+    """
     names = []
     # One expression for whole lines would take time of the fourth power of the number of blanks.
     for line in readme.splitlines():
@@ -87,7 +106,11 @@ def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
     model, path = found.get("model"), folder.root / "tokenizer.json"
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # in unigram models: pieces with their scores
-        vocabulary = {str(one[0]): index for index, one in enumerate(vocabulary) if isinstance(one, list) and one}
+        vocabulary = {
+            str(one[0]): index
+            for index, one in enumerate(vocabulary)
+            if isinstance(one, list) and one
+        }
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise CheckpointError("has no vocabulary", path=path)
     added = found.get("added_tokens") or []
@@ -114,7 +137,9 @@ def _begins(path: Path) -> bytes:
 def _generation(folder: SideFiles) -> Iterator[Finding]:
     if GENERATION not in folder.names:
         if folder.kind != "meta" and _is_instruct(folder):
-            yield finding("no-generation-config", folder.path.name, "by its name it is an instruct model")
+            yield finding(
+                "no-generation-config", folder.path.name, "by its name it is an instruct model"
+            )
         return
     try:
         require_valid(folder.root)
@@ -122,7 +147,9 @@ def _generation(folder: SideFiles) -> Iterator[Finding]:
         yield finding("bad-generation-config", GENERATION, describe(error))
 
 
-def _special(folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
+def _special(
+    folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] | None
+) -> Iterator[Finding]:
     text = folder.config.get("text_config")
     config = {**(text if isinstance(text, dict) else {}), **folder.config}
     ends: set[int] = set()
@@ -134,7 +161,9 @@ def _special(folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] 
                     continue
                 if type(one) is not int or one < 0 or (rows is not None and one >= rows):
                     expected = f"below {rows}" if rows is not None else "a token's id"
-                    yield finding("token-out-of-range", file, f"{key} {shown(one)}, expected {expected}")
+                    yield finding(
+                        "token-out-of-range", file, f"{key} {shown(one)}, expected {expected}"
+                    )
                 elif key == "eos_token_id":
                     ends.add(one)
     if vocabulary is None:
@@ -150,7 +179,10 @@ def _special(folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] 
         yield finding("tokenizer-conflict", "tokenizer_config.json", f"{key}: {shown(stated)}")
     spelled = spellings.get("eos_token")
     if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
-        what = f"{shown(spelled)} is {vocabulary[spelled]}, the model's are {', '.join(map(str, sorted(ends)))}"
+        what = (
+            f"{shown(spelled)} is {vocabulary[spelled]}, the model's are"
+            f" {', '.join(map(str, sorted(ends)))}"
+        )
         yield finding("end-tokens", "tokenizer_config.json", what)
 
 
@@ -164,7 +196,9 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
             yield finding("damaged-template", _place(error), describe(error))
         return  # damaged JSON is reported by the tokenizer's rule
     has_tokenizer = any(name in folder.names for name in _FILES)
-    if not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer:  # Meta's need no template
+    if (
+        not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer
+    ):  # Meta's need no template
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
@@ -173,7 +207,9 @@ def _added_elsewhere(folder: SideFiles) -> set[str]:
     decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
     listed = decoder.values() if isinstance(decoder, dict) else ()
     spelled = (one.get("content") for one in listed if isinstance(one, dict))
-    return {one for one in spelled if isinstance(one, str)} | set(_lenient(folder, "added_tokens.json"))
+    return {one for one in spelled if isinstance(one, str)} | set(
+        _lenient(folder, "added_tokens.json")
+    )
 
 
 def _lenient(folder: SideFiles, name: str) -> dict[str, Any]:

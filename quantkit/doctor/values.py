@@ -1,4 +1,6 @@
-"""Rules about the numbers themselves: NaN, tensors that were never written, weights out of line with other layers."""
+"""Rules about the numbers themselves: NaN, tensors that were never written, weights out of line
+with other layers.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,38 @@ _ABSURD = 1000.0
 _MIN_SCALES = 16  # fewer scales may be equal by chance
 _TAIL = 8  # the part of the rows, 1/8 at the end, that is checked for zeros
 _NUMBER = re.compile(r"\d+")
-_LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")  # two numbers are those of an expert, and sizes of experts vary
+_LAYER = re.compile(
+    r"(\D*)\.(\d+)\.(\D*)"
+)  # two numbers are those of an expert, and sizes of experts vary
 _MIN_LAYERS = 8  # to compare one with the others
 _ENDS = 2  # layers at each end vary: by a factor of 2.5 in sound models
 _FACTOR = math.log2(1.7)
 _VARIED = 12  # a role varies if more than 1/12 of its layers are halfway out of line
-_OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one.endswith("complex32")}
+_OPAQUE = {
+    one for one in DType if one.startswith(("bits", "q", "float4")) or one.endswith("complex32")
+}
 _PIECE = 1 << 22  # bytes
 _SCALES = {"weight_global_scale", *(suffix for layout in LAYOUTS for suffix in layout.scales)}
 _CODES = {layout.codes for layout in LAYOUTS}
-_GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_GGUF_FLOATS = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+}
 _GGUF_SCALES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
-}  # fmt: skip
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+}
 """Offsets of the float16 scales in a block."""
 
 
@@ -127,8 +147,14 @@ def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
         yield finding("never-written", part.name, f"all {facts.count} values are {facts.low:g}")
     elif part.kind in ("scale", "norm") and facts.zeros == facts.count:
         yield finding("never-written", part.name, f"all {facts.count} values are 0")
-    elif part.kind in ("weight", "codes") and facts.zero_tail >= max(1, facts.rows // _TAIL) and facts.rows >= _TAIL:
-        yield finding("partly-written", part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0")
+    elif (
+        part.kind in ("weight", "codes")
+        and facts.zero_tail >= max(1, facts.rows // _TAIL)
+        and facts.rows >= _TAIL
+    ):
+        yield finding(
+            "partly-written", part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0"
+        )
     if part.kind != "scale" or facts.zeros == facts.count:
         return
     if facts.all_equal and facts.count >= _MIN_SCALES:
@@ -136,12 +162,15 @@ def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
     elif 2 * facts.zeros > facts.count:
         yield finding("zero-scales", part.name, f"{facts.zeros} of {facts.count} are 0")
     if facts.negative and part.signed_matters:
-        yield finding("negative-scales", part.name, f"{facts.negative} of {facts.count} are below 0")
+        yield finding(
+            "negative-scales", part.name, f"{facts.negative} of {facts.count} are below 0"
+        )
 
 
 def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
-    """Layers whose weight is out of line with the median of the two layers on each side, given the root mean squares of
-    weights, or of their scales, by name."""
+    """Layers whose weight is out of line with the median of the two layers on each side, given the
+    root mean squares of weights, or of their scales, by name.
+    """
     roles: dict[tuple[str, str], dict[int, str]] = {}
     for name, size in sizes.items():
         if size > 0 and math.isfinite(size) and (found := _LAYER.fullmatch(name)):
@@ -150,13 +179,18 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
         names = [layers[layer] for layer in sorted(layers)] if len(layers) >= _MIN_LAYERS else []
         logs = [math.log2(sizes[name]) for name in names]
         usual = {
-            layer: statistics.median([*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]])
+            layer: statistics.median(
+                [*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]]
+            )
             for layer in range(_ENDS, len(names) - _ENDS)
         }
         off = {layer: abs(logs[layer] - one) for layer, one in usual.items()}
         varied = sum(one > _FACTOR / 2 for one in off.values()) > max(1, len(names) // _VARIED)
         for layer in [layer for layer, one in off.items() if one > _FACTOR and not varied]:
-            what = f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers around it"
+            what = (
+                f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers"
+                " around it"
+            )
             yield finding("unusual-norm", names[layer], what)
 
 
@@ -180,7 +214,11 @@ def _column_order(view: View) -> Iterator[Finding]:
         order = view.folder.homes[index.name].read(index.name)
         rising = torch.arange(len(order)) // (claim.group_size or max(len(order), 1))
         if order.any() and not torch.equal(order.long(), rising):  # zeros mean adjacent columns too
-            yield finding("column-order", index.name, "desc_act is false, and g_idx is no rising count of groups")
+            yield finding(
+                "column-order",
+                index.name,
+                "desc_act is false, and g_idx is no rising count of groups",
+            )
 
 
 @dataclass(frozen=True)
@@ -188,8 +226,8 @@ class _Part:
     """A tensor, or the scales in its blocks; `read` returns its values, a few rows at a time.
 
     Attributes:
-        kind: ``weight`` of a linear in floats, ``codes`` or ``scale`` of one that is quantized, ``embedding`` (and
-            head), ``norm``, or ``other``.
+        kind: ``weight`` of a linear in floats, ``codes`` or ``scale`` of one that is quantized,
+            ``embedding`` (and head), ``norm``, or ``other``.
         signed_matters: whether some readers misread negative values.
     """
 
@@ -222,7 +260,9 @@ def _parts(folder: Folder, view: View | None) -> list[_Part]:
 
 
 def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
-    """The kind of a tensor that is not part of a quantized weight; with `offset`, norms may be stored less 1."""
+    """The kind of a tensor that is not part of a quantized weight; with `offset`, norms may be
+    stored less 1.
+    """
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or name.endswith("bias"):
@@ -263,7 +303,9 @@ def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
             yield _Part(f"{name} (scales)", "scale" if is_weight else "other", read)
 
 
-def _gguf_pieces(header: GgufHeader, tensor: GgufTensor, place: int | None = None) -> Iterator[Tensor]:
+def _gguf_pieces(
+    header: GgufHeader, tensor: GgufTensor, place: int | None = None
+) -> Iterator[Tensor]:
     """Rows of floats or of blocks' bytes; with `place`, the float16 scales there in each block."""
     rows, size = math.prod(tensor.shape[:-1]), tensor.type.row_bytes(tensor.shape[-1])
     step = max(1, _PIECE // max(1, size))

@@ -38,7 +38,8 @@ class View:
         problem: why there is no config.
         expected: the tensors that the model needs, by name; empty for an unknown family.
         on_disk: the tensor on disk that holds each canonical one.
-        linears: the modules that may be quantized, and the shapes [O, I] of their weights; empty if unknown.
+        linears: the modules that may be quantized, and the shapes [O, I] of their weights; empty if
+            unknown.
         method: of the quantization; None for floats, and for unknown methods.
         coded: what lies on disk for the modules whose weights are stored as codes.
         claims: what the config says of each linear.
@@ -54,7 +55,9 @@ class View:
         self.expected = self._expected()
         self.linears = self._linears()
         self.claims = self._claims()
-        self.on_disk = {place.name: tensor for tensor in self.expected.values() for place in tensor.places}
+        self.on_disk = {
+            place.name: tensor for tensor in self.expected.values() for place in tensor.places
+        }
 
     @property
     def known(self) -> bool:
@@ -63,7 +66,9 @@ class View:
 
     @property
     def without_head(self) -> str | None:
-        """The class that the config names, if it is a model without a head, whose tensors have other names."""
+        """The class that the config names, if it is a model without a head, whose tensors have
+        other names.
+        """
         stated = self.folder.config.get("architectures")
         name = stated[0] if isinstance(stated, list) and stated else None
         return name[:60] if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name) else None
@@ -77,27 +82,43 @@ class View:
         """The number of rows of the embedding, from its tensors."""
         for name, tensor in self.stored.items():
             module, _, leaf = name.rpartition(".")
-            if is_embedding(module) and leaf in ("weight", "weight_packed", "weight_shape") and tensor.shape:
+            if (
+                is_embedding(module)
+                and leaf in ("weight", "weight_packed", "weight_shape")
+                and tensor.shape
+            ):
                 return None if leaf == "weight_shape" else tensor.shape[0]
         return None
 
     def scheme(self, module: str) -> tuple[tuple[object, ...], str]:
-        """The scheme of a weight, from its tensors and from the config: for comparisons, and for messages."""
+        """The scheme of a weight, from its tensors and from the config: for comparisons, and for
+        messages.
+        """
         if (coded := self.coded.get(module)) is None:
             return ("floats",), "floats"
         claim = self.claims.modules.get(module)
-        bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
+        bits = (
+            f" ({claim.bits} bits by the config)"
+            if claim is not None and claim.bits != coded.bits
+            else ""
+        )
         return (*coded.signature, claim and claim.bits), coded.scheme + bits
 
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
-        """The shapes of all modules that runtimes may build as linears, by name; None if a shape is not known."""
+        """The shapes of all modules that runtimes may build as linears, by name; None if a shape
+        is not known.
+        """
         coded = {module: self.linears.get(module) for module in self.coded}
-        return stored_linears(self.stored, {**self.linears, **coded}, str(self.folder.config.get("model_type")))
+        return stored_linears(
+            self.stored, {**self.linears, **coded}, str(self.folder.config.get("model_type"))
+        )
 
     @functools.cached_property
     def hints(self) -> Hints:
         """The kinds of modules, by the names and shapes of the tensors."""
-        return Hints.of(self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()})
+        return Hints.of(
+            self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()}
+        )
 
     def _claims(self) -> Claims:
         folder, method = self.folder, self.method
@@ -108,9 +129,15 @@ class View:
         modules = list(dict.fromkeys([*self.linears, *self.coded]))
         if method is not None:
             try:
-                return method.claims(Settings(folder.settings, folder.root / CONFIG, SETTINGS), modules, self.coded)
+                return method.claims(
+                    Settings(folder.settings, folder.root / CONFIG, SETTINGS), modules, self.coded
+                )
             except CheckpointError as error:
-                return Claims(problems=(f"{error.problem}: found {error.found}" if error.found else error.problem,))
+                return Claims(
+                    problems=(
+                        f"{error.problem}: found {error.found}" if error.found else error.problem,
+                    )
+                )
         stated = folder.settings.get("quant_method")
         known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
         return Claims() if known else Claims(problems=(f"quant_method is {shown(stated)}",))
@@ -129,7 +156,11 @@ class View:
             return None
 
     def _expected(self) -> dict[str, DiskTensor]:
-        if self.config is None or self.without_head or any(_OTHER_EXPERTS.fullmatch(name) for name in self.stored):
+        if (
+            self.config is None
+            or self.without_head
+            or any(_OTHER_EXPERTS.fullmatch(name) for name in self.stored)
+        ):
             return {}
         shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         try:
@@ -145,5 +176,9 @@ class View:
         floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
         tensors = opaque_config(self.folder.config, floats).tensors or ()
         roles = named_roles(self.folder.config, tensors)
-        own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] in ("linear", "recurrent")}
+        own = {
+            one.module: one.shape
+            for one in tensors
+            if roles.get(one.name, ("",))[0] in ("linear", "recurrent")
+        }
         return {**own, **{module: None for module, one in self.coded.items() if one.layout}}

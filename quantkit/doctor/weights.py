@@ -1,5 +1,6 @@
-"""Rules about files and their tensors: files that are complete and as the index says, and tensors that are those that
-config.json calls for."""
+"""Rules about files and their tensors: files that are complete and as the index says, and tensors
+that are those that config.json calls for.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def check_files(folder: Folder) -> Iterator[Finding]:
     elif not folder.kind:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
         models = ", ".join(path.name for path in models_in(folder.root))
-        yield finding("no-weights", folder.path.name, f"no {kinds}{models and f'; models are in {models}'}")
+        yield finding(
+            "no-weights", folder.path.name, f"no {kinds}{models and f'; models are in {models}'}"
+        )
     if folder.kind != "gguf":
         yield from check_dead(folder)
         yield from check_links(folder)
@@ -60,7 +63,9 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         if usual is not None and sound and names != [usual]:
             more = len(names) - 1
             yield finding(
-                "no-index", names[0], f"and {more} more, and no index" if more else f"alone, expected {usual}"
+                "no-index",
+                names[0],
+                f"and {more} more, and no index" if more else f"alone, expected {usual}",
             )
     for path in folder.stray:
         yield finding("stray-file", path.name, "is not in the index")
@@ -77,7 +82,9 @@ def check_opened(folder: Folder) -> Iterator[Finding]:
 
 
 def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
-    """Whether transformers is installed and has a class for a family that is not known here, and what that lacks."""
+    """Whether transformers is installed and has a class for a family that is not known here, and
+    what that lacks.
+    """
     from quantkit.via_transformers.forward import open_to_look_at, passage_of  # which import torch
     from quantkit.via_transformers.stacks import unstack
 
@@ -88,7 +95,9 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
             unstack(source)
             passage_of(source)
     except CheckpointError as error:
-        return source is not None, [] if source is None else [finding("refused", folder.path.name, str(error))]
+        return source is not None, [] if source is None else [
+            finding("refused", folder.path.name, str(error))
+        ]
     except QuantkitError:  # sound, as far as that is known
         return False, []
     return source is not None, []
@@ -97,12 +106,18 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
 def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
     name, text, what = path.name, error.problem, describe(error)
     if not is_listed:
-        return finding("damaged-index" if name.endswith(".index.json") else "damaged-json", name, what)
+        return finding(
+            "damaged-index" if name.endswith(".index.json") else "damaged-json", name, what
+        )
     if name in folder.names and not path.is_file():
         return finding("not-a-file", name, file_kind(path))
     if not path.exists():
         known = folder.index is not None
-        return finding("missing-file", name, "the index names it" if known else "its set has more parts than are there")
+        return finding(
+            "missing-file",
+            name,
+            "the index names it" if known else "its set has more parts than are there",
+        )
     if "empty" in text:
         return finding("empty-file", name, "0 bytes")
     if any(one in text for one in ("git-lfs", "HTML", "error message")):
@@ -114,10 +129,16 @@ def _index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
     if not folder.index_has_metadata:
         # transformers 5 reads the key unconditionally, and raises a KeyError.
-        yield finding("damaged-index", "metadata", "the index lacks this object, and transformers does not load it")
+        yield finding(
+            "damaged-index",
+            "metadata",
+            "the index lacks this object, and transformers does not load it",
+        )
     for name, file in folder.index.items():
         if not isinstance(file, str) or not may_hold_weights(file):
-            yield finding("damaged-index", name, f"the index names no file of weights here: {shown(file)}")
+            yield finding(
+                "damaged-index", name, f"the index names no file of weights here: {shown(file)}"
+            )
         elif file in folder.files and name not in folder.files[file].tensors:
             yield finding("stale-index", name, f"the index has it in {file}, which lacks it")
     for file, opened in folder.files.items():
@@ -141,7 +162,9 @@ def check(view: View) -> Iterator[Finding]:
     if (error := view.problem) is not None:
         found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
         rule = "unknown-setting" if isinstance(error, UnsupportedError) else "bad-config"
-        rule, where = (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
+        rule, where = (
+            (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
+        )
         yield finding(rule, where, found)
     if view.known:
         yield from _missing(view)
@@ -150,8 +173,10 @@ def check(view: View) -> Iterator[Finding]:
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Why quantkit refuses to open a folder in which nothing else was found. With `deep`, zero points and offsets, by
-    which some formats are recognized, are read; otherwise only the settings are checked."""
+    """Why quantkit refuses to open a folder in which nothing else was found. With `deep`, zero
+    points and offsets, by which some formats are recognized, are read; otherwise only the settings
+    are checked.
+    """
     folder = view.folder
     try:
         if deep or folder.settings is None:
@@ -165,35 +190,59 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
 
 def _missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
-        coded = name.removesuffix(".weight") in view.coded  # complete or not, which another rule checks
+        coded = (
+            name.removesuffix(".weight") in view.coded
+        )  # complete or not, which another rule checks
         if name in view.stored or coded or view.folder.in_unread_file(name):
             continue
         if is_embedding(tensor.module) and _stores_tied_head(view):
             continue  # readers tie it to the head, whichever of the two is stored
         stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
-        yield finding("missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}")
+        yield finding(
+            "missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}"
+        )
 
 
 def _stores_tied_head(view: View) -> bool:
-    return view.config is not None and view.config.tied_embeddings and disk_name(view.config, "head") in view.stored
+    return (
+        view.config is not None
+        and view.config.tied_embeddings
+        and disk_name(view.config, "head") in view.stored
+    )
 
 
 def _extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     predicts = any(raw.get(key) for key in PREDICTION)
-    owners = {tensor.name: module for module, coded in view.coded.items() for tensor in coded.tensors.values()}
-    expected = {tensor.module for tensor in view.expected.values() if tensor.linear is not None or tensor.stacked}
+    owners = {
+        tensor.name: module
+        for module, coded in view.coded.items()
+        for tensor in coded.tensors.values()
+    }
+    expected = {
+        tensor.module
+        for tensor in view.expected.values()
+        if tensor.linear is not None or tensor.stacked
+    }
     embedded = {tensor.module for tensor in view.expected.values() if is_embedding(tensor.module)}
     known = expected | embedded | {"lm_head"}
     for name, tensor in view.stored.items():
         module = name.rpartition(".")[0]
         if name in view.expected or is_derived_buffer(name) or _OF_ACTIVATIONS.fullmatch(name):
             continue
-        if name == "lm_head.weight" or owners.get(name) in known or (predicts and is_extra_layer(name, raw)):
+        if (
+            name == "lm_head.weight"
+            or owners.get(name) in known
+            or (predicts and is_extra_layer(name, raw))
+        ):
             continue
         if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
             continue  # zeros that their writers add; vLLM and GPTQModel skip them
-        yield finding("extra-tensor", name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
+        yield finding(
+            "extra-tensor",
+            name,
+            f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for",
+        )
 
 
 def _shapes(view: View) -> Iterator[Finding]:
@@ -201,13 +250,27 @@ def _shapes(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
         found = view.stored.get(name)
         coded = view.coded.get(tensor.module)
-        shape = found.shape if found is not None and coded is None else coded.unpacked_shape if coded else None
-        if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
-            shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # another rule checks vocab_size
+        shape = (
+            found.shape
+            if found is not None and coded is None
+            else coded.unpacked_shape
+            if coded
+            else None
+        )
+        if (
+            shape is not None
+            and rows is not None
+            and tensor.module in ("lm_head", "model.embed_tokens")
+        ):
+            shape = (
+                tensor.shape if shape == (rows, *tensor.shape[1:]) else shape
+            )  # another rule checks vocab_size
         allowed = [tensor.shape]
         if tensor.stacked is not None:  # some stacked experts have inputs before outputs
             allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
         if shape is not None and shape not in allowed:
-            yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
+            yield finding(
+                "wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}"
+            )
         if found is not None and coded is None and found.dtype not in STORED_FLOATS:
             yield finding("wrong-type", name, f"found {found.dtype}, expected floats")

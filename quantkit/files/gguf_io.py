@@ -1,9 +1,10 @@
 """The GGUF file: a strictly validated header, and the header to write.
 
-The `gguf` package maps files into memory, so a truncated file kills the process, and checks few bounds. What ggml
-rejects is rejected here too: duplicate keys and tensors, arrays in arrays, data with holes or overlaps.
-Source: the GGUF specification, versions 2 and 3 (docs/gguf.md of ggml): magic, version, counts, metadata, a table of
-tensors, then their data in that order, each at a multiple of the alignment.
+The `gguf` package maps files into memory, so a truncated file kills the process, and checks few
+bounds. What ggml rejects is rejected here too: duplicate keys and tensors, arrays in arrays, data
+with holes or overlaps. Source: the GGUF specification, versions 2 and 3 (docs/gguf.md of ggml):
+magic, version, counts, metadata, a table of tensors, then their data in that order, each at a
+multiple of the alignment.
 """
 
 from __future__ import annotations
@@ -35,10 +36,18 @@ _LENGTH = struct.Struct("<Q")
 _WORD = struct.Struct("<I")
 _TYPES = {kind.code: kind for kind in GgmlType}
 _NUMBERS = {
-    ValueType.UINT8: "B", ValueType.INT8: "b", ValueType.UINT16: "H", ValueType.INT16: "h", ValueType.UINT32: "I",
-    ValueType.INT32: "i", ValueType.FLOAT32: "f", ValueType.BOOL: "B", ValueType.UINT64: "Q", ValueType.INT64: "q",
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.BOOL: "B",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,9 @@ def read_header(path: Path) -> GgufHeader:
     """Open a file and validate its header; no data is read.
 
     Raises:
-        CheckpointError: if it is a placeholder or malformed: counts and lengths beyond the file, unknown types of
-            values, duplicate keys or tensors, offsets with holes or overlaps, too few or too many bytes.
+        CheckpointError: if it is a placeholder or malformed: counts and lengths beyond the file,
+            unknown types of values, duplicate keys or tensors, offsets with holes or overlaps, too
+            few or too many bytes.
         UnsupportedError: for another version or byte order, and unknown types of tensors.
     """
     source = open_weights(path)
@@ -87,7 +97,11 @@ def read_header(path: Path) -> GgufHeader:
             cursor.fail(f"the metadata key '{key:.80}' comes twice")
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+    if (
+        type(alignment) is not int
+        or not 0 < alignment <= _MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
         problem, found = "general.alignment is not a power of two", shown(alignment)
         raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
@@ -96,11 +110,15 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(source, alignment, metadata, tensors, _split(metadata, path))
 
 
-def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT) -> bytes:
-    """The bytes before the data, padded so that it is aligned; each tensor's data must be `padded` in turn.
+def build_header(
+    metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT
+) -> bytes:
+    """The bytes before the data, padded so that it is aligned; each tensor's data must be `padded`
+    in turn.
 
     Args:
-        metadata: plain values: an int becomes a uint32 (an int32 in a list), a float a float32; `Typed` for all others.
+        metadata: plain values: an int becomes a uint32 (an int32 in a list), a float a float32;
+            `Typed` for all others.
         tensors: in the order of their data; their offsets are ignored.
 
     Raises:
@@ -110,7 +128,9 @@ def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], ali
     metadata = dict(metadata)
     if alignment != ALIGNMENT:
         metadata["general.alignment"] = alignment
-    header = bytearray(MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata)))
+    header = bytearray(
+        MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata))
+    )
     for key, value in metadata.items():
         header += _packed_text(key) + _packed_value(key, value)
     position = 0
@@ -118,7 +138,9 @@ def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], ali
         name, shape, kind = tensor.name, tensor.shape, tensor.type
         if len(name.encode()) > MAX_NAME or not 1 <= len(shape) <= MAX_DIMS:
             expected = f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes"
-            raise UnsupportedError(f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected)
+            raise UnsupportedError(
+                f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected
+            )
         if shape[-1] % kind.block:
             problem, found = f"{kind} cannot hold tensor '{name}'", f"rows of {shape[-1]}"
             raise UnsupportedError(problem, found=found, expected=f"a multiple of {kind.block}")
@@ -156,7 +178,9 @@ class _Cursor:
             raise damaged_file(problem, self.source.path, found, f"at most {left} bytes")
 
     def take(self, count: int, what: str) -> int:
-        """Advance by `count` bytes; the offset at which they begin in the current piece, which has them all."""
+        """Advance by `count` bytes; the offset at which they begin in the current piece, which
+        has them all.
+        """
         if self.position + count > self._start + len(self._piece):
             self.require(count, 1, what)
             length = min(max(count, _CHUNK), self.source.size - self.position)
@@ -188,7 +212,10 @@ class _Cursor:
         if kind is ValueType.ARRAY:
             self.fail(f"{what} is an array of arrays")
         if self._items > _MAX_ITEMS:
-            self.fail(f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS} together")
+            self.fail(
+                f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS}"
+                " together"
+            )
         return self._values(kind, count, what)
 
     def _kind(self, what: str) -> ValueType:
@@ -218,10 +245,17 @@ def _require_known_version(cursor: _Cursor) -> None:
     path = cursor.source.path
     if version & 0xFFFF == 0 and version:
         hint = "gguf-convert-endian converts it"
-        raise UnsupportedError("is a big-endian GGUF file", path=path, expected="little-endian", hint=hint)
+        raise UnsupportedError(
+            "is a big-endian GGUF file", path=path, expected="little-endian", hint=hint
+        )
     if version not in _VERSIONS:
-        problem, hint = "is of a version of GGUF that is not read", "download a newer file of the model"
-        raise UnsupportedError(problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint)
+        problem, hint = (
+            "is of a version of GGUF that is not read",
+            "download a newer file of the model",
+        )
+        raise UnsupportedError(
+            problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint
+        )
 
 
 def _listed(cursor: _Cursor) -> GgufTensor:
@@ -243,7 +277,9 @@ def _listed(cursor: _Cursor) -> GgufTensor:
     return GgufTensor(name, kind, shape, offset)
 
 
-def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
+def _placed(
+    listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor
+) -> dict[str, GgufTensor]:
     """The tensors with offsets in the file, checked against its size."""
     path, size = cursor.source.path, cursor.source.size
     found: dict[str, GgufTensor] = {}
@@ -258,7 +294,9 @@ def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _C
     if size < end:
         raise damaged_file("is truncated", path, f"{size} bytes", end)
     if size > position:
-        raise CheckpointError("has bytes after its last tensor", path=path, found=f"{size} bytes", expected=position)
+        raise CheckpointError(
+            "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=position
+        )
     return found
 
 
@@ -295,7 +333,12 @@ def _packed_value(key: str, value: Any) -> bytes:
         if len(kinds) != 1:
             raise ValueError(f"{key}: an array that is empty or of several kinds needs `Typed`")
         (kind,) = kinds
-    return _WORD.pack(ValueType.ARRAY) + _WORD.pack(kind) + _LENGTH.pack(len(plain)) + _packed(key, kind, plain)
+    return (
+        _WORD.pack(ValueType.ARRAY)
+        + _WORD.pack(kind)
+        + _LENGTH.pack(len(plain))
+        + _packed(key, kind, plain)
+    )
 
 
 def _packed(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:

@@ -1,4 +1,6 @@
-"""The parts of a GGUF file: types of tensors, types of metadata values, files of a model that is split."""
+"""The parts of a GGUF file: types of tensors, types of metadata values, files of a model that is
+split.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,45 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 
 
 FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4_MOE",
+    39: "NVFP4",
     40: "Q1_0",
-}  # fmt: skip
-"""llama.cpp's names of files by ``general.file_type`` (`llama_ftype`). Most files mix several types of tensors, so none
-of their types names them."""
+}
+"""llama.cpp's names of files by ``general.file_type`` (`llama_ftype`). Most files mix several types
+of tensors, so none of their types names them.
+"""
 
 
 class GgmlType(StrEnum):
@@ -89,7 +122,21 @@ class GgmlType(StrEnum):
 class ValueType(IntEnum):
     """The type of a metadata value, by its code in files."""
 
-    UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
+    (
+        UINT8,
+        INT8,
+        UINT16,
+        INT16,
+        UINT32,
+        INT32,
+        FLOAT32,
+        BOOL,
+        STRING,
+        ARRAY,
+        UINT64,
+        INT64,
+        FLOAT64,
+    ) = range(13)
 
 
 @dataclass(frozen=True)
@@ -141,7 +188,10 @@ class Split:
         """The metadata of such a file."""
         kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
         values = (self.index, self.count, self.tensors)
-        return {key: Typed(kind, value) for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True)}
+        return {
+            key: Typed(kind, value)
+            for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True)
+        }
 
 
 def split_name(stem: str, index: int, count: int) -> str:
@@ -150,7 +200,9 @@ def split_name(stem: str, index: int, count: int) -> str:
 
 
 def split_stem(name: str) -> str | None:
-    """The common first part of the names of a model's parts; None if `name` is not the name of a part."""
+    """The common first part of the names of a model's parts; None if `name` is not the name of a
+    part.
+    """
     found = _SPLIT_NAME.fullmatch(name)
     return found["stem"] if found else None
 

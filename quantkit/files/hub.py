@@ -1,9 +1,11 @@
-"""Models on the Hugging Face hub, ``hf:owner/name``: the files that are needed are downloaded into the hub's cache.
+"""Models on the Hugging Face hub, ``hf:owner/name``: the files that are needed are downloaded into
+the hub's cache.
 
-`hf_hub_download` does the work, file by file. What it does not do is done here: daemon threads, since
-`snapshot_download` waits for its threads and so delays Ctrl-C; one limit of time that includes name resolution; a check
-of the disk's space before a download; the choice of one set of weights; and, in `hub_answers` and `hub_cache`, a check
-of what the hub answers and sends, which the library uses as it is.
+`hf_hub_download` does the work, file by file. What it does not do is done here: daemon threads,
+since `snapshot_download` waits for its threads and so delays Ctrl-C; one limit of time that
+includes name resolution; a check of the disk's space before a download; the choice of one set of
+weights; and, in `hub_answers` and `hub_cache`, a check of what the hub answers and sends, which the
+library uses as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from typing import Any, TypeVar
 
 from quantkit.errors import NoSpaceError, QuantkitError, RequestError, UnreachableError
 from quantkit.files.gguf_types import split_stem
-from quantkit.files.hub_answers import COMMIT, HubFile, announced_file, checked_answers, checked_commit, files_by_name
+from quantkit.files.hub_answers import (
+    COMMIT,
+    HubFile,
+    announced_file,
+    checked_answers,
+    checked_commit,
+    files_by_name,
+)
 from quantkit.files.hub_cache import CachedModel
 from quantkit.files.hub_failures import read_failure
 from quantkit.files.hub_threads import result_in_time, run_in_threads
@@ -36,7 +45,9 @@ SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
 REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
-_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII)
+_NAME = re.compile(
+    rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII
+)
 _SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
 """Time limit for an answer of the hub."""
@@ -44,8 +55,10 @@ _SPARE_BYTES = 16 << 20
 _NUM_THREADS = 4
 _log = logging.getLogger(__name__)
 
-_SIDE_FILES = re.compile(r"[^/]*\.(json|jinja|model|txt|tiktoken)|(LICENSE|NOTICE|README|USE_POLICY)[^/]*|"
-                     r"additional_chat_templates/[^/]*\.jinja")  # fmt: skip
+_SIDE_FILES = re.compile(
+    r"[^/]*\.(json|jinja|model|txt|tiktoken)|(LICENSE|NOTICE|README|USE_POLICY)[^/]*|"
+    r"additional_chat_templates/[^/]*\.jinja"
+)
 _INDEX = ".index.json"
 _WEIGHTS = (  # the first kind that a folder has is read
     re.compile(r"(?!consolidated|adapter_)[^/]*\.safetensors(\.index\.json)?"),
@@ -63,7 +76,10 @@ class HubModel:
     revision: str | None = None
 
     def __str__(self) -> str:
-        file, revision = (f"/{self.file}" if self.file else ""), (f"@{self.revision}" if self.revision else "")
+        file, revision = (
+            (f"/{self.file}" if self.file else ""),
+            (f"@{self.revision}" if self.revision else ""),
+        )
         return f"{PREFIX}{self.name}{file}{revision}"
 
 
@@ -77,7 +93,9 @@ def hub_model(path: str) -> HubModel | None:
         return None
     found = _NAME.fullmatch(path)
     if found is None or (found[3] or "").lower().endswith(".gguf"):
-        raise RequestError("is not the name of a model on the hub", found=shown(path), expected=SPELLING)
+        raise RequestError(
+            "is not the name of a model on the hub", found=shown(path), expected=SPELLING
+        )
     return HubModel(found[1], found[2], found[3])
 
 
@@ -88,13 +106,15 @@ def origin(path: Path) -> dict[str, str] | None:
 
 
 def download(model: HubModel) -> Path:
-    """Download the files of a model that are needed; its folder, or its GGUF file, in the hub's cache.
+    """Download the files of a model that are needed; its folder, or its GGUF file, in the hub's
+    cache.
 
     If the hub cannot be reached, a complete model in the cache is used.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or a download breaks off.
-        RequestError: if the hub does not know the model, access is denied, or it has no weights that quantkit reads.
+        RequestError: if the hub does not know the model, access is denied, or it has no weights
+            that quantkit reads.
         NoSpaceError: if the disk of the cache has too little space.
         CheckpointError: if the hub's answer is invalid, or a file is not what the hub announced.
     """
@@ -103,7 +123,9 @@ def download(model: HubModel) -> Path:
 
     with quietly():
         try:
-            request = partial(HfApi().model_info, model.name, revision=model.revision, files_metadata=True)
+            request = partial(
+                HfApi().model_info, model.name, revision=model.revision, files_metadata=True
+            )
             info = call_in_time(request, str(model), "model")
         except RequestError as error:
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
@@ -119,7 +141,9 @@ def download(model: HubModel) -> Path:
         expected = model.revision if COMMIT.fullmatch(model.revision or "") else None
         commit = checked_commit(info.sha, str(model), expected)
         siblings = files_by_name(info, str(model))
-        files = [announced_file(siblings[name], str(model)) for name in needed_files(siblings, model)]
+        files = [
+            announced_file(siblings[name], str(model)) for name in needed_files(siblings, model)
+        ]
         cached = CachedModel(model.name, model.file)
         missing = [file for file in files if not (cached.snapshot(commit) / file.name).is_file()]
         _require_space(sum(file.size for file in missing), model)
@@ -134,14 +158,18 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     Raises:
         RequestError: if the repository has no weights that quantkit reads, or several GGUF models.
     """
-    side_files = [name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)]
+    side_files = [
+        name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)
+    ]
     models: dict[str, list[str]] = {}  # files of GGUF models; the parts of a split model together
     for name in sorted(names):
         if name.lower().endswith(".gguf"):
             models.setdefault(split_stem(name) or name, []).append(name)
     if model.file is not None:
         if model.file not in names:
-            raise RequestError("the repository has no such file", path=str(model), found=shown(model.file))
+            raise RequestError(
+                "the repository has no such file", path=str(model), found=shown(model.file)
+            )
         return models[split_stem(model.file) or model.file]
     for kind in _WEIGHTS:
         found = [name for name in names if kind.fullmatch(name)]
@@ -149,8 +177,16 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
             return sorted({*side_files, *found})
     if len(models) > 1:
         first = min(found[0] for found in models.values())
-        several, expected = f"{len(models)}, such as {first}", f"one of them: {replace(model, file=first)}"
-        raise RequestError("the repository has several GGUF models", path=str(model), found=several, expected=expected)
+        several, expected = (
+            f"{len(models)}, such as {first}",
+            f"one of them: {replace(model, file=first)}",
+        )
+        raise RequestError(
+            "the repository has several GGUF models",
+            path=str(model),
+            found=several,
+            expected=expected,
+        )
     if models:
         return sorted({*side_files, *next(iter(models.values()))})
     if "adapter_config.json" in names:
@@ -176,9 +212,12 @@ def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answe
         raise read_failure(error, path, what) from error
 
 
-def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]) -> None:
-    """Download files into the cache in parallel, and compare each, or the size if it is `checked`, with what the hub
-    announced; the errors are those of `download`."""
+def _fetch(
+    model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]
+) -> None:
+    """Download files into the cache in parallel, and compare each, or the size if it is `checked`,
+    with what the hub announced; the errors are those of `download`.
+    """
     from huggingface_hub import hf_hub_download
 
     cached = CachedModel(model.name, model.file)
@@ -211,7 +250,10 @@ def _require_space(size: int, model: HubModel) -> None:
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
     existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if size and (free := shutil.disk_usage(existing).free) < size + _SPARE_BYTES:
-        problem, hint = f"too little space on the disk of the hub's cache for {model}", "HF_HOME chooses another disk"
+        problem, hint = (
+            f"too little space on the disk of the hub's cache for {model}",
+            "HF_HOME chooses another disk",
+        )
         found, expected = f"{size_text(free)} free", size_text(size + _SPARE_BYTES)
         raise NoSpaceError(problem, path=cache, found=found, expected=expected, hint=hint)
 

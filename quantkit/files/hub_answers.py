@@ -1,8 +1,8 @@
 """Checks of a hub's answers, before they become paths or files are opened.
 
-`huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache without a check, and
-downloads without a limit. It makes these requests itself, and a request of ours before could get another answer, so its
-functions are wrapped while `checked_answers` lasts.
+`huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache
+without a check, and downloads without a limit. It makes these requests itself, and a request of
+ours before could get another answer, so its functions are wrapped while `checked_answers` lasts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class HubFile:
     Attributes:
         name: its path in the repository.
         size: in bytes.
-        digest: of its content, in hexadecimal: the sha256 of a file in LFS (64 digits), else git's blob id (40).
+        digest: of its content, in hexadecimal: the sha256 of a file in LFS (64 digits), else git's
+            blob id (40).
     """
 
     name: str
@@ -101,9 +102,13 @@ def announced_file(sibling: Any, path: str) -> HubFile:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
     name, lfs = sibling.rfilename, sibling.lfs
-    digest, kind, what = (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
+    digest, kind, what = (
+        (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
+    )
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
-        raise _refused(f"announces no size of {shown(name)}", path, sibling.size, "a number of bytes")
+        raise _refused(
+            f"announces no size of {shown(name)}", path, sibling.size, "a number of bytes"
+        )
     if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
         raise _refused(f"announces two sizes of {shown(name)}", path, lfs.size, sibling.size)
     if not isinstance(digest, str) or not kind.fullmatch(digest):
@@ -112,11 +117,14 @@ def announced_file(sibling: Any, path: str) -> HubFile:
 
 
 @contextmanager
-def checked_answers(path: str, commit: str | None = None, file: HubFile | None = None) -> Iterator[None]:
+def checked_answers(
+    path: str, commit: str | None = None, file: HubFile | None = None
+) -> Iterator[None]:
     """Make the hub's library refuse answers whose commit or ETag leads out of its cache.
 
-    In the context, the answers in all threads are checked, and raise a `CheckpointError` from within the library.
-    Answers in this thread must also be for `commit` and `file`, unless these are None; `path` is for errors.
+    In the context, the answers in all threads are checked, and raise a `CheckpointError` from
+    within the library. Answers in this thread must also be for `commit` and `file`, unless these
+    are None; `path` is for errors.
     """
     global _users
     from huggingface_hub import file_download
@@ -138,7 +146,9 @@ def checked_answers(path: str, commit: str | None = None, file: HubFile | None =
 
 
 def _install(file_download: Any) -> None:
-    """Wrap functions of the hub's library, whose paths come from what `get_hf_file_metadata` returns or raises."""
+    """Wrap functions of the hub's library, whose paths come from what `get_hf_file_metadata`
+    returns or raises.
+    """
     original = _replaced["get_hf_file_metadata"] = file_download.get_hf_file_metadata
 
     def checked(url: str, *arguments: Any, **options: Any) -> Any:
@@ -150,25 +160,48 @@ def _install(file_download: Any) -> None:
             found = original(url, *arguments, **options)
         except Exception as error:
             response = getattr(error, "response", None)
-            if response is not None and (commit := response.headers.get("X-Repo-Commit")) is not None:
-                checked_commit(commit, expected.path, expected.commit)  # the library records missing files
+            if (
+                response is not None
+                and (commit := response.headers.get("X-Repo-Commit")) is not None
+            ):
+                checked_commit(
+                    commit, expected.path, expected.commit
+                )  # the library records missing files
             raise
-        if (found.commit_hash, expected.commit) != (None, None):  # without one the library downloads nothing
+        if (found.commit_hash, expected.commit) != (
+            None,
+            None,
+        ):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
         file, etag = expected.file, found.etag
         if file is None and etag is not None and not _ETAG.fullmatch(etag):
             raise _refused("has an ETag that is not the name of a file", expected.path, etag)
         if file is not None and etag != file.digest:
-            raise _refused(f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest)
+            raise _refused(
+                f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest
+            )
         if file is not None and found.size not in (None, file.size):
-            raise _refused(f"has the wrong size for {shown(file.name)}", expected.path, found.size, file.size)
-        # Storage must be requested through the hub itself, as the library sends the user's token there.
+            raise _refused(
+                f"has the wrong size for {shown(file.name)}", expected.path, found.size, file.size
+            )
+        # Storage must be requested through the hub itself, as the library sends the user's token
+        # there.
         if (xet := getattr(found, "xet_file_data", None)) is not None:
             if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
-                raise _refused("names no hash for its storage", expected.path, xet.file_hash, "64 hexadecimal digits")
+                raise _refused(
+                    "names no hash for its storage",
+                    expected.path,
+                    xet.file_hash,
+                    "64 hexadecimal digits",
+                )
             route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
             if (route.scheme, route.netloc) != (own.scheme, own.netloc):
-                raise _refused("leads to another host for its storage", expected.path, xet.refresh_route, own.netloc)
+                raise _refused(
+                    "leads to another host for its storage",
+                    expected.path,
+                    xet.refresh_route,
+                    own.netloc,
+                )
         return found
 
     file_download.get_hf_file_metadata = checked
@@ -197,7 +230,10 @@ class _Limited:
 
     def write(self, chunk: bytes) -> Any:
         if self._inner.tell() + len(chunk) > self._file.size:
-            problem, limit = f"sends more of {shown(self._file.name)} than it announced", f"{self._file.size} bytes"
+            problem, limit = (
+                f"sends more of {shown(self._file.name)} than it announced",
+                f"{self._file.size} bytes",
+            )
             raise _refused(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
 
@@ -207,5 +243,9 @@ def _is_relative(name: str) -> bool:
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name))
 
 
-def _refused(problem: str, path: str | None, found: object, expected: object = None) -> CheckpointError:
-    return CheckpointError(f"the hub's answer {problem}", path=path, found=shown(found), expected=expected, hint=_HINT)
+def _refused(
+    problem: str, path: str | None, found: object, expected: object = None
+) -> CheckpointError:
+    return CheckpointError(
+        f"the hub's answer {problem}", path=path, found=shown(found), expected=expected, hint=_HINT
+    )

@@ -1,7 +1,8 @@
 """Models in the cache of the hub's library, and a record of the files that were checked.
 
-The library compares no hash with a file's content. Here a file is hashed once: after its download, or if it is in the
-cache without a record. The record, a file next to the snapshots, has sizes and hashes; later only sizes are compared.
+The library compares no hash with a file's content. Here a file is hashed once: after its download,
+or if it is in the cache without a record. The record, a file next to the snapshots, has sizes and
+hashes; later only sizes are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from quantkit.files.source import SourceFile
 
 @dataclass(frozen=True)
 class CachedModel:
-    """The folder of a model, ``owner/name``, in the cache; `file` is the only requested file, None for all of them."""
+    """The folder of a model, ``owner/name``, in the cache; `file` is the only requested file,
+    None for all of them.
+    """
 
     name: str
     file: str | None
@@ -46,7 +49,9 @@ class CachedModel:
         content = {file.name: {"size": file.size, "digest": file.digest} for file in files}
         with contextlib.suppress(OSError):  # another user's cache: its files are checked again
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # a new name: no link is followed
+            partial = path.with_name(
+                f"{path.name}.{uuid.uuid4().hex}.partial"
+            )  # a new name: no link is followed
             partial.write_text(json.dumps(content))
             os.replace(partial, path)
 
@@ -54,32 +59,45 @@ class CachedModel:
         """The recorded files; none if the record is damaged."""
         try:
             content = json.loads(self._record(commit).read_bytes())
-            return {HubFile(name, int(one["size"]), str(one["digest"])) for name, one in content.items()}
+            return {
+                HubFile(name, int(one["size"]), str(one["digest"])) for name, one in content.items()
+            }
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return set()
 
     def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
-        """The snapshot of a revision and its files, if all recorded files, or all of the repository, are there."""
+        """The snapshot of a revision and its files, if all recorded files, or all of the
+        repository, are there.
+        """
         branch = self.folder / "refs" / (revision or "main")
         try:
             commit = branch.read_text().strip() if branch.is_file() else str(revision)
         except (OSError, ValueError):
             return None
-        if not COMMIT.fullmatch(commit):  # any program may have written it, unchecked, from a hub's answer
+        if not COMMIT.fullmatch(
+            commit
+        ):  # any program may have written it, unchecked, from a hub's answer
             return None
         folder = self.snapshot(commit)
         try:
-            sizes = {file.name: (folder / file.name).stat().st_size == file.size for file in self.recorded(commit)}
+            sizes = {
+                file.name: (folder / file.name).stat().st_size == file.size
+                for file in self.recorded(commit)
+            }
         except OSError:
             sizes = {}
         names = set(sizes) if sizes and all(sizes.values()) else self._whole(folder, revision)
         return (folder, names) if names else None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
-        """The files of a snapshot that the hub's library knows to be complete; none of any other snapshot."""
+        """The files of a snapshot that the hub's library knows to be complete; none of any other
+        snapshot.
+        """
         from huggingface_hub import errors, snapshot_download
 
-        listed = self.folder / "trees" / f"{folder.name}.json"  # without it, and before 1.0, any snapshot passes
+        listed = (
+            self.folder / "trees" / f"{folder.name}.json"
+        )  # without it, and before 1.0, any snapshot passes
         if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
             return set()
         try:
@@ -89,11 +107,12 @@ class CachedModel:
         return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
     def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
-        """Compare a file with what the hub announced; only its size if its content was `checked` before.
+        """Compare a file with what the hub announced; only its size if its content was `checked`
+        before.
 
         Raises:
-            CheckpointError: if the file is missing or differs. If its name in the cache is this hash, it is removed, so
-                that the next run downloads it again.
+            CheckpointError: if the file is missing or differs. If its name in the cache is this
+                hash, it is removed, so that the next run downloads it again.
         """
         path = self.snapshot(commit) / file.name
         source = SourceFile(path)
@@ -107,7 +126,9 @@ class CachedModel:
         if source.size != file.size:
             found, expected = f"{source.size} bytes", f"{file.size} bytes"
         hint = "try again" if digest == file.digest else self._remove(path, file)
-        raise CheckpointError("is not what the hub announced", path=path, found=found, expected=expected, hint=hint)
+        raise CheckpointError(
+            "is not what the hub announced", path=path, found=found, expected=expected, hint=hint
+        )
 
     def _remove(self, path: Path, file: HubFile) -> str:
         """Remove a blob whose name is not its hash; the hint for the user."""
@@ -115,4 +136,8 @@ class CachedModel:
         with contextlib.suppress(OSError):
             if blob.samefile(path):
                 blob.unlink()
-        return f"delete {real}, and try again" if real.exists() else "it was removed from the cache; try again"
+        return (
+            f"delete {real}, and try again"
+            if real.exists()
+            else "it was removed from the cache; try again"
+        )

@@ -6,7 +6,13 @@ import errno
 import textwrap
 from typing import Any
 
-from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
+from quantkit.errors import (
+    CheckpointError,
+    NoSpaceError,
+    QuantkitError,
+    RequestError,
+    UnreachableError,
+)
 
 _RETRYABLE = (408, 429, *range(500, 600))  # HTTP statuses
 _LOG_IN = "log in: hf auth login; or correct HF_TOKEN"
@@ -19,7 +25,7 @@ def short(error: Exception) -> str:
 
 def read_failure(
     error: Exception, path: str, what: str = "model", hint: str = "try again, or pass a path"
-) -> Exception:  # fmt: skip
+) -> Exception:
     """The typed form of an error of a request that reads.
 
     Args:
@@ -30,13 +36,19 @@ def read_failure(
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
-    if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError | RecursionError):
+    if type(error) is ValueError or isinstance(
+        error, LookupError | TypeError | AttributeError | RecursionError
+    ):
         problem = f"the hub's answer cannot be read: {short(error)}"
         return CheckpointError(problem, path=path, hint="try again")
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return RequestError("HF_HUB_OFFLINE forbids requests to the hub", path=path, hint="unset it, or pass a path")
+        return RequestError(
+            "HF_HUB_OFFLINE forbids requests to the hub", path=path, hint="unset it, or pass a path"
+        )
     if isinstance(error, errors.GatedRepoError):
-        return RequestError("access to it on the hub is restricted", path=path, hint="log in: hf auth login")
+        return RequestError(
+            "access to it on the hub is restricted", path=path, hint="log in: hf auth login"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return RequestError("the hub knows no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
@@ -65,7 +77,9 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
-    while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # around errors of one file
+    while isinstance(error, RuntimeError) and isinstance(
+        error.__cause__, Exception
+    ):  # around errors of one file
         error = error.__cause__
     if isinstance(error, QuantkitError):
         return error
@@ -73,7 +87,9 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
     if isinstance(error, errors.OfflineModeIsEnabled) or status == 401:
         return read_failure(error, path)
     if status is None:
-        malformed = isinstance(error, ValueError | LookupError | TypeError | AttributeError | RecursionError)
+        malformed = isinstance(
+            error, ValueError | LookupError | TypeError | AttributeError | RecursionError
+        )
         if malformed and not isinstance(error, OSError):
             problem = f"cannot {doing}: the hub's answer cannot be read: {short(error)}"
             return CheckpointError(problem, path=path, hint="repeat the command")
@@ -82,7 +98,9 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
     said = f"status {status}, {_server_message(error)}"
     if status == 429:
         hint = "wait some minutes, and repeat the command"
-        return UnreachableError(f"cannot {doing}: the hub limits the number of requests", path=path, hint=hint)
+        return UnreachableError(
+            f"cannot {doing}: the hub limits the number of requests", path=path, hint=hint
+        )
     if status in _RETRYABLE:
         problem = f"cannot {doing}: the hub is overloaded or has failed"
         return UnreachableError(problem, path=path, found=said, hint="repeat the command later")
@@ -107,4 +125,8 @@ def _status(error: Exception) -> int | None:
 def _server_message(error: Exception) -> str:
     """What the hub states as the reason, in one line."""
     message = getattr(error, "server_message", None)
-    return textwrap.shorten(message, 200, placeholder=" ...") if isinstance(message, str) and message else "no reason"
+    return (
+        textwrap.shorten(message, 200, placeholder=" ...")
+        if isinstance(message, str) and message
+        else "no reason"
+    )

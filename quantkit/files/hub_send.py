@@ -74,7 +74,9 @@ class _CountedFile(io.FileIO):
 
 
 def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
-    """The library's form of a file, whose hash is known and whose reads are counted while it is sent."""
+    """The library's form of a file, whose hash is known and whose reads are counted while it is
+    sent.
+    """
     from huggingface_hub import CommitOperationAdd
 
     class Addition(CommitOperationAdd):
@@ -92,18 +94,25 @@ def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
         made = Addition(file.name, content)
     except (OSError, ValueError) as error:
         file.require_unchanged()
-        raise RequestError("cannot be sent to the hub", path=file.name, found=short(error)) from error
+        raise RequestError(
+            "cannot be sent to the hub", path=file.name, found=short(error)
+        ) from error
     made.upload_info.sha256 = bytes.fromhex(file.sha256)
     return made
 
 
 def send(
-    files: Sequence[LocalFile], operations: Mapping[str, CommitOperationAdd], name: str, branch: str | None, sent: Sent
-) -> None:  # fmt: skip
-    """Send the content of files that the hub stores apart from git to a repository, and wait until it has them.
+    files: Sequence[LocalFile],
+    operations: Mapping[str, CommitOperationAdd],
+    name: str,
+    branch: str | None,
+    sent: Sent,
+) -> None:
+    """Send the content of files that the hub stores apart from git to a repository, and wait until
+    it has them.
 
-    One request covers all files that probably are not stored apart; each other one has its own, since for several the
-    library uses threads for which Ctrl-C would wait.
+    One request covers all files that probably are not stored apart; each other one has its own,
+    since for several the library uses threads for which Ctrl-C would wait.
 
     Raises:
         RequestError, UnreachableError, CheckpointError: see `commit_files`.
@@ -118,7 +127,7 @@ def send(
             additions = [operations[one] for one in names]
             api.preupload_lfs_files(
                 name, additions, revision=branch, num_threads=_NUM_THREADS, free_memory=False
-            )  # fmt: skip
+            )
             for one in names:
                 sent.complete(one)
 
@@ -132,7 +141,9 @@ def send(
         sent.report()
         if small:  # a token that may not write there fails before large files are sent
             run_in_threads([partial(upload, small)], 1, on_tick=sent.report)
-        run_in_threads([partial(upload, *same) for same in large.values()], _NUM_THREADS, on_tick=sent.report)
+        run_in_threads(
+            [partial(upload, *same) for same in large.values()], _NUM_THREADS, on_tick=sent.report
+        )
     except Exception as error:
         for file in files:
             file.require_unchanged()
@@ -143,8 +154,9 @@ def send(
 
 @contextmanager
 def reporting_library(sent: Sent) -> Iterator[None]:
-    """Silence the library, and replace its display of uploads to Xet storage, which the library uses if hf_xet is
-    installed, by the progress of all files."""
+    """Silence the library, and replace its display of uploads to Xet storage, which the library
+    uses if hf_xet is installed, by the progress of all files.
+    """
     import huggingface_hub.utils
 
     utils: Any = huggingface_hub.utils
@@ -166,7 +178,10 @@ def reporting_library(sent: Sent) -> Iterator[None]:
         warnings.simplefilter("ignore")
         disabled = utils.are_progress_bars_disabled()
         if reporting is not None:
-            original, reporting.XetUploadProgressReporter = reporting.XetUploadProgressReporter, Reporter
+            original, reporting.XetUploadProgressReporter = (
+                reporting.XetUploadProgressReporter,
+                Reporter,
+            )
             utils.enable_progress_bars()  # without them nothing is reported
         else:
             utils.disable_progress_bars()
@@ -179,10 +194,16 @@ def reporting_library(sent: Sent) -> Iterator[None]:
 
 
 def _xet_reporting() -> Any:
-    """The library's module with the display of uploads to Xet storage; None if it has none, or hf_xet is not used."""
+    """The library's module with the display of uploads to Xet storage; None if it has none, or
+    hf_xet is not used.
+    """
     try:
         from huggingface_hub.utils import _xet_progress_reporting as reporting
         from huggingface_hub.utils._runtime import is_xet_available
     except ImportError:
         return None
-    return reporting if is_xet_available() and hasattr(reporting, "XetUploadProgressReporter") else None
+    return (
+        reporting
+        if is_xet_available() and hasattr(reporting, "XetUploadProgressReporter")
+        else None
+    )

@@ -1,6 +1,7 @@
 """Requests to the hub in daemon threads, with a time limit.
 
-The library's thread pools are waited for at exit, which delays Ctrl-C, and its HTTP client waits without a limit.
+The library's thread pools are waited for at exit, which delays Ctrl-C, and its HTTP client waits
+without a limit.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ _TICK_SECONDS = 0.1
 
 
 def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
-    """The result of a function that runs in a thread, which covers name resolution too: the client's time limit applies
-    to each address. Raises what it raises, and `TimeoutError` if it takes longer."""
+    """The result of a function that runs in a thread, which covers name resolution too: the
+    client's time limit applies to each address. Raises what it raises, and `TimeoutError` if it
+    takes longer.
+    """
     answer = Future[_Answer]()
 
     def run() -> None:
@@ -37,12 +40,16 @@ def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
 
 
 def run_in_threads(
-    tasks: Sequence[Callable[[], object]], num_threads: int, *, on_tick: Callable[[], object] = lambda: None
-) -> None:  # fmt: skip
+    tasks: Sequence[Callable[[], object]],
+    num_threads: int,
+    *,
+    on_tick: Callable[[], object] = lambda: None,
+) -> None:
     """Run functions in several threads. The first error is raised, and no further one begins then.
 
     Args:
-        on_tick: called in this thread whenever a function ends, and ten times a second; what it raises ends the rest.
+        on_tick: called in this thread whenever a function ends, and ten times a second; what it
+            raises ends the rest.
     """
     waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -82,7 +89,9 @@ def run_in_threads(
 
 
 class Stall:
-    """Watches a number that grows; `require_growth` raises `TimeoutError` once it has not grown for this time."""
+    """Watches a number that grows; `require_growth` raises `TimeoutError` once it has not grown
+    for this time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

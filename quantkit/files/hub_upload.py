@@ -1,8 +1,9 @@
 """Uploads to a model's repository on the hub: all files become visible with one commit.
 
-`huggingface_hub` does the work: `preupload_lfs_files` sends the content of large files, which the hub then has even if
-the command is killed; `create_commit` names them all in one commit. What the library does not do is done here: threads
-that Ctrl-C does not wait for, time limits, the progress of all files, and a check of what the hub lists afterwards.
+`huggingface_hub` does the work: `preupload_lfs_files` sends the content of large files, which the
+hub then has even if the command is killed; `create_commit` names them all in one commit. What the
+library does not do is done here: threads that Ctrl-C does not wait for, time limits, the progress
+of all files, and a check of what the hub lists afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Repository:
         branch: None for the default one.
         commit: the head of the branch.
         private: None if the hub does not state it.
-        files: by name. For a branch that is not there yet, those of the default one, with which it begins.
+        files: by name. For a branch that is not there yet, those of the default one, with which it
+            begins.
         has_branch: whether the branch exists.
     """
 
@@ -49,14 +51,18 @@ class Repository:
 
 
 def require_token(name: str) -> None:
-    """Raise a `RequestError` if huggingface_hub finds no access token, or one that cannot be sent."""
+    """Raise a `RequestError` if huggingface_hub finds no access token, or one that cannot be
+    sent.
+    """
     from huggingface_hub import get_token
 
     token, hint = get_token(), "log in: hf auth login; or set HF_TOKEN"
     if not token:
         raise RequestError("there is no access token for the hub", path=PREFIX + name, hint=hint)
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise RequestError("the access token contains characters that none has", path=PREFIX + name, hint=hint)
+        raise RequestError(
+            "the access token contains characters that none has", path=PREFIX + name, hint=hint
+        )
 
 
 def require_repository_name(name: str) -> None:
@@ -67,7 +73,9 @@ def require_repository_name(name: str) -> None:
     try:
         utils.validate_repo_id(name)
     except utils.HFValidationError as error:
-        raise RequestError("is not the name of a repository", path=name, found=short(error)) from error
+        raise RequestError(
+            "is not the name of a repository", path=name, found=short(error)
+        ) from error
 
 
 def read_repository(name: str, branch: str | None = None) -> Repository | None:
@@ -101,11 +109,18 @@ def create_repository(name: str, *, private: bool) -> None:
     """
     from huggingface_hub import HfApi
 
-    _write(partial(HfApi().create_repo, name, private=private), name, "create the repository", _REQUEST_SECONDS)
+    _write(
+        partial(HfApi().create_repo, name, private=private),
+        name,
+        "create the repository",
+        _REQUEST_SECONDS,
+    )
 
 
 def create_branch(name: str, branch: str) -> None:
-    """Create a branch from the head of the default one; the errors are those of `create_repository`."""
+    """Create a branch from the head of the default one; the errors are those of
+    `create_repository`.
+    """
     from huggingface_hub import HfApi
 
     request = partial(HfApi().create_branch, name, branch=branch, exist_ok=True)
@@ -121,7 +136,8 @@ def validate_model_card(content: str, name: str) -> None:
     """
     from huggingface_hub import HfApi
 
-    # `ModelCard.validate` of older versions sends it to huggingface.co, whichever the hub; `create_commit` calls this.
+    # `ModelCard.validate` of older versions sends it to huggingface.co, whichever the hub;
+    # `create_commit` calls this.
     validate: Any = getattr(HfApi(), "_validate_yaml", None)
 
     def request() -> str | None:
@@ -139,21 +155,27 @@ def validate_model_card(content: str, name: str) -> None:
         warnings.simplefilter("ignore")  # such as that it has no metadata
         problem = _write(request, name, "check the model card", _REQUEST_SECONDS)
     if problem is not None:
-        raise RequestError("the hub refuses the metadata of the model card", path=PREFIX + name, found=problem)
+        raise RequestError(
+            "the hub refuses the metadata of the model card", path=PREFIX + name, found=problem
+        )
 
 
 def commit_files(
-    files: Sequence[LocalFile], deleted: Sequence[str], repository: Repository, message: str, progress: Progress
-) -> str:  # fmt: skip
+    files: Sequence[LocalFile],
+    deleted: Sequence[str],
+    repository: Repository,
+    message: str,
+    progress: Progress,
+) -> str:
     """Send files and commit them; the commit's id.
 
-    Content that the hub has already is not sent again. Nothing is visible before the commit, which fails if the branch
-    has another head than `repository.commit`.
+    Content that the hub has already is not sent again. Nothing is visible before the commit, which
+    fails if the branch has another head than `repository.commit`.
 
     Raises:
         RequestError: if the token may not write there, or the hub refuses a file.
-        UnreachableError: if the hub cannot be reached or is overloaded, or nothing was sent for ten minutes. The same
-            call continues.
+        UnreachableError: if the hub cannot be reached or is overloaded, or nothing was sent for ten
+            minutes. The same call continues.
         CheckpointError: if a file changes while it is sent, or the hub's answer is malformed.
     """
     from huggingface_hub import CommitOperationDelete, HfApi
@@ -165,19 +187,35 @@ def commit_files(
         send(files, operations, name, branch, sent)
         for file in files:
             file.require_unchanged()
-        ignored = [one for one, operation in operations.items() if getattr(operation, "_should_ignore", False)]
+        ignored = [
+            one
+            for one, operation in operations.items()
+            if getattr(operation, "_should_ignore", False)
+        ]
         if ignored:  # the library would leave it out without an error
-            problem, hint = "the repository's .gitignore excludes a file", "remove it from .gitignore on the hub"
+            problem, hint = (
+                "the repository's .gitignore excludes a file",
+                "remove it from .gitignore on the hub",
+            )
             raise RequestError(problem, path=PREFIX + name, found=ignored[0], hint=hint)
-        changes = [*operations.values(), *(CommitOperationDelete(one, is_folder=False) for one in deleted)]
+        changes = [
+            *operations.values(),
+            *(CommitOperationDelete(one, is_folder=False) for one in deleted),
+        ]
         progress("commit", 0, 1, "commits")
         made = _write(
             partial(
-                HfApi().create_commit, name, changes, commit_message=message, revision=branch,
+                HfApi().create_commit,
+                name,
+                changes,
+                commit_message=message,
+                revision=branch,
                 parent_commit=repository.commit,
             ),
-            name, "commit", _COMMIT_SECONDS,
-        )  # fmt: skip
+            name,
+            "commit",
+            _COMMIT_SECONDS,
+        )
         progress("commit", 1, 1, "commits")
     return checked_commit(made.oid, PREFIX + name)
 
@@ -194,11 +232,17 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
         found = listed.get(file.name)
         if not file.equals(found):
             what = "nothing" if found is None else f"{found.size} bytes, {found.digest[:12]}"
-            expected = f"{file.size} bytes, {(file.sha256 if found is None else _digest_as(file, found))[:12]}"
+            expected = (
+                f"{file.size} bytes,"
+                f" {(file.sha256 if found is None else _digest_as(file, found))[:12]}"
+            )
             raise CheckpointError(
-                f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}", path=PREFIX + name,
-                found=what, expected=expected, hint="repeat the command",
-            )  # fmt: skip
+                f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}",
+                path=PREFIX + name,
+                found=what,
+                expected=expected,
+                hint="repeat the command",
+            )
 
 
 def _digest_as(file: LocalFile, found: HubFile) -> str:
@@ -206,7 +250,10 @@ def _digest_as(file: LocalFile, found: HubFile) -> str:
 
 
 def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
-    """The files at a revision. The library's errors for what is not there are raised as they are."""
+    """The files at a revision.
+
+    The library's errors for what is not there are raised as they are.
+    """
     import huggingface_hub.utils
     from huggingface_hub import HfApi
 
@@ -222,10 +269,14 @@ def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
             raise
         raise read_failure(error, path, hint="repeat the command") from error
     if isinstance(info.id, str) and info.id != name:
-        raise RequestError("the repository has another name", path=path, found=info.id, hint=f"push to {info.id}")
+        raise RequestError(
+            "the repository has another name", path=path, found=info.id, hint=f"push to {info.id}"
+        )
     files = [announced_file(one, path) for one in files_by_name(info, path).values()]
     private = info.private if isinstance(info.private, bool) else None
-    return Repository(name, branch, checked_commit(info.sha, path), private, {file.name: file for file in files})
+    return Repository(
+        name, branch, checked_commit(info.sha, path), private, {file.name: file for file in files}
+    )
 
 
 def _write(request: Callable[[], _Answer], name: str, doing: str, seconds: float) -> _Answer:

@@ -1,10 +1,11 @@
-"""llama.cpp's importance matrices, the mean squares of each linear's inputs on a text: GGUF and the older ``.dat``.
+"""llama.cpp's importance matrices, the mean squares of each linear's inputs on a text: GGUF and the
+older ``.dat``.
 
-``.dat``: an int32 count of entries; for each its name, an int32 number of chunks, and float32 mean squares times that
-number; then an int32 number of chunks of all text, and the name of the text. GGUF: for each entry ``NAME.in_sum2``
-[E, I] float32 and ``NAME.counts`` [E, 1], sums over tokens and their numbers, of each expert E. Names are those of
-tensors in GGUF.
-Source: llama.cpp's tools/imatrix and tools/quantize.
+``.dat``: an int32 count of entries; for each its name, an int32 number of chunks, and float32 mean
+squares times that number; then an int32 number of chunks of all text, and the name of the text.
+GGUF: for each entry ``NAME.in_sum2`` [E, I] float32 and ``NAME.counts`` [E, 1], sums over tokens
+and their numbers, of each expert E. Names are those of tensors in GGUF. Source: llama.cpp's
+tools/imatrix and tools/quantize.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _AGAIN = "make it again"
 
 @dataclass(frozen=True)
 class Entry:
-    """A linear's inputs: their mean squares [E, I] float32, of each expert E or of the linear, and how many tokens
-    these are from, [E] float32; of ``.dat`` a number of chunks, and all experts in one row."""
+    """A linear's inputs: their mean squares [E, I] float32, of each expert E or of the linear, and
+    how many tokens these are from, [E] float32; of ``.dat`` a number of chunks, and all experts in
+    one row.
+    """
 
     means: torch.Tensor
     counts: torch.Tensor
@@ -38,8 +41,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """An importance matrix: entries by the name of the tensor in GGUF, and on what text: its name, the number of chunks
-    and the tokens of each."""
+    """An importance matrix: entries by the name of the tensor in GGUF, and on what text: its name,
+    the number of chunks and the tokens of each.
+    """
 
     entries: Mapping[str, Entry]
     text: str
@@ -56,9 +60,11 @@ class ImportanceMatrix:
                 content = value.float().contiguous().numpy().tobytes()
                 data.append(content + padding(len(content)))
         metadata = {
-            "general.type": KIND, _DATASETS: Typed(ValueType.STRING, [self.text]), _CHUNKS: self.chunks,
+            "general.type": KIND,
+            _DATASETS: Typed(ValueType.STRING, [self.text]),
+            _CHUNKS: self.chunks,
             _CHUNK_SIZE: self.chunk_size,
-        }  # fmt: skip
+        }
         return build_header(metadata, tensors) + b"".join(data)
 
     def to_dat(self) -> bytes:
@@ -66,7 +72,12 @@ class ImportanceMatrix:
         found = [_INT.pack(len(self.entries))]
         for name, entry in sorted(self.entries.items()):
             values = (entry.means.float() * max(1, self.chunks)).contiguous().numpy()
-            found += [_text(name), _INT.pack(max(1, self.chunks)), _INT.pack(values.size), values.tobytes()]
+            found += [
+                _text(name),
+                _INT.pack(max(1, self.chunks)),
+                _INT.pack(values.size),
+                values.tobytes(),
+            ]
         return b"".join([*found, _INT.pack(self.chunks), _text(self.text)])
 
 
@@ -84,7 +95,9 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
     for name, entry in found.entries.items():
         if not (entry.means.isfinite().all() and (entry.means >= 0).all()):
-            raise CheckpointError(f"entry '{name}' holds NaN, Inf or a negative mean square", path=path, hint=_AGAIN)
+            raise CheckpointError(
+                f"entry '{name}' holds NaN, Inf or a negative mean square", path=path, hint=_AGAIN
+            )
     return found
 
 
@@ -92,7 +105,9 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     header = read_header(path)
     kind = header.metadata.get("general.type")
     if kind != KIND:
-        raise CheckpointError("is no importance matrix", path=path, found=f"general.type {kind}", expected=KIND)
+        raise CheckpointError(
+            "is no importance matrix", path=path, found=f"general.type {kind}", expected=KIND
+        )
     entries = {}
     for name, tensor in header.tensors.items():
         if not name.endswith(_SUMS):
@@ -100,16 +115,24 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
         own = name.removesuffix(_SUMS)
         counted = header.tensors.get(own + _COUNTS)
         if counted is None or tensor.type is not GgmlType.F32 or counted.type is not GgmlType.F32:
-            raise CheckpointError(f"'{own}' has no counts, or not in float32", path=path, hint=_AGAIN)
-        sums, counts = (_floats(header.source.read(one.offset, one.nbytes)) for one in (tensor, counted))
+            raise CheckpointError(
+                f"'{own}' has no counts, or not in float32", path=path, hint=_AGAIN
+            )
+        sums, counts = (
+            _floats(header.source.read(one.offset, one.nbytes)) for one in (tensor, counted)
+        )
         if not counts.numel() or sums.numel() % counts.numel():
-            raise CheckpointError(f"the counts of '{own}' do not fit its sums", path=path, hint=_AGAIN)
+            raise CheckpointError(
+                f"the counts of '{own}' do not fit its sums", path=path, hint=_AGAIN
+            )
         sums = sums.view(counts.numel(), -1)
         entries[own] = Entry(sums / counts.clamp(min=1).unsqueeze(1), counts)
     texts = header.metadata.get(_DATASETS)
     text = str(texts[0]) if isinstance(texts, list) and texts else ""
     chunks, size = (header.metadata.get(key) for key in (_CHUNKS, _CHUNK_SIZE))
-    return ImportanceMatrix(entries, text, *(one if isinstance(one, int) else 0 for one in (chunks, size)))
+    return ImportanceMatrix(
+        entries, text, *(one if isinstance(one, int) else 0 for one in (chunks, size))
+    )
 
 
 def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
@@ -118,7 +141,9 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
     def take(count: int) -> bytes:
         nonlocal position
         if not 0 <= count <= len(data) - position:
-            raise CheckpointError("is no importance matrix, or is truncated", path=path, hint=_AGAIN)
+            raise CheckpointError(
+                "is no importance matrix, or is truncated", path=path, hint=_AGAIN
+            )
         position += count
         return data[position - count : position]
 
@@ -135,7 +160,9 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
         values = _floats(take(4 * count)).view(1, -1)
         entries[own] = Entry(values / max(1, chunks), torch.tensor([float(chunks)]))
     ended = position == len(data)  # older files end here
-    return ImportanceMatrix(entries, chunks=0 if ended else integer(), text="" if ended else name(), chunk_size=0)
+    return ImportanceMatrix(
+        entries, chunks=0 if ended else integer(), text="" if ended else name(), chunk_size=0
+    )
 
 
 def _floats(data: bytes) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Refuse links that lead out of a model's folder.
 
-Side files are copied or uploaded as they are. In a folder from somebody else, a link such as ``LICENSE -> ~/.ssh/id``
-would publish a file of the user, so a link may only lead to where downloads put files. Links to weights are followed
-wherever they lead: people keep large files on other disks, and jobs parse weights and write tensors, so that any other
-file in their place is an error.
+Side files are copied or uploaded as they are. In a folder from somebody else, a link such as
+``LICENSE -> ~/.ssh/id`` would publish a file of the user, so a link may only lead to where
+downloads put files. Links to weights are followed wherever they lead: people keep large files on
+other disks, and jobs parse weights and write tensors, so that any other file in their place is an
+error.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def outside_target(path: Path, folder: Path) -> Path | None:
-    """Return where a path leads if that is outside a folder and not in the hub library's cache, else None.
+    """Return where a path leads if that is outside a folder and not in the hub library's cache,
+    else None.
 
-    The cache has three layouts, of which any may be the source: files of a snapshot link to ``blobs`` of the same
-    repository; with shared blobs (huggingface_hub 2) these link to ``blobs`` of the whole cache; before 0.23,
-    ``local_dir`` was filled with links to a repository's ``blobs``. Blobs are named by their hash, so a link to one
-    cannot be aimed at another file.
+    The cache has three layouts, of which any may be the source: files of a snapshot link to
+    ``blobs`` of the same repository; with shared blobs (huggingface_hub 2) these link to ``blobs``
+    of the whole cache; before 0.23, ``local_dir`` was filled with links to a repository's
+    ``blobs``. Blobs are named by their hash, so a link to one cannot be aimed at another file.
     """
-    # A link that leads to itself has no target; `resolve` then raises or returns the link, by the version of Python.
+    # A link that leads to itself has no target; `resolve` then raises or returns the link, by the
+    # version of Python.
     try:
         target = path.resolve()
     except (OSError, RuntimeError):
@@ -34,7 +37,11 @@ def outside_target(path: Path, folder: Path) -> Path | None:
     if target.is_relative_to(folder.resolve()):
         return None
     home = target.parent
-    if home.name == "blobs" and _REPOSITORY.fullmatch(home.parent.name) and _BLOB.fullmatch(target.name):
+    if (
+        home.name == "blobs"
+        and _REPOSITORY.fullmatch(home.parent.name)
+        and _BLOB.fullmatch(target.name)
+    ):
         return None
     is_shared = home.parent.name == "blobs" and target.name.startswith(home.name)
     if is_shared and _SHARED_BLOB.fullmatch(target.name):

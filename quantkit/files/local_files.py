@@ -39,14 +39,20 @@ class LocalFile:
     def blob_id(self) -> str:
         """The hash by which git names the content."""
         if isinstance(self.content, bytes):
-            return hashlib.sha1(b"blob %d\0%b" % (self.size, self.content), usedforsecurity=False).hexdigest()
+            return hashlib.sha1(
+                b"blob %d\0%b" % (self.size, self.content), usedforsecurity=False
+            ).hexdigest()
         return SourceFile(self.content).git_blob_id()
 
     def equals(self, announced: HubFile | None) -> bool:
-        """Whether the hub announces this content: by sha256 for a file in LFS, else by git's blob id."""
+        """Whether the hub announces this content: by sha256 for a file in LFS, else by git's
+        blob id.
+        """
         if announced is None or announced.size != self.size:
             return False
-        return announced.digest == (self.sha256 if len(announced.digest) == _SHA256_DIGITS else self.blob_id)
+        return announced.digest == (
+            self.sha256 if len(announced.digest) == _SHA256_DIGITS else self.blob_id
+        )
 
     def require_unchanged(self) -> None:
         """Raise a `CheckpointError` if the file is no longer the one that was hashed."""
@@ -55,9 +61,13 @@ class LocalFile:
         try:
             found = self.content.stat()
         except OSError as error:
-            raise CheckpointError(f"changed while it was sent: {error.strerror}", path=self.content) from error
+            raise CheckpointError(
+                f"changed while it was sent: {error.strerror}", path=self.content
+            ) from error
         if (found.st_size, found.st_mtime_ns) != (self.size, self.modified):
-            raise CheckpointError("changed while it was sent", path=self.content, hint="repeat the command")
+            raise CheckpointError(
+                "changed while it was sent", path=self.content, hint="repeat the command"
+            )
 
 
 def in_memory(name: str, content: bytes) -> LocalFile:

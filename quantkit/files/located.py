@@ -1,4 +1,6 @@
-"""The files that a user names: models on this machine or on the hub, all files of a GGUF model, and plain texts."""
+"""The files that a user names: models on this machine or on the hub, all files of a GGUF model,
+and plain texts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from quantkit.files.source import damaged_file
 PARTIAL = ".partial"
 """The end of the name of an unfinished output."""
 _downloaded: dict[HubModel, Path] = {}
-_NO_MODELS = ("mmproj", "imatrix")  # names of files with a projector for images, or with statistics of activations
+_NO_MODELS = (
+    "mmproj",
+    "imatrix",
+)  # names of files with a projector for images, or with statistics of activations
 
 
 def located(path: str | Path) -> Path:
     """The folder or file of a model on this machine.
 
-    ``hf:owner/name`` is downloaded, once per process; an existing path has priority. ``X.gguf`` stands for
-    ``X-00001-of-0000N.gguf`` if only that exists.
+    ``hf:owner/name`` is downloaded, once per process; an existing path has priority. ``X.gguf``
+    stands for ``X-00001-of-0000N.gguf`` if only that exists.
 
     Raises:
         RequestError, NoSpaceError, CheckpointError: see `download`.
@@ -47,7 +52,9 @@ def require_there(path: str | Path) -> Path:
     found = located(path)
     if not found.exists():
         if found.is_symlink():
-            raise RequestError("is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(found)}")
+            raise RequestError(
+                "is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(found)}"
+            )
         name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
         try:
             model = hub_model(f"{PREFIX}{name}")
@@ -56,7 +63,9 @@ def require_there(path: str | Path) -> Path:
         near = [f"did you mean {one}?" for one in _similar(found)]
         if os.path.exists(partial := f"{found}{PARTIAL}"):
             near = [f"{partial} is not finished: add `resume=True` to the command that began it"]
-        hints = near if model is None else [*near, f"if it is a model of the Hugging Face hub: {model}"]
+        hints = (
+            near if model is None else [*near, f"if it is a model of the Hugging Face hub: {model}"]
+        )
         raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
     return found
 
@@ -72,13 +81,18 @@ def _similar(path: Path) -> list[Path]:
 
 def gguf_models(folder: Path) -> list[Path]:
     """The GGUF models in a folder: the first file of each."""
-    paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
-    return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
+    paths = sorted(
+        path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS)
+    )
+    return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[
+        ::-1
+    ]
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at a path: the path itself, by its suffix or first bytes, or the only model of a folder; None if
-    there is none."""
+    """The GGUF file at a path: the path itself, by its suffix or first bytes, or the only model of
+    a folder; None if there is none.
+    """
     if path.is_dir():
         models = gguf_models(path)
         return models[0] if len(models) == 1 else None
@@ -100,15 +114,21 @@ def read_parts(path: Path) -> list[GgufHeader]:
     header = read_header(path)
     if header.split is None or header.split.count == 1:
         if split_count(path.name) > 1:
-            raise CheckpointError("has the name of a part of a model, and is a whole one", path=path)
+            raise CheckpointError(
+                "has the name of a part of a model, and is a whole one", path=path
+            )
         return [header]
     stem, index, count = split_stem(path.name), header.split.index, header.split.count
     if stem is None or path.name != split_name(stem, index, count):
         problem = f"is part {index + 1} of {count} of a model, and has another name"
-        raise CheckpointError(problem, path=path, expected=split_name(stem or path.stem, index, count))
+        raise CheckpointError(
+            problem, path=path, expected=split_name(stem or path.stem, index, count)
+        )
     files = [path.with_name(split_name(stem, number, count)) for number in range(count)]
     if missing := [file for file in files if not file.exists()]:
-        raise damaged_file("the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts")
+        raise damaged_file(
+            "the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts"
+        )
     parts, names = [], dict[str, Path]()
     for number, file in enumerate(files):
         part = header if number == index else read_header(file)
@@ -119,12 +139,19 @@ def read_parts(path: Path) -> list[GgufHeader]:
         for name in part.tensors:
             if name in names:
                 found = f"also in {names[name].name}"
-                raise CheckpointError(f"tensor '{name}' is in two files", path=part.path, found=found)
+                raise CheckpointError(
+                    f"tensor '{name}' is in two files", path=part.path, found=found
+                )
             names[name] = part.path
     for part in parts:
         if part.split is not None and part.split.tensors != len(names):
-            problem, hint = "the parts have another number of tensors than the model", "a part is another model's"
-            raise CheckpointError(problem, path=part.path, found=len(names), expected=part.split.tensors, hint=hint)
+            problem, hint = (
+                "the parts have another number of tensors than the model",
+                "a part is another model's",
+            )
+            raise CheckpointError(
+                problem, path=part.path, found=len(names), expected=part.split.tensors, hint=hint
+            )
     return parts
 
 
@@ -140,7 +167,9 @@ def text_of(path: Path) -> tuple[str, str]:
     except OSError as error:
         raise RequestError(f"the text cannot be read: {error.strerror}", path=path) from error
     except UnicodeDecodeError as error:
-        raise RequestError("is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8") from error
+        raise RequestError(
+            "is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8"
+        ) from error
     if not text.strip():
         raise RequestError("the text is empty", path=path)
     return text, hashlib.sha256(raw).hexdigest()

@@ -1,7 +1,8 @@
 """The pickles that `torch.save` writes, read as plain values; nothing that they name is called.
 
-`pickletools` of the standard library takes them apart. Only the opcodes that torch's own ``weights_only`` reader knows
-are accepted. A tensor becomes a `Reference` to its storage, anything else that torch would build an `Other`.
+`pickletools` of the standard library takes them apart. Only the opcodes that torch's own
+``weights_only`` reader knows are accepted. A tensor becomes a `Reference` to its storage, anything
+else that torch would build an `Other`.
 """
 
 from __future__ import annotations
@@ -21,28 +22,64 @@ MAX_BYTES = 1 << 23
 """Largest pickle that is read: some 40,000 tensors."""
 
 _STORAGES = {
-    "DoubleStorage": DType.FLOAT64, "FloatStorage": DType.FLOAT32, "HalfStorage": DType.FLOAT16,
-    "BFloat16Storage": DType.BFLOAT16, "LongStorage": DType.INT64, "IntStorage": DType.INT32,
-    "ShortStorage": DType.INT16, "CharStorage": DType.INT8, "ByteStorage": DType.UINT8, "BoolStorage": DType.BOOL,
-    "ComplexDoubleStorage": DType.COMPLEX128, "ComplexFloatStorage": DType.COMPLEX64,
-    "UntypedStorage": DType.UINT8, "QInt8Storage": DType.QINT8, "QUInt8Storage": DType.QUINT8,
-    "QInt32Storage": DType.QINT32, "QUInt4x2Storage": DType.QUINT4X2, "QUInt2x4Storage": DType.QUINT2X4,
-}  # fmt: skip
+    "DoubleStorage": DType.FLOAT64,
+    "FloatStorage": DType.FLOAT32,
+    "HalfStorage": DType.FLOAT16,
+    "BFloat16Storage": DType.BFLOAT16,
+    "LongStorage": DType.INT64,
+    "IntStorage": DType.INT32,
+    "ShortStorage": DType.INT16,
+    "CharStorage": DType.INT8,
+    "ByteStorage": DType.UINT8,
+    "BoolStorage": DType.BOOL,
+    "ComplexDoubleStorage": DType.COMPLEX128,
+    "ComplexFloatStorage": DType.COMPLEX64,
+    "UntypedStorage": DType.UINT8,
+    "QInt8Storage": DType.QINT8,
+    "QUInt8Storage": DType.QUINT8,
+    "QInt32Storage": DType.QINT32,
+    "QUInt4x2Storage": DType.QUINT4X2,
+    "QUInt2x4Storage": DType.QUINT2X4,
+}
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 # What torch builds without running code of the file, other than plain tensors.
 _OTHERS = {
-    "collections.Counter", "_codecs.encode", "__builtin__.set", "__builtin__.bytearray", "__builtin__.complex",
-    "builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device", "torch.Tensor",
-    "torch.nn.parameter.Parameter", "torch.serialization._get_layout", "torch._utils._rebuild_qtensor",
-    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
-    "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_wrapper_subclass",
-    "torch._utils._rebuild_device_tensor_from_numpy", "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-    "torch.per_tensor_affine", "torch.per_tensor_symmetric", "torch.per_channel_affine",
-    "torch.per_channel_symmetric", "torch.per_channel_affine_float_qparams",
-}  # fmt: skip
+    "collections.Counter",
+    "_codecs.encode",
+    "__builtin__.set",
+    "__builtin__.bytearray",
+    "__builtin__.complex",
+    "builtins.set",
+    "builtins.bytearray",
+    "builtins.complex",
+    "torch.Size",
+    "torch.device",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch.per_tensor_affine",
+    "torch.per_tensor_symmetric",
+    "torch.per_channel_affine",
+    "torch.per_channel_symmetric",
+    "torch.per_channel_affine_float_qparams",
+}
 _DAMAGE = (
-    ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)
@@ -149,9 +186,12 @@ class Unpickler:
         name = argument.replace(" ", ".", 1)
         if name not in _GLOBALS:
             raise CheckpointError(
-                "holds objects other than tensors; loading it could run code, so it is refused", path=self._path,
-                found=f"{name[:80]!r}", expected="a dictionary of tensors", hint="use a safetensors file",
-            )  # fmt: skip
+                "holds objects other than tensors; loading it could run code, so it is refused",
+                path=self._path,
+                found=f"{name[:80]!r}",
+                expected="a dictionary of tensors",
+                hint="use a safetensors file",
+            )
         self._push(_GLOBALS[name])
 
     def _reduce(self) -> None:
@@ -188,13 +228,24 @@ def _ordered(*arguments: Any) -> dict[Any, Any]:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Reference | Other:
-    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_typed_tensor`, with the type of the storage."""
+    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_typed_tensor`, with the type
+    of the storage.
+    """
     requires_grad, hooks, *metadata = rest or (None, None)
-    return _typed_tensor(storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *metadata)
+    return _typed_tensor(
+        storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *metadata
+    )
 
 
 def _typed_tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
 ) -> Reference | Other:
     """torch's ``_rebuild_tensor_v3``."""
     if metadata:
@@ -212,12 +263,17 @@ def _typed_tensor(
 
 def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
     """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
-    if kind is not _FUNCTIONS["torch.Tensor"] and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]:
+    if (
+        kind is not _FUNCTIONS["torch.Tensor"]
+        and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]
+    ):
         return Other("a tensor of another class")
     return function(*arguments)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {name: lambda *arguments, _name=name: Other(_name) for name in _OTHERS} | {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: lambda *arguments, _name=name: Other(_name) for name in _OTHERS
+} | {
     "collections.OrderedDict": _ordered,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -227,13 +283,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {name: lambda *arguments, _name=name
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
 _GLOBALS: dict[str, Any] = _FUNCTIONS | {f"torch.{dtype}": dtype for dtype in DType}
-_GLOBALS |= {f"{module}.{name}": _STORAGES[name] for module in _STORAGE_MODULES for name in _STORAGES}
+_GLOBALS |= {
+    f"{module}.{name}": _STORAGES[name] for module in _STORAGE_MODULES for name in _STORAGES
+}
 _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "PROTO": lambda u, _: None,
     "NONE": Unpickler._push,
     "NEWTRUE": lambda u, _: u._push(True),
     "NEWFALSE": lambda u, _: u._push(False),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"), Unpickler._push),
+    **dict.fromkeys(
+        ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"), Unpickler._push
+    ),
     "SHORT_BINSTRING": lambda u, text: u._push(text.encode("latin-1").decode()),
     "EMPTY_TUPLE": lambda u, _: u._push(()),
     "EMPTY_LIST": lambda u, _: u._push([]),
@@ -248,7 +308,9 @@ _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "APPENDS": lambda u, _: u._append(u._since_mark()),
     "SETITEM": lambda u, _: u._set([u._stack.pop(-2), u._stack.pop()]),
     "SETITEMS": lambda u, _: u._set(u._since_mark()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda u, index: u._memo.update({index: u._stack[-1]})),
+    **dict.fromkeys(
+        ("BINPUT", "LONG_BINPUT"), lambda u, index: u._memo.update({index: u._stack[-1]})
+    ),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda u, index: u._push(u._memo[index])),
     "GLOBAL": Unpickler._global,
     "BINPERSID": lambda u, _: u._storage(),

@@ -1,9 +1,9 @@
 """Writing PyTorch's ``.pth``: a stream of bytes, equal for equal tensors.
 
-`torch.save` and `zipfile` need all tensors at once or seek back, so the records are written here. The file is an
-uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose tensors refer to storages by number) and
-``NAME/data/K``, the bytes of storage K.
-Sources: PyTorch's serialization notes, PKWARE's APPNOTE for the zip records.
+`torch.save` and `zipfile` need all tensors at once or seek back, so the records are written here.
+The file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose tensors refer
+to storages by number) and ``NAME/data/K``, the bytes of storage K. Sources: PyTorch's serialization
+notes, PKWARE's APPNOTE for the zip records.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ _DATE_1980 = 0x21
 _PADDING_ID = 0x4246
 _ALIGNMENT = 64
 
-_STORAGES = {DType.FLOAT32: "FloatStorage", DType.FLOAT16: "HalfStorage", DType.BFLOAT16: "BFloat16Storage"}
+_STORAGES = {
+    DType.FLOAT32: "FloatStorage",
+    DType.FLOAT16: "HalfStorage",
+    DType.BFLOAT16: "BFloat16Storage",
+}
 
 
 class PthEncoder:
-    """The bytes of one ``.pth`` file in the order in which they are appended; names and dates are fixed."""
+    """The bytes of one ``.pth`` file in the order in which they are appended; names and dates
+    are fixed.
+    """
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
         self._name, self._tensors = name, tensors
@@ -61,9 +67,11 @@ class PthEncoder:
     def start(self) -> bytes:
         """Everything before the first tensor."""
         records = {
-            "data.pkl": _pickled(self._tensors), ".format_version": b"1",
-            ".storage_alignment": str(_ALIGNMENT).encode(), "byteorder": b"little",
-        }  # fmt: skip
+            "data.pkl": _pickled(self._tensors),
+            ".format_version": b"1",
+            ".storage_alignment": str(_ALIGNMENT).encode(),
+            "byteorder": b"little",
+        }
         return b"".join(self._record(name, data) + data for name, data in records.items())
 
     def before(self, index: int, data: memoryview) -> bytes:
@@ -76,16 +84,46 @@ class PthEncoder:
         start, directory = self._position, b""
         for name, checksum, size, position in self._records:
             encoded, extra = name.encode(), struct.pack("<HHQQQ", 1, 24, size, size, position)
-            directory += _CENTRAL.pack(
-                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, FULL, FULL,
-                len(encoded), len(extra), 0, 0, 0, 0, FULL,
-            ) + encoded + extra  # fmt: skip
+            directory += (
+                _CENTRAL.pack(
+                    0x02014B50,
+                    _VERSION_ZIP64,
+                    _VERSION_ZIP64,
+                    0,
+                    0,
+                    0,
+                    _DATE_1980,
+                    checksum,
+                    FULL,
+                    FULL,
+                    len(encoded),
+                    len(extra),
+                    0,
+                    0,
+                    0,
+                    0,
+                    FULL,
+                )
+                + encoded
+                + extra
+            )
         count = len(self._records)
         tail += directory + _ZIP64_TAIL.pack(
-            0x06064B50, _ZIP64_TAIL.size - 12, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, len(directory), start
+            0x06064B50,
+            _ZIP64_TAIL.size - 12,
+            _VERSION_ZIP64,
+            _VERSION_ZIP64,
+            0,
+            0,
+            count,
+            count,
+            len(directory),
+            start,
         )
         tail += _ZIP64_LOCATOR.pack(0x07064B50, 0, start + len(directory), 1)
-        return tail + TAIL.pack(TAIL_SIGNATURE, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FULL, FULL, 0)
+        return tail + TAIL.pack(
+            TAIL_SIGNATURE, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FULL, FULL, 0
+        )
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
         """The local header of the next record, padded so that the data after it is aligned."""
@@ -95,7 +133,17 @@ class PthEncoder:
         extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
         self._records.append((name.decode(), checksum, len(data), self._position))
         header = LOCAL.pack(
-            LOCAL_SIGNATURE, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, FULL, FULL, len(name), len(extra)
+            LOCAL_SIGNATURE,
+            _VERSION_ZIP64,
+            0,
+            0,
+            0,
+            _DATE_1980,
+            checksum,
+            FULL,
+            FULL,
+            len(name),
+            len(extra),
         )
         self._position += len(header) + len(name) + len(extra) + len(data)
         return header + name + extra
@@ -112,7 +160,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Reference):
             return NotImplemented
-        arguments: tuple[Any, ...] = (obj.storage, obj.offset, obj.shape, obj.stride, False, OrderedDict())
+        arguments: tuple[Any, ...] = (
+            obj.storage,
+            obj.offset,
+            obj.shape,
+            obj.stride,
+            False,
+            OrderedDict(),
+        )
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -120,7 +175,9 @@ def _pickled(tensors: Sequence[StoredTensor]) -> bytes:
     values = {}
     for index, tensor in enumerate(tensors):
         storage = Storage(str(index), tensor.dtype, math.prod(tensor.shape))
-        values[tensor.name] = Reference(storage, tensor.dtype, 0, tensor.shape, contiguous_strides(tensor.shape))
+        values[tensor.name] = Reference(
+            storage, tensor.dtype, 0, tensor.shape, contiguous_strides(tensor.shape)
+        )
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(values)
     return buffer.getvalue()

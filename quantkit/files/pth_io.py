@@ -1,12 +1,12 @@
 """The files of `torch.save`: where each tensor is; nothing in the file is executed.
 
-Since torch 1.6 a file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary, whose tensors refer to
-storages by key) and ``NAME/data/KEY``, the bytes of a storage. Before, it was five pickles (a magic number, a version,
-the writer's system, the dictionary, the keys of the storages) and then each storage, after its number of elements in
-eight bytes.
-`zipfile` trusts the directory of a zip file and other readers the headers of its records, so one file could hold two
-models. Both are compared.
-Sources: PyTorch's serialization notes and ``torch/serialization.py``, PKWARE's APPNOTE.
+Since torch 1.6 a file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary, whose
+tensors refer to storages by key) and ``NAME/data/KEY``, the bytes of a storage. Before, it was five
+pickles (a magic number, a version, the writer's system, the dictionary, the keys of the storages)
+and then each storage, after its number of elements in eight bytes. `zipfile` trusts the directory
+of a zip file and other readers the headers of its records, so one file could hold two models. Both
+are compared. Sources: PyTorch's serialization notes and ``torch/serialization.py``, PKWARE's
+APPNOTE.
 """
 
 from __future__ import annotations
@@ -42,24 +42,35 @@ FULL = 0xFFFFFFFF
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800
 _ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
 _DAMAGE = (
-    zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, IndexError, KeyError, OverflowError, EOFError,
-    MemoryError, OSError,
-)  # fmt: skip
+    zipfile.BadZipFile,
+    NotImplementedError,
+    struct.error,
+    ValueError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    EOFError,
+    MemoryError,
+    OSError,
+)
 
 
 def open_file(path: Path) -> TensorFile:
     """Open a file of named tensors; their data is not read.
 
     Raises:
-        CheckpointError: for placeholders, truncation, records that contradict each other, a pickle that is no flat
-            dictionary of tensors, or one that would run code.
-        UnsupportedError: for compressed records, tensors other than plain ones, and files written on big-endian
-            machines or by torch before 0.2.
+        CheckpointError: for placeholders, truncation, records that contradict each other, a pickle
+            that is no flat dictionary of tensors, or one that would run code.
+        UnsupportedError: for compressed records, tensors other than plain ones, and files written
+            on big-endian machines or by torch before 0.2.
     """
     source = open_weights(path)
     if source.read(0, min(source.size, 4)) == b"PK\x03\x04":
         return _open_zip(source)
-    if source.read(min(source.size, _TAR[0]), min(max(source.size - _TAR[0], 0), len(_TAR[1]))) == _TAR[1]:
+    if (
+        source.read(min(source.size, _TAR[0]), min(max(source.size - _TAR[0], 0), len(_TAR[1])))
+        == _TAR[1]
+    ):
         raise _unsupported("is a tar archive, as torch wrote it before version 0.2", path)
     return _open_legacy(source)
 
@@ -71,7 +82,9 @@ def _open_zip(source: SourceFile) -> TensorFile:
     except _DAMAGE as error:
         raise damaged(path, error) from error
     if not complete:
-        raise damaged_file("is truncated", path, f"{source.size} bytes", f"at least {_expected_size(source)} bytes")
+        raise damaged_file(
+            "is truncated", path, f"{source.size} bytes", f"at least {_expected_size(source)} bytes"
+        )
     records = ZipRecords(source)
     top = next(iter(records.records), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
@@ -86,12 +99,18 @@ def _open_zip(source: SourceFile) -> TensorFile:
             raise damaged_file(problem, path, f"{record.size} bytes", storage.nbytes)
         starts[key] = record.start
     source.checksums = records.checksums or ()
-    unchecked = f"{path}: was written without checksums, so damage to its weights cannot be detected"
-    return TensorFile(source, _views(tensors, starts), () if records.checksums is not None else (unchecked,))
+    unchecked = (
+        f"{path}: was written without checksums, so damage to its weights cannot be detected"
+    )
+    return TensorFile(
+        source, _views(tensors, starts), () if records.checksums is not None else (unchecked,)
+    )
 
 
 def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
-    """Check the small records besides the pickle and the storages, some of which say how the file was written."""
+    """Check the small records besides the pickle and the storages, some of which say how the
+    file was written.
+    """
     found = {}
     for name in records.records:
         folder, _, rest = name.partition("/")
@@ -104,7 +123,9 @@ def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
         raise damaged_file(f"record '{top}/version' is missing", path)
     for rest in {".storage_alignment", ".format_version", "version"} & set(found):
         if not found[rest].strip().isdigit():
-            raise CheckpointError(f"record '{top}/{rest}' is damaged", path=path, found=repr(found[rest][:40]))
+            raise CheckpointError(
+                f"record '{top}/{rest}' is damaged", path=path, found=repr(found[rest][:40])
+            )
 
 
 def _open_legacy(source: SourceFile) -> TensorFile:
@@ -128,10 +149,14 @@ def _open_legacy(source: SourceFile) -> TensorFile:
         storage = unpickler.storages[key]
         end = position + 8 + storage.nbytes
         if end > source.size:
-            raise damaged_file("cannot be read: it is truncated", path, f"{source.size} bytes", f"at least {end}")
+            raise damaged_file(
+                "cannot be read: it is truncated", path, f"{source.size} bytes", f"at least {end}"
+            )
         (count,) = struct.unpack("<q", source.read(position, 8))
         if count != storage.count:
-            raise damaged_file(f"storage '{key}' has the wrong size", path, f"{count} elements", storage.count)
+            raise damaged_file(
+                f"storage '{key}' has the wrong size", path, f"{count} elements", storage.count
+            )
         starts[key] = position + 8
         position = end
     return TensorFile(source, _views(tensors, starts))
@@ -143,7 +168,9 @@ def _require_little_endian(holds: bool, path: Path) -> None:
 
 
 def _unsupported(problem: str, path: Path, expected: str | None = None) -> UnsupportedError:
-    return UnsupportedError(problem, path=path, expected=expected, hint="load it with torch and save it again")
+    return UnsupportedError(
+        problem, path=path, expected=expected, hint="load it with torch and save it again"
+    )
 
 
 def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
@@ -151,12 +178,18 @@ def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
     if isinstance(value, dict) and set(value) == {"model"} and isinstance(value["model"], dict):
         value = value["model"]
     if not isinstance(value, dict) or not value:
-        raise CheckpointError("does not hold a dictionary of tensors", path=path, found=type(value).__name__)
+        raise CheckpointError(
+            "does not hold a dictionary of tensors", path=path, found=type(value).__name__
+        )
     for name, tensor in value.items():
         if isinstance(name, str) and isinstance(tensor, Other):
-            raise UnsupportedError(f"entry {name!r:.80} is not a plain tensor", path=path, found=tensor.name)
+            raise UnsupportedError(
+                f"entry {name!r:.80} is not a plain tensor", path=path, found=tensor.name
+            )
         if not isinstance(name, str) or not isinstance(tensor, Reference):
-            raise CheckpointError(f"entry {name!r:.80} is not a tensor", path=path, found=type(tensor).__name__)
+            raise CheckpointError(
+                f"entry {name!r:.80} is not a tensor", path=path, found=type(tensor).__name__
+            )
     return value
 
 
@@ -170,11 +203,14 @@ def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[
 def _expected_size(source: SourceFile) -> int:
     """The minimum size of a zip before it was truncated, from the pickle and the remaining records.
 
-    torch.save writes a record's size after its data, so only the pickle, which comes first, has the storages' sizes.
+    torch.save writes a record's size after its data, so only the pickle, which comes first, has the
+    storages' sizes.
     """
     size, position = source.size, 0
     while position + LOCAL.size <= source.size:
-        signature, *_, length, name_length, extra_length = LOCAL.unpack(source.read(position, LOCAL.size))
+        signature, *_, length, name_length, extra_length = LOCAL.unpack(
+            source.read(position, LOCAL.size)
+        )
         start = position + LOCAL.size + name_length + extra_length
         if signature != LOCAL_SIGNATURE or start > source.size:
             break
@@ -204,12 +240,14 @@ class ZipRecords:
     """All records of a zip file, by name.
 
     Raises:
-        CheckpointError: if the directory cannot be read, contradicts the records, or names one twice.
+        CheckpointError: if the directory cannot be read, contradicts the records, or names one
+            twice.
         UnsupportedError: if a record is encrypted or a patch.
 
     Attributes:
         records: in the order of the file.
-        checksums: of all records that are stored as they are; None if torch wrote the file without checksums.
+        checksums: of all records that are stored as they are; None if torch wrote the file without
+            checksums.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -231,25 +269,36 @@ class ZipRecords:
         self.checksums: list[Checksum] | None = None
         if any(record.crc for record in self.records.values()):
             stored = [record for record in self.records.values() if record.stored]
-            self.checksums = [Checksum(one.name, one.start, one.start + one.size, one.crc) for one in stored]
+            self.checksums = [
+                Checksum(one.name, one.start, one.start + one.size, one.crc) for one in stored
+            ]
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
-        """Refuse a directory with comments, of several disks, or not at the end of the file: torch writes none, and
-        readers interpret it differently."""
+        """Refuse a directory with comments, of several disks, or not at the end of the file: torch
+        writes none, and readers interpret it differently.
+        """
         if not self._ends_file(listed, directory):
             raise damaged_file("has a zip directory that torch does not write", self._file.path)
         position = directory
         for info in listed:
             fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
             signature, name_length, extra_length, comment_length, disk = fields
-            if (signature, comment_length, disk) != (_CENTRAL_SIGNATURE, 0, 0) or info.external_attr & _IS_FOLDER:
-                raise self._contradiction(info.filename, "has an entry in the directory that torch does not write")
+            if (signature, comment_length, disk) != (
+                _CENTRAL_SIGNATURE,
+                0,
+                0,
+            ) or info.external_attr & _IS_FOLDER:
+                raise self._contradiction(
+                    info.filename, "has an entry in the directory that torch does not write"
+                )
             position += _CENTRAL.size + name_length + extra_length
 
     def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
         """Whether only a correct end record, for one disk, follows the directory."""
         end = self._file.size - TAIL.size
-        signature, *disks, here, in_all, length, start, comment = TAIL.unpack(self._file.read(end, TAIL.size))
+        signature, *disks, here, in_all, length, start, comment = TAIL.unpack(
+            self._file.read(end, TAIL.size)
+        )
         if (signature, comment, *disks) != (TAIL_SIGNATURE, 0, 0, 0):
             return False
         count, locator = len(listed), end - _LOCATOR.size
@@ -258,26 +307,36 @@ class ZipRecords:
             disk, end, disks_in_all = _LOCATOR.unpack(wide)
             if disk or disks_in_all != 1 or not 0 <= end <= locator - _WIDE_TAIL.size:
                 return False
-            *disks, here, in_all, length, start = _WIDE_TAIL.unpack(self._file.read(end, _WIDE_TAIL.size))
+            *disks, here, in_all, length, start = _WIDE_TAIL.unpack(
+                self._file.read(end, _WIDE_TAIL.size)
+            )
             if any(disks):
                 return False
         return (here, in_all, start, start + length) == (count, count, directory, end)
 
     def stored(self, name: str) -> Record:
-        """A record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is compressed."""
+        """A record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is
+        compressed.
+        """
         record = self.records.get(name)
         if record is None:
             raise damaged_file(f"record '{name}' is missing", self._file.path)
         if not record.stored:
-            raise _unsupported(f"record '{name}' is compressed", self._file.path, "records stored as they are")
+            raise _unsupported(
+                f"record '{name}' is compressed", self._file.path, "records stored as they are"
+            )
         return record
 
     def read(self, name: str, limit: int) -> bytes:
-        """A record's bytes, compared with its checksum; also a `CheckpointError` if it is longer than the limit."""
+        """A record's bytes, compared with its checksum; also a `CheckpointError` if it is longer
+        than the limit.
+        """
         record = self.stored(name)
         if record.size > limit:
             problem, found = f"record '{name}' is too long", f"{record.size} bytes"
-            raise CheckpointError(problem, path=self._file.path, found=found, expected=f"at most {limit}")
+            raise CheckpointError(
+                problem, path=self._file.path, found=found, expected=f"at most {limit}"
+            )
         raw = self._file.read(record.start, record.size)
         if self.checksums is not None and zlib.crc32(raw) != record.crc:
             raise damaged_file(f"record '{name}' is damaged", self._file.path)
@@ -293,7 +352,9 @@ class ZipRecords:
         if signature != LOCAL_SIGNATURE or data > directory:
             raise self._contradiction(name, "is not where the directory says")
         head = self._file.read(start + LOCAL.size, name_length + extra_length)
-        if head[:name_length] != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
+        if head[:name_length] != info.orig_filename.encode(
+            "utf-8" if info.flag_bits & _UTF8 else "cp437"
+        ):
             raise self._contradiction(name, "has another name than in the directory")
         if (flags | info.flag_bits) & _ALTERED:
             raise UnsupportedError(f"record '{name}' is encrypted or a patch", path=self._file.path)

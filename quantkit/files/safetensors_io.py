@@ -1,5 +1,6 @@
-"""The safetensors file: a strictly validated header, and the header to write. The safetensors library maps files into
-memory, so a file that is truncated later would kill the process; it also accepts duplicate keys.
+"""The safetensors file: a strictly validated header, and the header to write. The safetensors
+library maps files into memory, so a file that is truncated later would kill the process; it also
+accepts duplicate keys.
 
 Source: the safetensors format description (8-byte length, JSON header, one buffer).
 """
@@ -16,16 +17,37 @@ from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import damaged_file, open_weights, require_adjacent
-from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, size_number, sizes
+from quantkit.files.tensor_file import (
+    StoredTensor,
+    TensorFile,
+    View,
+    contiguous_strides,
+    size_number,
+    sizes,
+)
 from quantkit.tensors.dtypes import DType
 
 DTYPES = {
-    "F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16,
-    "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8, "U8": DType.UINT8,
-    "U64": DType.UINT64, "U32": DType.UINT32, "U16": DType.UINT16, "C64": DType.COMPLEX64, "BOOL": DType.BOOL,
-    "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E4M3FNUZ": DType.FLOAT8_E4M3FNUZ, "F8_E5M2": DType.FLOAT8_E5M2,
-    "F8_E5M2FNUZ": DType.FLOAT8_E5M2FNUZ, "F8_E8M0": DType.FLOAT8_E8M0FNU,
-}  # fmt: skip
+    "F64": DType.FLOAT64,
+    "F32": DType.FLOAT32,
+    "F16": DType.FLOAT16,
+    "BF16": DType.BFLOAT16,
+    "I64": DType.INT64,
+    "I32": DType.INT32,
+    "I16": DType.INT16,
+    "I8": DType.INT8,
+    "U8": DType.UINT8,
+    "U64": DType.UINT64,
+    "U32": DType.UINT32,
+    "U16": DType.UINT16,
+    "C64": DType.COMPLEX64,
+    "BOOL": DType.BOOL,
+    "F8_E4M3": DType.FLOAT8_E4M3FN,
+    "F8_E4M3FNUZ": DType.FLOAT8_E4M3FNUZ,
+    "F8_E5M2": DType.FLOAT8_E5M2,
+    "F8_E5M2FNUZ": DType.FLOAT8_E5M2FNUZ,
+    "F8_E8M0": DType.FLOAT8_E8M0FNU,
+}
 _SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 64
@@ -35,28 +57,36 @@ def open_file(path: Path) -> TensorFile:
     """Open a file and validate its header; no data is read.
 
     Raises:
-        CheckpointError: if it is a placeholder or malformed: an invalid header length, invalid JSON, unknown dtypes,
-            overlapping or non-contiguous offsets, too few or too many bytes.
+        CheckpointError: if it is a placeholder or malformed: an invalid header length, invalid
+            JSON, unknown dtypes, overlapping or non-contiguous offsets, too few or too many bytes.
     """
     source = open_weights(path)
     prefix = source.read(0, min(source.size, 8))
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
     if not 0 < length <= min(source.size - 8, _MAX_HEADER):
         found = f"a header of {length} bytes in a file of {source.size}"
-        raise damaged_file("is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}")
+        raise damaged_file(
+            "is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}"
+        )
     try:
         header = json.loads(source.read(8, length).decode(), object_pairs_hook=_distinct)
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ holds other values than strings")
-        listed = sorted((_listed(name, entry) for name, entry in header.items()), key=lambda item: item[:2])
+        listed = sorted(
+            (_listed(name, entry) for name, entry in header.items()), key=lambda item: item[:2]
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
+        raise CheckpointError(
+            f"has an invalid safetensors header: {error!r:.200}", path=path
+        ) from error
     views, position, available = {}, 0, source.size - 8 - length
     for begin, end, name, dtype, shape in listed:
         require_adjacent(name, begin, position, path)
         if dtype not in DTYPES:
-            raise CheckpointError(f"tensor '{name}' has an unknown dtype", path=path, found=dtype[:80])
+            raise CheckpointError(
+                f"tensor '{name}' has an unknown dtype", path=path, found=dtype[:80]
+            )
         view = View(DTYPES[dtype], 8 + length + begin, shape, contiguous_strides(shape))
         if end - begin != view.nbytes:
             problem, found = f"tensor '{name}' has the wrong size", f"{end - begin} bytes"
@@ -82,7 +112,9 @@ def require_readable(path: Path) -> None:
 
 
 def _listed(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """The first byte of a tensor and the one after its last, its name, dtype and shape, from its entry in a header."""
+    """The first byte of a tensor and the one after its last, its name, dtype and shape, from its
+    entry in a header.
+    """
     name.encode()  # half of a surrogate pair would not print
     begin, end = map(size_number, entry["data_offsets"])
     return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
@@ -97,7 +129,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def build_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:
+def build_header(
+    tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The bytes before the data: length and JSON, padded so that the data is aligned.
 
     Args:
@@ -106,11 +140,15 @@ def build_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | 
     Raises:
         UnsupportedError: for a dtype that the format does not have.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} if metadata is None else dict(metadata)}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt"} if metadata is None else dict(metadata)
+    }
     position = 0
     for tensor in tensors:
         if tensor.dtype not in _SPELLINGS:
-            raise UnsupportedError(f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype)
+            raise UnsupportedError(
+                f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype
+            )
         end = position + tensor.nbytes
         dtype, shape = _SPELLINGS[tensor.dtype], list(tensor.shape)
         header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}

@@ -36,7 +36,8 @@ class Checksum:
 
 
 class SourceFile:
-    """A regular file. Every read raises a `CheckpointError` if the file is too short, or cannot be read.
+    """A regular file. Every read raises a `CheckpointError` if the file is too short, or cannot be
+    read.
 
     Attributes:
         size: in bytes, when it was opened.
@@ -44,10 +45,14 @@ class SourceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise a `CheckpointError` if it is missing, is not a regular file, or cannot be opened."""
+        """Raise a `CheckpointError` if it is missing, is not a regular file, or cannot be
+        opened.
+        """
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO must not block
+            self._descriptor = os.open(
+                path, os.O_RDONLY | os.O_NONBLOCK
+            )  # opening a FIFO must not block
         except OSError as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)
@@ -59,8 +64,9 @@ class SourceFile:
         self.checksums: Sequence[Checksum] = ()
 
     def identity(self) -> tuple[str, int, int, str]:
-        """Name, size, modification time when it was opened, and the sha256 of samples of its content: enough to
-        distinguish it from another file, though not to find a few changed bytes."""
+        """Name, size, modification time when it was opened, and the sha256 of samples of its
+        content: enough to distinguish it from another file, though not to find a few changed bytes.
+        """
         digest = hashlib.sha256()
         step = max(self.size // _SAMPLES, 1)
         for start in range(0, self.size, step):
@@ -72,7 +78,9 @@ class SourceFile:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise CheckpointError(f"the source changed while it was read: {error.strerror}", path=self.path) from error
+            raise CheckpointError(
+                f"the source changed while it was read: {error.strerror}", path=self.path
+            ) from error
         if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
             raise CheckpointError("the source changed while it was read", path=self.path)
 
@@ -91,8 +99,13 @@ class SourceFile:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if count == 0:
-                found, expected = f"{os.fstat(self._descriptor).st_size} bytes", f"{self.size} bytes"
-                raise CheckpointError("was cut off while it was read", path=self.path, found=found, expected=expected)
+                found, expected = (
+                    f"{os.fstat(self._descriptor).st_size} bytes",
+                    f"{self.size} bytes",
+                )
+                raise CheckpointError(
+                    "was cut off while it was read", path=self.path, found=found, expected=expected
+                )
             done += count
 
     def stream(self) -> io.BufferedReader:
@@ -100,7 +113,9 @@ class SourceFile:
         return io.BufferedReader(_Stream(self))
 
     def sha256(self) -> str:
-        """The sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a CRC-32 is wrong."""
+        """The sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a CRC-32
+        is wrong.
+        """
         digest, position = hashlib.sha256(), 0
         for expected in (*self.checksums, Checksum("", self.size, self.size, 0)):
             for piece in self._pieces(position, expected.start):
@@ -119,14 +134,19 @@ class SourceFile:
         """The hash by which git names its content, in hexadecimal; see git hash-object."""
         start = b"blob %d\0" % self.size
         with self.stream() as stream:
-            return hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
+            return hashlib.file_digest(
+                stream, lambda: hashlib.sha1(start, usedforsecurity=False)
+            ).hexdigest()
 
     def require_content(self) -> None:
         """Raise a `CheckpointError` if it is a git-lfs pointer to a file."""
         if self.read(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
             found = f"{self.size} bytes"
             raise CheckpointError(
-                "is a git-lfs pointer, not the file", path=self.path, found=found, hint="run 'git lfs pull'"
+                "is a git-lfs pointer, not the file",
+                path=self.path,
+                found=found,
+                hint="run 'git lfs pull'",
             )
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -142,7 +162,8 @@ def open_weights(path: Path) -> SourceFile:
     """Open a file of weights, and reject placeholders.
 
     Raises:
-        CheckpointError: for a missing, empty or irregular file, a git-lfs pointer, or an HTML or JSON error page.
+        CheckpointError: for a missing, empty or irregular file, a git-lfs pointer, or an HTML or
+            JSON error page.
     """
     if not os.path.exists(path):
         raise damaged_file("the weight file is missing", path)
@@ -151,26 +172,36 @@ def open_weights(path: Path) -> SourceFile:
     if not head:
         raise CheckpointError("the weight file is empty", path=path, found=found)
     if head.startswith(LFS_POINTER):
-        raise CheckpointError("is a git-lfs pointer, not weights", path=path, found=found, hint="run 'git lfs pull'")
+        raise CheckpointError(
+            "is a git-lfs pointer, not weights", path=path, found=found, hint="run 'git lfs pull'"
+        )
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         hint = "the download failed; log in or accept the licence, and download again"
         raise CheckpointError("is an HTML page, not weights", path=path, found=found, hint=hint)
-    if text.startswith((b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")):
+    if text.startswith(
+        (b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")
+    ):
         raise damaged_file("is an error message of a server, not weights", path, found)
     return file
 
 
-def damaged_file(problem: str, path: Path, found: object = None, expected: object = None) -> CheckpointError:
+def damaged_file(
+    problem: str, path: Path, found: object = None, expected: object = None
+) -> CheckpointError:
     """The error for a file that is missing, incomplete or damaged."""
-    return CheckpointError(problem, path=path, found=found, expected=expected, hint="download it again")
+    return CheckpointError(
+        problem, path=path, found=found, expected=expected, hint="download it again"
+    )
 
 
 def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
     """Raise a `CheckpointError` if a tensor does not begin where the one before it ends."""
     if offset != expected:
         what = "overlaps another" if offset < expected else "leaves a hole before it"
-        raise CheckpointError(f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected)
+        raise CheckpointError(
+            f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected
+        )
 
 
 class _Stream(io.RawIOBase):
@@ -187,7 +218,10 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        position = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        )
         if position < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = position

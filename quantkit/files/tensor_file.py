@@ -34,7 +34,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class View:
-    """The place of a tensor's elements in a file: the first at byte `start`, others by strides in elements."""
+    """The place of a tensor's elements in a file: the first at byte `start`, others by strides
+    in elements.
+    """
 
     dtype: DType
     start: int
@@ -48,7 +50,9 @@ class View:
     def narrow(self, axis: int, start: int, length: int) -> View:
         """Part of an axis."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
-        return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
+        return replace(
+            self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape
+        )
 
     def at(self, index: int) -> View:
         """One index of the first axis, which is removed."""
@@ -56,7 +60,9 @@ class View:
 
     def every(self, first: int, step: int, count: int) -> View:
         """Evenly spaced indices of the first axis."""
-        return replace(self.narrow(0, first, count), stride=(self.stride[0] * step, *self.stride[1:]))
+        return replace(
+            self.narrow(0, first, count), stride=(self.stride[0] * step, *self.stride[1:])
+        )
 
     def transposed(self) -> View:
         """The axes in reverse."""
@@ -72,7 +78,8 @@ class View:
 class TensorFile:
     """The tensors of one open file.
 
-    Every read raises a `CheckpointError` if the file was truncated since it was opened, or cannot be read.
+    Every read raises a `CheckpointError` if the file was truncated since it was opened, or cannot
+    be read.
 
     Attributes:
         tensors: by name, in the file's order.
@@ -81,20 +88,31 @@ class TensorFile:
     """
 
     def __init__(
-        self, source: SourceFile, views: Mapping[str, View], notes: Sequence[str] = (),
+        self,
+        source: SourceFile,
+        views: Mapping[str, View],
+        notes: Sequence[str] = (),
         metadata: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """The views are of all tensors, and within the file; a `CheckpointError` if a tensor, by repeating elements, is
-        larger than the file."""
+    ) -> None:
+        """The views are of all tensors, and within the file; a `CheckpointError` if a tensor, by
+        repeating elements, is larger than the file.
+        """
         self.source = source
         self.notes = notes
         self.metadata = metadata
-        self.tensors = {name: StoredTensor(name, view.dtype, view.shape) for name, view in views.items()}
+        self.tensors = {
+            name: StoredTensor(name, view.dtype, view.shape) for name, view in views.items()
+        }
         self._views = views
         for name, tensor in self.tensors.items():
             if tensor.nbytes > source.size:
-                problem, found = f"tensor '{name}' is larger than its file", f"{tensor.nbytes} bytes"
-                raise CheckpointError(problem, path=source.path, found=found, expected=f"at most {source.size}")
+                problem, found = (
+                    f"tensor '{name}' is larger than its file",
+                    f"{tensor.nbytes} bytes",
+                )
+                raise CheckpointError(
+                    problem, path=source.path, found=found, expected=f"at most {source.size}"
+                )
 
     @property
     def path(self) -> Path:
@@ -128,7 +146,9 @@ class TensorFile:
         self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, in order; without torch if they are contiguous in the file."""
+        """The elements of a tensor, or of a part of it, in order; without torch if they are
+        contiguous in the file.
+        """
         view, *others = self._views[name].of(part)
         if not others and view.stride == contiguous_strides(view.shape):
             return self.source.read(view.start, view.nbytes)
@@ -186,7 +206,9 @@ def sizes(value: object) -> tuple[int, ...]:
 
 
 def size_number(value: object) -> int:
-    """A size or an offset from a file; a `ValueError` if it is of another type, negative, or past 63 bits."""
+    """A size or an offset from a file; a `ValueError` if it is of another type, negative, or
+    past 63 bits.
+    """
     if type(value) is not int or not 0 <= value <= _MAX_SIZE:
         raise ValueError(f"a size or an offset is {value!r:.40}")
     return value

@@ -1,7 +1,9 @@
-"""Who made a model, and under which licence: the metadata of a model card, and GGUF's ``general.*`` keys.
+"""Who made a model, and under which licence: the metadata of a model card, and GGUF's ``general.*``
+keys.
 
-Both say the same, so a conversion carries one over as the other. The keys of a card are those that hubs know, or else
-those that llama.cpp's converter reads (``Metadata.apply_metadata_heuristic`` of the gguf package).
+Both say the same, so a conversion carries one over as the other. The keys of a card are those that
+hubs know, or else those that llama.cpp's converter reads (``Metadata.apply_metadata_heuristic`` of
+the gguf package).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ LICENSE_DETAILS = ("license_name", "license_link")
 
 _LICENSE = ("license", *LICENSE_DETAILS)
 _NAME = "general.name"
-# Keys of a card for each key of GGUF. The first is written. All are read, and the last of them that is stated counts,
-# as in llama.cpp's converter.
+# Keys of a card for each key of GGUF. The first is written. All are read, and the last of them that
+# is stated counts, as in llama.cpp's converter.
 _TEXTS: dict[str, tuple[str, ...]] = {
     "general.license": ("license",),
     "general.license.name": ("license_name",),
@@ -61,8 +63,8 @@ _LICENSE_IDS = re.compile(r"[a-z0-9.-]+(, ?[a-z0-9.-]+)+")
 """Several licences in GGUF's one string, which llama.cpp's converter joins."""
 _NULL_TAG = "tag:yaml.org,2002:null"
 _MAX_SOURCES = 64
-# Keys of GGUF that belong to one file: its architecture, layout and types, who quantized it, and its identity. The name
-# and sampling settings are written elsewhere.
+# Keys of GGUF that belong to one file: its architecture, layout and types, who quantized it, and
+# its identity. The name and sampling settings are written elsewhere.
 _OF_ONE_FILE = {
     "general.architecture",
     "general.type",
@@ -77,11 +79,11 @@ _SAMPLING = "general.sampling."
 
 
 def read_front_matter(path: Path) -> dict[str, Any]:
-    """Read the YAML head of a card, with all values but null as text; empty if there is no card, or none that can be
-    read.
+    """Read the YAML head of a card, with all values but null as text; empty if there is no card, or
+    none that can be read.
 
-    YAML 1.1 would read the language ``no`` as false and the version ``1.10`` as a number. Hubs and llama.cpp's
-    converter do not.
+    YAML 1.1 would read the language ``no`` as false and the version ``1.10`` as a number. Hubs and
+    llama.cpp's converter do not.
     """
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -89,7 +91,9 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     class TextLoader(yaml.SafeLoader):
         """Reads YAML as spelled."""
 
-    TextLoader.yaml_implicit_resolvers = _keep_null_resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
+    TextLoader.yaml_implicit_resolvers = _keep_null_resolvers(
+        yaml.SafeLoader.yaml_implicit_resolvers
+    )
     try:
         block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8-sig"))
         front_matter = None if block is None else yaml.load(block[2], TextLoader)
@@ -99,7 +103,9 @@ def read_front_matter(path: Path) -> dict[str, Any]:
 
 
 def _keep_null_resolvers(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return YAML's rules, by a value's first character, for what is not text; only those for null."""
+    """Return YAML's rules, by a value's first character, for what is not text; only those for
+    null.
+    """
     kept: dict[str, list[Any]] = {}
     for first, rules in resolvers.items():
         kept[first] = [(tag, pattern) for tag, pattern in rules if tag == _NULL_TAG]
@@ -110,7 +116,8 @@ def read_authorship(path: Path) -> dict[str, Any]:
     """Read who made a model and under which licence.
 
     Args:
-        path: a folder, whose card is read, or a GGUF file; for a folder without a card, the GGUF file in it.
+        path: a folder, whose card is read, or a GGUF file; for a folder without a card, the GGUF
+            file in it.
 
     Returns:
         Values by keys of a card, of `CARRIED_KEYS`.
@@ -121,7 +128,9 @@ def read_authorship(path: Path) -> dict[str, Any]:
 
 
 def read_model_name(path: Path) -> str | None:
-    """Return the name that a model's card or GGUF's metadata states; None if there is none, or not a plain one."""
+    """Return the name that a model's card or GGUF's metadata states; None if there is none, or
+    not a plain one.
+    """
     name = read_authorship(path).get("model_name", "")
     return name if _PLAIN_NAME.fullmatch(name) else None
 
@@ -130,25 +139,37 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``general.*`` keys of a GGUF file that is made from a model, without its name.
 
     Args:
-        source: the model. From another GGUF file, all keys are carried that do not belong to that file alone.
+        source: the model. From another GGUF file, all keys are carried that do not belong to that
+            file alone.
         card: what the output states, by keys of a card.
     """
     before = {} if (source / CARD).is_file() else _read_general(source)
     card_before = _card_of_gguf(before)
     changed = {key for key in {*card_before, *card} if card_before.get(key) != card.get(key)}
-    carried = {key: value for key, value in before.items() if _is_carried(key, value) and _card_key(key) not in changed}
+    carried = {
+        key: value
+        for key, value in before.items()
+        if _is_carried(key, value) and _card_key(key) not in changed
+    }
     return carried | _gguf_of_card({key: card[key] for key in sorted(changed) if key in card})
 
 
 def _is_carried(key: str, value: object) -> bool:
-    """Whether a key is true of another file too. Those of unknown types, which nobody has defined, are left out."""
-    is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    """Whether a key is true of another file too.
+
+    Those of unknown types, which nobody has defined, are left out.
+    """
+    is_text = isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    )
     is_count = type(value) is int and key.endswith(".count")
     return (is_text or is_count) and key not in _OF_ONE_FILE and not key.startswith(_SAMPLING)
 
 
 def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a card that are carried, in a fixed order and without values of unexpected types."""
+    """Return the keys of a card that are carried, in a fixed order and without values of
+    unexpected types.
+    """
     card: dict[str, Any] = {}
     for names in _TEXTS.values():
         for name in names:
@@ -173,7 +194,10 @@ def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a card's keys for GGUF's. Base models and data sets without an address on the hub have none."""
+    """Return a card's keys for GGUF's.
+
+    Base models and data sets without an address on the hub have none.
+    """
     card: dict[str, Any] = {}
     for key, names in _TEXTS.items():
         value = metadata.get(key)
@@ -184,10 +208,15 @@ def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _LISTS.items():
         card[name] = metadata.get(key)
     for prefix, name in _SOURCES.items():
-        pages = [str(metadata.get(f"{prefix}.{index}.repo_url")) for index in range(_count(metadata, prefix))]
+        pages = [
+            str(metadata.get(f"{prefix}.{index}.repo_url"))
+            for index in range(_count(metadata, prefix))
+        ]
         matches = [_HUB_PAGE.fullmatch(page) for page in pages]
         names_on_hub = [match[1] for match in matches if match is not None]
-        card[name] = names_on_hub[0] if name == "base_model" and len(names_on_hub) == 1 else names_on_hub
+        card[name] = (
+            names_on_hub[0] if name == "base_model" and len(names_on_hub) == 1 else names_on_hub
+        )
     return _carried_part(card)
 
 
@@ -205,7 +234,9 @@ def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
         if sources:
             metadata[f"{prefix}.count"] = len(sources)
         for index, source in enumerate(sources):
-            metadata |= {f"{prefix}.{index}.{key}": value for key, value in _source_keys(source).items()}
+            metadata |= {
+                f"{prefix}.{index}.{key}": value for key, value in _source_keys(source).items()
+            }
     return metadata
 
 
@@ -280,4 +311,8 @@ def _read_general(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _cached_general(file: Path, size: int, modified: int) -> dict[str, Any]:
     """Read the keys once, since a header with a large vocabulary takes a second."""
-    return {key: value for key, value in read_parts(file)[0].metadata.items() if key.startswith("general.")}
+    return {
+        key: value
+        for key, value in read_parts(file)[0].metadata.items()
+        if key.startswith("general.")
+    }

@@ -25,9 +25,9 @@ from quantkit.tensors.tensor_slice import TensorSlice
 class Checkpoint(Protocol):
     """A model on disk, read lazily.
 
-    ``extra_config`` has the keys of the source's config that no computation depends on, which are copied to outputs;
-    ``kv_cache`` is what it says of a quantized KV cache, None if nothing; ``notes`` are for the user, and are not
-    errors.
+    ``extra_config`` has the keys of the source's config that no computation depends on, which are
+    copied to outputs; ``kv_cache`` is what it says of a quantized KV cache, None if nothing;
+    ``notes`` are for the user, and are not errors.
     """
 
     path: Path
@@ -50,17 +50,25 @@ class Checkpoint(Protocol):
         ...
 
     def files(self) -> list[SourceFile]:
-        """The files of weights and settings that were read, in the state in which they were opened."""
+        """The files of weights and settings that were read, in the state in which they were
+        opened.
+        """
         ...
 
 
 class CheckpointView:
-    """A checkpoint that is read through another one, its source, until a subclass changes something."""
+    """A checkpoint that is read through another one, its source, until a subclass changes
+    something.
+    """
 
     def __init__(self, source: Checkpoint, config: ModelConfig | None = None) -> None:
         self._source = source
         self.path, self.format, self.config = source.path, source.format, config or source.config
-        self.extra_config, self.kv_cache, self.notes = source.extra_config, source.kv_cache, source.notes
+        self.extra_config, self.kv_cache, self.notes = (
+            source.extra_config,
+            source.kv_cache,
+            source.notes,
+        )
 
     def names(self) -> list[str]:
         return self._source.names()
@@ -76,9 +84,14 @@ class CheckpointView:
 
 
 def stored_name(checkpoint: Checkpoint, name: str) -> str:
-    """The name of the tensor that holds a parameter's values; that of the embedding for a tied head. A model known by
-    its tensors has all of them under their own names."""
-    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings and checkpoint.config.runnable
+    """The name of the tensor that holds a parameter's values; that of the embedding for a tied
+    head. A model known by its tensors has all of them under their own names.
+    """
+    tied = (
+        name == "lm_head.weight"
+        and checkpoint.config.tied_embeddings
+        and checkpoint.config.runnable
+    )
     return "model.embed_tokens.weight" if tied else name
 
 
@@ -86,20 +99,25 @@ def require_runnable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that is known by its tensors only."""
     if not checkpoint.config.runnable:
         raise UnsupportedError(
-            "the model is known by its tensors only, it cannot be run here", path=checkpoint.path,
+            "the model is known by its tensors only, it cannot be run here",
+            path=checkpoint.path,
             found=checkpoint.config.architecture,
-            hint='inspect and verify show its tensors; eval and generate run it with `backend="transformers"`, if'
-            " transformers is installed and knows it",
-        )  # fmt: skip
+            hint=(
+                "inspect and verify show its tensors; eval and generate run it with"
+                ' `backend="transformers"`, if transformers is installed and knows it'
+            ),
+        )
 
 
 def require_calibratable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that no samples can be sent through."""
     if not checkpoint.config.measurable:
         raise UnsupportedError(
-            "the model is known by its tensors only, it cannot be calibrated", path=checkpoint.path,
-            found=checkpoint.config.architecture, expected='`method="rtn"`',
-        )  # fmt: skip
+            "the model is known by its tensors only, it cannot be calibrated",
+            path=checkpoint.path,
+            found=checkpoint.config.architecture,
+            expected='`method="rtn"`',
+        )
 
 
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
@@ -130,34 +148,45 @@ def active_parameter_count(checkpoint: Checkpoint) -> int:
     return total - routed + routed * experts.per_token // experts.count
 
 
-def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Check that the tensors are exactly those expected, in these shapes, and floats unless they have a scheme.
+def require_tensors(
+    found: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """Check that the tensors are exactly those expected, in these shapes, and floats unless they
+    have a scheme.
 
     Raises:
         CheckpointError: naming the first tensor that is missing, unexpected or misshapen.
-        UnsupportedError: if unexpected tensors belong to a quantization scheme, or a weight is not stored as floats.
+        UnsupportedError: if unexpected tensors belong to a quantization scheme, or a weight is not
+            stored as floats.
     """
     if unexpected := [name for name in found if name not in expected]:
         raise_unexpected(unexpected, path)
     if missing := [name for name in expected if name not in found]:
         raise CheckpointError(
-            f"tensor '{missing[0]}' is missing", path=path,
+            f"tensor '{missing[0]}' is missing",
+            path=path,
             found=f"{len(expected) - len(missing)} of {len(expected)} tensors",
             hint="a weight file is missing or the config is another model's",
-        )  # fmt: skip
+        )
     for name, shape in expected.items():
         if found[name].shape != shape:
-            problem, shapes = f"tensor '{name}' has the wrong shape", (list(found[name].shape), list(shape))
+            problem, shapes = (
+                f"tensor '{name}' has the wrong shape",
+                (list(found[name].shape), list(shape)),
+            )
             raise CheckpointError(problem, path=path, found=shapes[0], expected=shapes[1])
         if found[name].dtype not in FLOATS:
             raise UnsupportedError(
-                f"tensor '{name}' is not stored as floats", path=path, found=found[name].dtype,
+                f"tensor '{name}' is not stored as floats",
+                path=path,
+                found=found[name].dtype,
                 hint="the source is quantized already in a scheme that its config does not name",
-            )  # fmt: skip
+            )
 
 
 def raise_unexpected(names: Iterable[str], path: Path) -> None:
-    """Refuse tensors that the architecture does not have, naming their quantization scheme if it is known.
+    """Refuse tensors that the architecture does not have, naming their quantization scheme if it is
+    known.
 
     Raises:
         CheckpointError: always, unless the names show a quantization scheme.
@@ -173,8 +202,13 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
     problem, hint = f"unexpected tensor '{listed[0]}'{more}", None
     if any(is_extra_layer(name, {}) or name.endswith(".eh_proj.weight") for name in listed):
-        hint = 'layers that predict further tokens are carried with `tensors_only=True`, or by `via="transformers"`'
-    raise CheckpointError(problem, path=path, expected="only tensors of the architecture", hint=hint)
+        hint = (
+            "layers that predict further tokens are carried with `tensors_only=True`, or by"
+            ' `via="transformers"`'
+        )
+    raise CheckpointError(
+        problem, path=path, expected="only tensors of the architecture", hint=hint
+    )
 
 
 def lora_adapter(path: Path, found: str) -> UnsupportedError:
@@ -183,8 +217,11 @@ def lora_adapter(path: Path, found: str) -> UnsupportedError:
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 
-def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool) -> None:
-    """Check that no tensor of a model that is known by its tensors only is a part of a quantized weight.
+def require_unquantized(
+    found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool
+) -> None:
+    """Check that no tensor of a model that is known by its tensors only is a part of a quantized
+    weight.
 
     Args:
         found: the tensors that are copied, and the weights that are read as floats.
@@ -192,36 +229,53 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
         floats: whether it quantizes to small floats, so that none may be without scales.
 
     Raises:
-        CheckpointError: naming the first codes without scales, or scales without codes, if a method is stated.
+        CheckpointError: naming the first codes without scales, or scales without codes, if a method
+            is stated.
         UnsupportedError: if none is.
     """
     for name, spec in found.items():
         scheme = quantized_as(name) or _scheme_of_pair(name, spec, found, floats)
         if method is None and scheme is not None:
-            problem = f"the source is quantized already ({scheme}), in a scheme that its config does not name"
+            problem = (
+                f"the source is quantized already ({scheme}), in a scheme that its config does not"
+                " name"
+            )
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
         if scheme is not None:
             raise CheckpointError(
-                f"tensor '{name}' is part of no weight in a scheme that is read", path=path,
-                found=f"{spec.dtype} {list(spec.shape)}", expected=f"codes and scales of {method}, each once",
+                f"tensor '{name}' is part of no weight in a scheme that is read",
+                path=path,
+                found=f"{spec.dtype} {list(spec.shape)}",
+                expected=f"codes and scales of {method}, each once",
                 hint="the folder is damaged, or another tool's; download it again",
-            )  # fmt: skip
-        coded = spec.dtype in SMALL_FLOATS or (spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales")))
+            )
+        coded = spec.dtype in SMALL_FLOATS or (
+            spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales"))
+        )
         if floats and coded:
             raise CheckpointError(
-                f"tensor '{name}' lacks its codes or scales: they must come together", path=path,
-                found=f"{spec.dtype} {list(spec.shape)} alone", expected=f"codes and scales of {method}",
+                f"tensor '{name}' lacks its codes or scales: they must come together",
+                path=path,
+                found=f"{spec.dtype} {list(spec.shape)} alone",
+                expected=f"codes and scales of {method}",
                 hint=DAMAGED_FILE,
-            )  # fmt: skip
+            )
 
 
-def _scheme_of_pair(name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool) -> str | None:
-    """The scheme of scales, recognized by the name of the tensor that they scale, which may hold floats too if `floats`
-    is set; None for other tensors."""
+def _scheme_of_pair(
+    name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool
+) -> str | None:
+    """The scheme of scales, recognized by the name of the tensor that they scale, which may hold
+    floats too if `floats` is set; None for other tensors.
+    """
     if name.endswith("_scale_inv"):
         return "FP8"
     if name.endswith("_scale") and (codes := found.get(name.removesuffix("_scale"))) is not None:
         return "FP8" if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1) else None
-    if name.endswith("_scales") and spec.dtype == DType.UINT8 and name.removesuffix("scales") + "blocks" in found:
+    if (
+        name.endswith("_scales")
+        and spec.dtype == DType.UINT8
+        and name.removesuffix("scales") + "blocks" in found
+    ):
         return "MXFP4"
     return None

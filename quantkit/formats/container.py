@@ -1,4 +1,6 @@
-"""The interface of containers, which are kinds of checkpoints on disk: find, open and write them."""
+"""The interface of containers, which are kinds of checkpoints on disk: find, open and write
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,11 @@ class StoredCheckpoint(Checkpoint, Protocol):
 
 
 class Encoder(Protocol):
-    """Turns the values of the tensors of `planned`, in order, into bytes that are appended to files.
+    """Turns the values of the tensors of `planned`, in order, into bytes that are appended to
+    files.
 
-    It only appends, in one fixed order, so an interrupted output can be resumed before any tensor, unless parts of a
-    tensor on disk are held.
+    It only appends, in one fixed order, so an interrupted output can be resumed before any tensor,
+    unless parts of a tensor on disk are held.
     """
 
     planned: Sequence[TensorSpec]
@@ -67,7 +70,9 @@ class Encoder(Protocol):
 
     @property
     def joined_bytes(self) -> int:
-        """The largest size of the parts of a tensor on disk that are held until they are complete; 0 for none."""
+        """The largest size of the parts of a tensor on disk that are held until they are
+        complete; 0 for none.
+        """
         return 0
 
     @property
@@ -88,7 +93,9 @@ class Encoder(Protocol):
         return self.planned[index].name
 
     def headers(self) -> Mapping[str, bytes]:
-        """The bytes with which files begin, by their names; empty if they are not known in advance."""
+        """The bytes with which files begin, by their names; empty if they are not known in
+        advance.
+        """
         return {}
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
@@ -100,8 +107,9 @@ class Encoder(Protocol):
         ...
 
     def decode(self, index: int, folder: Path) -> Weight:
-        """Tensor number `index`, read back from the files so far, for a quantizer that resumes; floats-only formats
-        do not need it."""
+        """Tensor number `index`, read back from the files so far, for a quantizer that resumes;
+        floats-only formats do not need it.
+        """
         raise UnsupportedError("the format cannot be read back before it is complete")
 
     def finish(self) -> Iterator[Chunk]:
@@ -156,7 +164,8 @@ class Output:
         method: of its quantized modules; None is the container's own.
         templates: chat templates, by name.
         name: of the model, for people.
-        authorship: who made the model and under which licence, by keys of a model card; see `read_authorship`.
+        authorship: who made the model and under which licence, by keys of a model card; see
+            `read_authorship`.
         dst: the folder, or the file, to create.
         kv_cache: the scheme and scales of a quantized KV cache to write; None for none.
         mix: of llama.cpp's types, if one was requested by its name.
@@ -191,7 +200,11 @@ class Output:
     @property
     def schemes(self) -> dict[str, QuantScheme]:
         """The scheme of every quantized module."""
-        return {spec.name.removesuffix(".weight"): spec.scheme for spec in self.planned if spec.scheme is not None}
+        return {
+            spec.name.removesuffix(".weight"): spec.scheme
+            for spec in self.planned
+            if spec.scheme is not None
+        }
 
 
 class Container(Protocol):
@@ -201,10 +214,11 @@ class Container(Protocol):
         name: ``format`` of its checkpoints, and the value of ``--to``.
         title: for people.
         config_file: the file with the model's config.
-        weights: the sets of weights that it may have, by the values of ``--weights``, the preferred one first, and how
-            they are spelled for people.
+        weights: the sets of weights that it may have, by the values of ``--weights``, the preferred
+            one first, and how they are spelled for people.
         methods: of quantization, by ``quant_method``; empty if there is at most one.
-        native: the format of quantized weights if no method is requested; None if it holds floats only.
+        native: the format of quantized weights if no method is requested; None if it holds floats
+            only.
         stores_tied_head: whether its readers expect a head even if it is tied to the embedding.
         states_tokens: whether its config has the tokens that begin and end text.
         model_parallel: whether its weights may be split into shards that are loaded together.
@@ -235,19 +249,21 @@ class Container(Protocol):
         return False
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        """One of its checkpoints with all codes read as such, also those for which there are no kernels: to prove what
-        was written."""
+        """One of its checkpoints with all codes read as such, also those for which there are no
+        kernels: to prove what was written.
+        """
         return checkpoint
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> StoredCheckpoint:  # fmt: skip
+    ) -> StoredCheckpoint:
         """Open one of the sets of weights at a path; headers only.
 
         Args:
-            tensors_only: whether to accept any tensors, of whatever architecture; of Hugging Face folders alone.
-            floats_as: the type of weights in integers or small floats that are read as floats, which are computed in
-                float32 and rounded to it; None is the model's.
+            tensors_only: whether to accept any tensors, of whatever architecture; of Hugging Face
+                folders alone.
+            floats_as: the type of weights in integers or small floats that are read as floats,
+                which are computed in float32 and rounded to it; None is the model's.
 
         Raises:
             CheckpointError: if files are missing, damaged or contradict each other.
@@ -257,7 +273,7 @@ class Container(Protocol):
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
-    ) -> list[Parameter]:  # fmt: skip
+    ) -> list[Parameter]:
         """Every tensor of an output, in the order in which they are written.
 
         Args:
@@ -288,8 +304,9 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
-        """Return the names of a source's side files that are copied to an output `dst`, or whose content goes into
-        other files of it."""
+        """Return the names of a source's side files that are copied to an output `dst`, or whose
+        content goes into other files of it.
+        """
         return ()
 
     def notes(self, output: Output) -> list[str]:
@@ -302,13 +319,22 @@ def _not_written(title: str) -> RequestError:
 
 
 def stored_format(checkpoint: StoredCheckpoint) -> str:
-    """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for people."""
-    types = {one.scheme: one.type for one in BLOCK_TYPES.values()} if checkpoint.method == GgmlBlocks.name else {}
+    """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for
+    people.
+    """
+    types = (
+        {one.scheme: one.type for one in BLOCK_TYPES.values()}
+        if checkpoint.method == GgmlBlocks.name
+        else {}
+    )
     counted = Counter(types.get(scheme, str(scheme)) for scheme in schemes(checkpoint).values())
     counted.update(read_as_floats(checkpoint).values())
     if not counted:
         return checkpoint.format
-    return f"{checkpoint.method or checkpoint.format} ({', '.join(name for name, _ in counted.most_common())})"
+    return (
+        f"{checkpoint.method or checkpoint.format}"
+        f" ({', '.join(name for name, _ in counted.most_common())})"
+    )
 
 
 def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
@@ -321,5 +347,7 @@ def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
     """The bytes of a tensor, which must have the planned dtype and shape."""
     dtype, shape = DType.of(tensor.dtype), tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:
-        raise ValueError(f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}")
+        raise ValueError(
+            f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}"
+        )
     return tensor.contiguous().reshape(-1).view(DType.UINT8.torch).numpy().data

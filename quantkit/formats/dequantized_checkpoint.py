@@ -1,4 +1,6 @@
-"""A quantized checkpoint whose weights are read as floats, each computed in float32 and rounded once."""
+"""A quantized checkpoint whose weights are read as floats, each computed in float32 and rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,17 @@ class DequantizedCheckpoint(CheckpointView):
     def __init__(self, source: StoredCheckpoint) -> None:
         super().__init__(source)
         self.extra_config = without_settings(source.extra_config)
-        self.layout, self.stored_bytes, self.readers = source.layout, source.stored_bytes, source.readers
+        self.layout, self.stored_bytes, self.readers = (
+            source.layout,
+            source.stored_bytes,
+            source.readers,
+        )
 
     def info(self, name: str) -> TensorSpec:
         spec = self._source.info(name)
-        rounds = spec.scheme is not None or spec.stored_as is not None or of_blocks(self._source, spec)
+        rounds = (
+            spec.scheme is not None or spec.stored_as is not None or of_blocks(self._source, spec)
+        )
         return TensorSpec(name, spec.shape, DType(self.config.dtype) if rounds else spec.dtype)
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
@@ -34,5 +42,7 @@ class DequantizedCheckpoint(CheckpointView):
 
 
 def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:
-    """Whether a tensor may be stored in GGUF's blocks, which are read as float32 where that is exact."""
+    """Whether a tensor may be stored in GGUF's blocks, which are read as float32 where that is
+    exact.
+    """
     return source.format == GGUF.name and len(spec.shape) > 1

@@ -29,20 +29,28 @@ WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", 
 
 
 def open_checkpoint(
-    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False, text_part: bool = False,
+    path: str | Path,
+    weights: WeightKind | None = None,
+    *,
+    tensors_only: bool = False,
+    text_part: bool = False,
     floats_as: DType | None = None,
-) -> StoredCheckpoint:  # fmt: skip
+) -> StoredCheckpoint:
     """Open the checkpoint in a folder; headers only.
 
-    If a folder has several sets of weights, safetensors are preferred to ``.bin``, and a Hugging Face set with an index
-    to a Meta set, with a note on what is ignored; a Meta set along with an unindexed Hugging Face set is ambiguous.
+    If a folder has several sets of weights, safetensors are preferred to ``.bin``, and a Hugging
+    Face set with an index to a Meta set, with a note on what is ignored; a Meta set along with an
+    unindexed Hugging Face set is ambiguous.
 
     Args:
         path: a Meta or Hugging Face folder, or a GGUF file.
-        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
-        tensors_only: whether to accept the tensors as they are, of whatever architecture. This is the default for a
-            folder that quantkit made in this way, if its architecture is not known.
-        text_part: whether to take the text part alone of a model that also reads images or sound, if its family is
+        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to
+            pick a set.
+        tensors_only: whether to accept the tensors as they are, of whatever architecture. This is
+            the default for a folder that quantkit made in this way, if its architecture is not
+            known.
+        text_part: whether to take the text part alone of a model that also reads images or sound,
+            if its family is
             known: to run it on text.
         floats_as: see `Container.open`.
 
@@ -57,7 +65,9 @@ def open_checkpoint(
     path = located(as_path("path", path))
     require_finished(path, manifest.NAME)
     if tensors_only or not made_of_tensors(path):
-        return open_unfinished(path, weights, tensors_only=tensors_only, text_part=text_part, floats_as=floats_as)
+        return open_unfinished(
+            path, weights, tensors_only=tensors_only, text_part=text_part, floats_as=floats_as
+        )
     try:
         return open_unfinished(path, weights, text_part=text_part, floats_as=floats_as)
     except (CheckpointError, UnsupportedError):
@@ -65,7 +75,9 @@ def open_checkpoint(
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """Two checkpoints to compare: if one is opened by its tensors only, so is the other; see `open_checkpoint`."""
+    """Two checkpoints to compare: if one is opened by its tensors only, so is the other; see
+    `open_checkpoint`.
+    """
     if made_of_tensors(a) or made_of_tensors(b):
         with contextlib.suppress(RequestError):  # all tensors of Meta's folders are known
             return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)
@@ -81,12 +93,18 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
 
 
 def open_unfinished(
-    path: str | Path, weights: str | None = None, *, tensors_only: bool = False, text_part: bool = False,
+    path: str | Path,
+    weights: str | None = None,
+    *,
+    tensors_only: bool = False,
+    text_part: bool = False,
     floats_as: DType | None = None,
-) -> StoredCheckpoint:  # fmt: skip
+) -> StoredCheckpoint:
     """`open_checkpoint`, also for a folder that is being written."""
     folder = require_there(path)
-    spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
+    spelled = {
+        kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()
+    }
     if weights is not None and as_string("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     found = _present(folder)
@@ -102,13 +120,18 @@ def open_unfinished(
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
     if tensors_only and container is not HF:
-        problem = f"only Hugging Face folders are taken by their tensors; all tensors of {container.title} are known"
+        problem = (
+            "only Hugging Face folders are taken by their tensors; all tensors of"
+            f" {container.title} are known"
+        )
         raise RequestError(problem, path=folder)
     try:
         if text_part and container is HF:
             checkpoint: StoredCheckpoint = HF.open_text_part(folder, kind, floats_as)
         else:
-            checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
+            checkpoint = container.open(
+                folder, kind, tensors_only=tensors_only, floats_as=floats_as
+            )
     except CheckpointError as error:
         hint = error.hint or ""
         if _DOWNLOAD not in hint or not manifest_path(folder).is_file():
@@ -120,7 +143,9 @@ def open_unfinished(
     checkpoint.notes += own_adapter_note(folder)
     if weights is None:
         ignored = [spelled[other] for other, _ in found if other != kind]
-        checkpoint.notes += [f"{folder}: {files} along with {spelled[kind]}; ignored" for files in ignored]
+        checkpoint.notes += [
+            f"{folder}: {files} along with {spelled[kind]}; ignored" for files in ignored
+        ]
     return checkpoint
 
 
@@ -146,7 +171,9 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _present(folder: Path) -> list[Found]:
-    return [(kind, container) for container in CONTAINERS.values() for kind in container.present(folder)]
+    return [
+        (kind, container) for container in CONTAINERS.values() for kind in container.present(folder)
+    ]
 
 
 def _choose(folder: Path, found: list[Found]) -> Found:
@@ -154,15 +181,18 @@ def _choose(folder: Path, found: list[Found]) -> Found:
         raise _no_weights(folder)
     first: dict[str, Found] = {}
     for kind, container in found:
-        first.setdefault(container.name, (kind, container))  # as transformers chooses, whichever has an index
+        first.setdefault(
+            container.name, (kind, container)
+        )  # as transformers chooses, whichever has an index
     chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
     indexed = [(kind, container) for kind, container in chosen if container.indexed(folder, kind)]
     if len(chosen) > 1 and not indexed:
         raise CheckpointError(
-            "holds two sets of weights", path=folder,
+            "holds two sets of weights",
+            path=folder,
             found=" and ".join(container.weights[kind] for kind, container in chosen),
             hint="pick one with " + " or ".join(f'`weights="{kind}"`' for kind, _ in chosen),
-        )  # fmt: skip
+        )
     return (indexed or chosen)[0]
 
 
@@ -171,7 +201,9 @@ def _no_weights(folder: Path) -> Exception:
         return lora_adapter(folder, "adapter_config.json")
     if models := gguf_models(folder):
         found = ", ".join(path.name for path in models)
-        return CheckpointError("holds several models in GGUF", path=folder, found=found, hint="name the file")
+        return CheckpointError(
+            "holds several models in GGUF", path=folder, found=found, hint="name the file"
+        )
     problem = "has no weights"
     if made := manifest.models_in(folder):
         hint = f"name one of the models in it: {', '.join(map(str, made))}"
@@ -179,5 +211,8 @@ def _no_weights(folder: Path) -> Exception:
     if original := _present(folder / "original"):
         hint = f"there is a {original[0][1].title} checkpoint in {folder / 'original'}"
         return CheckpointError(problem, path=folder, hint=hint)
-    expected = "consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one *.gguf"
+    expected = (
+        "consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one"
+        " *.gguf"
+    )
     return CheckpointError(problem, path=folder, expected=expected)

@@ -29,9 +29,16 @@ from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", TOKENIZER_SETTINGS, "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", TEMPLATE_FILE, OLD_TEMPLATE_FILE,
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    TOKENIZER_SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE_FILE,
+    OLD_TEMPLATE_FILE,
+)
 SIDE_FILES = {"generation_config.json", *TOKENIZER_FILES}
 """Files that influence what a model generates, besides weights and config."""
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
@@ -41,12 +48,18 @@ _CODE = ".py"
 SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
 QUANTIZED_ELSEWHERE = tuple(SETTINGS_FILES)
 """Files that hold settings of a quantization next to a config.json without any."""
-_NOT_TAKEN = {"config.json", "quantkit.json", "params.json", "adapter_config.json", *QUANTIZED_ELSEWHERE}
+_NOT_TAKEN = {
+    "config.json",
+    "quantkit.json",
+    "params.json",
+    "adapter_config.json",
+    *QUANTIZED_ELSEWHERE,
+}
 
 
 def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a checkpoint, compared with its embedding, and notes on it; none for a model that is known by
-    its tensors only.
+    """The tokenizer of a checkpoint, compared with its embedding, and notes on it; none for a model
+    that is known by its tensors only.
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
@@ -61,7 +74,10 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
     require_rows(tokenizer, rows, source.path)
     if tokenizer.vocab_size < rows:
-        return tokenizer, [f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"]
+        return tokenizer, [
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows}"
+            " rows"
+        ]
     return tokenizer, []
 
 
@@ -69,17 +85,25 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
     """Raise `CheckpointError` if an embedding has fewer rows than a tokenizer has tokens."""
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
-            "the tokenizer knows more tokens than the embedding has rows", path=path,
-            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}", hint="the tokenizer is another model's",
-        )  # fmt: skip
+            "the tokenizer knows more tokens than the embedding has rows",
+            path=path,
+            found=f"{tokenizer.vocab_size} tokens",
+            expected=f"at most {rows}",
+            hint="the tokenizer is another model's",
+        )
 
 
 def side_names(source: Checkpoint) -> tuple[str, ...]:
-    """The side files that are copied to an output; for a model that is known by its tensors only, all except weights,
-    settings of a quantization, and code that is not run."""
+    """The side files that are copied to an output; for a model that is known by its tensors only,
+    all except weights, settings of a quantization, and code that is not run.
+    """
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
-    files = (path for path in sorted(source.path.iterdir()) if path.is_file() and not path.name.startswith("."))
+    files = (
+        path
+        for path in sorted(source.path.iterdir())
+        if path.is_file() and not path.name.startswith(".")
+    )
     suffixes = SIDE_SUFFIXES | ({_CODE} if source.config.code is not None else set())
     return tuple(
         path.name
@@ -93,11 +117,17 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
 def code_files(source: Checkpoint) -> list[SourceFile]:
     """The code of a model's folder, opened; none if it is not run."""
     code = source.config.code
-    return [] if code is None else [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
+    return (
+        []
+        if code is None
+        else [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
+    )
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
-    """Find the files of a folder that exist and may be copied, by name; see `is_private_license`."""
+    """Find the files of a folder that exist and may be copied, by name; see
+    `is_private_license`.
+    """
     files: dict[str, bytes | Path] = {}
     for name in names:
         path = folder / name
@@ -109,30 +139,37 @@ def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
 def is_private_license(path: Path) -> bool:
     """Return whether a path is a licence that links out of its folder, and is therefore not copied.
 
-    Jobs refuse such links in place of files that a model needs. A model works without its licence, and folders in a
-    repository of several models link to one for all of them.
+    Jobs refuse such links in place of files that a model needs. A model works without its licence,
+    and folders in a repository of several models link to one for all of them.
     """
     return path.name in LICENSES and outside_target(path, path.parent) is not None
 
 
-def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None) -> dict[str, str]:
+def carried_templates(
+    source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None
+) -> dict[str, str]:
     """The chat templates of an output, by name: the source's, or the requested one.
 
     Args:
         requested: ``llama2``, ``llama3``, or a file ``*.jinja``.
 
     Raises:
-        RequestError: if there is no template of that name, or it does not fit the source's tokenizer.
+        RequestError: if there is no template of that name, or it does not fit the source's
+            tokenizer.
         CheckpointError: if a template is damaged.
     """
     if not source.config.runnable:
         if requested is not None:
-            raise RequestError("`template` and `tensors_only=True` exclude each other", found=shown(requested))
+            raise RequestError(
+                "`template` and `tensors_only=True` exclude each other", found=shown(requested)
+            )
         return {}  # its files are copied as they are
     if requested is None:
         return ChatTemplates(source.path).sources
     if tokenizer is None:
-        raise RequestError("a chat template needs a tokenizer, and the source has none", path=source.path)
+        raise RequestError(
+            "a chat template needs a tokenizer, and the source has none", path=source.path
+        )
     if as_string("template", requested) in META_FORMATS:
         chat_format(source.path, tokenizer, requested)  # raises for another model's tokenizer
     return {"default": requested_template(requested)}
@@ -140,11 +177,11 @@ def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, requested
 
 def with_templates(
     files: Mapping[str, bytes | Path], templates: Mapping[str, str], *, in_settings: bool
-) -> dict[str, bytes | Path]:  # fmt: skip
+) -> dict[str, bytes | Path]:
     """Side files, with chat templates where readers expect them.
 
-    One template is written to a file, and to tokenizer_config.json too. Several are written only there, because the
-    file would hide the others.
+    One template is written to a file, and to tokenizer_config.json too. Several are written only
+    there, because the file would hide the others.
 
     Args:
         in_settings: whether a single template is written to tokenizer_config.json too.
@@ -154,7 +191,11 @@ def with_templates(
     """
     if not templates:
         return dict(files)
-    found = {name: content for name, content in files.items() if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE)}
+    found = {
+        name: content
+        for name, content in files.items()
+        if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE)
+    }
     alone = templates.get("default") if len(templates) == 1 else None
     if alone is not None:
         found[TEMPLATE_FILE] = alone.encode()
@@ -170,7 +211,9 @@ def with_templates(
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
     """The tokenizer's files and chat templates of a folder, opened; see `SourceFile` for errors."""
-    paths = dict.fromkeys([*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)])
+    paths = dict.fromkeys(
+        [*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)]
+    )
     return [SourceFile(path) for path in paths]
 
 

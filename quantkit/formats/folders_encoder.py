@@ -1,4 +1,6 @@
-"""Several results of one run, each in a folder of the output: written by one encoder that combines theirs."""
+"""Several results of one run, each in a folder of the output: written by one encoder that
+combines theirs.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,27 @@ _Value = TypeVar("_Value")
 
 
 class FoldersEncoder(Encoder):
-    """Encodes the tensors of several results. Its files are ``folder/file``, and its tensors ``folder/name``; each
-    encoder gets its own tensors in its own order."""
+    """Encodes the tensors of several results. Its files are ``folder/file``, and its tensors
+    ``folder/name``; each encoder gets its own tensors in its own order.
+    """
 
-    def __init__(self, planned: Sequence[tuple[str, TensorSpec]], encoders: Mapping[str, Encoder]) -> None:
+    def __init__(
+        self, planned: Sequence[tuple[str, TensorSpec]], encoders: Mapping[str, Encoder]
+    ) -> None:
         """
         Args:
-            planned: the tensors of all encoders, each with its folder, in the order in which they are encoded.
+            planned: the tensors of all encoders, each with its folder, in the order in which they
+                are encoded.
             encoders: by folder.
 
         Raises:
-            ValueError: if the tensors of a folder are not those that its encoder plans, in this order.
+            ValueError: if the tensors of a folder are not those that its encoder plans, in this
+                order.
         """
         self._encoders = dict(encoders)
-        self.planned = [replace(spec, name=in_folder(folder, spec.name)) for folder, spec in planned]
+        self.planned = [
+            replace(spec, name=in_folder(folder, spec.name)) for folder, spec in planned
+        ]
         self._places: list[tuple[str, int]] = []
         counts = Counter[str]()
         for folder, spec in planned:
@@ -56,7 +65,11 @@ class FoldersEncoder(Encoder):
         return sum(encoder.total_bytes() for encoder in self._encoders.values())
 
     def files(self) -> Sequence[str]:
-        return [in_folder(folder, name) for folder, encoder in self._encoders.items() for name in encoder.files()]
+        return [
+            in_folder(folder, name)
+            for folder, encoder in self._encoders.items()
+            for name in encoder.files()
+        ]
 
     def canonical_name(self, index: int) -> str:
         folder, number = self._places[index]
@@ -98,9 +111,15 @@ def in_folder(folder: str, name: str) -> str:
 def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Values by the names in a folder, of those by the names in the output."""
     start = in_folder(folder, "")
-    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
+    }
 
 
 def joined(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
     """Values by the names in the output, of those by the names in each folder."""
-    return {in_folder(folder, name): value for folder, own in by_folder.items() for name, value in own.items()}
+    return {
+        in_folder(folder, name): value
+        for folder, own in by_folder.items()
+        for name, value in own.items()
+    }

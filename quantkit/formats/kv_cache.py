@@ -1,19 +1,22 @@
-"""The scales of a quantized key/value cache, which are stored with the weights, and its scheme in the settings.
+"""The scales of a quantized key/value cache, which are stored with the weights, and its scheme in
+the settings.
 
-They are copied, or dropped with a note; `kv_scales` has the scheme that is also run. Their names, for layer N's
-attention ``A = model.layers.N.self_attn``:
+They are copied, or dropped with a note; `kv_scales` has the scheme that is also run. Their names,
+for layer N's attention ``A = model.layers.N.self_attn``:
 
-==================================================  ==========================================================
-``A.k_scale``, ``A.v_scale``, ``A.q_scale``         compressed-tensors, with ``_zero_point`` if asymmetric
+==================================================
+==========================================================
+``A.k_scale``, ``A.v_scale``, ``A.q_scale``         compressed-tensors, with ``_zero_point`` if
+                                                    asymmetric
 ``A.k_proj.output_scale``, ``A.v_proj...``          older compressed-tensors, AutoFP8, Quark
 ``A.k_proj.k_scale``, ``A.v_proj.v_scale``          NVIDIA's Model Optimizer
 ``A.kv_scale``                                      the first releases of AutoFP8: one for both
-==================================================  ==========================================================
+==================================================
+==========================================================
 
 The scheme is ``kv_cache_scheme``: an object, or ``static`` in AutoFP8's settings; Model Optimizer's
-``kv_cache_quant_algo`` is a name.
-Sources: compressed-tensors' `KVCacheScaleType` and `QuantizationArgs`, vLLM's mapping of these names and its
-`BaseKVCacheMethod`.
+``kv_cache_quant_algo`` is a name. Sources: compressed-tensors' `KVCacheScaleType` and
+`QuantizationArgs`, vLLM's mapping of these names and its `BaseKVCacheMethod`.
 """
 
 from __future__ import annotations
@@ -37,10 +40,18 @@ Scheme = Mapping[str, Any]
 TYPES: Mapping[str, tuple[DType, ...]] = {
     "scale": FLOATS,
     "zero_point": (
-        *FLOATS, DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2, DType.FLOAT8_E5M2FNUZ, DType.INT8,
-        DType.INT16, DType.INT32, DType.INT64, DType.UINT8,
+        *FLOATS,
+        DType.FLOAT8_E4M3FN,
+        DType.FLOAT8_E4M3FNUZ,
+        DType.FLOAT8_E5M2,
+        DType.FLOAT8_E5M2FNUZ,
+        DType.INT8,
+        DType.INT16,
+        DType.INT32,
+        DType.INT64,
+        DType.UINT8,
     ),
-}  # fmt: skip
+}
 """The types of scales and zero points that are read."""
 _AGAIN = "quantize the cache again, or drop its scales: `dequantize=True` writes floats"
 Place = tuple[int, str, str]
@@ -89,7 +100,9 @@ def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
         if (match := _NAME.fullmatch(name)) is not None:
             letters = match["own"] or match["inside"] or match["output"]
             parts = (match["probabilities"],) if letters is None else tuple(letters)
-            found[name] = CacheTensor(int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale")
+            found[name] = CacheTensor(
+                int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale"
+            )
     return found
 
 
@@ -100,10 +113,11 @@ class KvCache:
     Attributes:
         path: of the folder.
         scheme: as the settings state it; None if they do not.
-        tensors: scales and zero points by name, in the order of the layers, and the files that hold them.
+        tensors: scales and zero points by name, in the order of the layers, and the files that hold
+            them.
         layers, num_heads, num_kv_heads: of the model; 0 heads if they are unknown.
-        rewritable: whether a folder that is written can say the same: the settings are those of compressed-tensors, and
-            no weight is read as other numbers than are stored.
+        rewritable: whether a folder that is written can say the same: the settings are those of
+            compressed-tensors, and no weight is read as other numbers than are stored.
     """
 
     path: Path
@@ -119,7 +133,9 @@ class KvCache:
         return [(file.tensors[name], file.read_bytes(name)) for name, file in self.tensors.items()]
 
     def values(self) -> dict[Place, torch.Tensor]:
-        """The scales and zero points, flat and in the types in which they are stored, whatever their names."""
+        """The scales and zero points, flat and in the types in which they are stored, whatever
+        their names.
+        """
         found: dict[Place, torch.Tensor] = {}
         for name, entry in cache_tensors(self.tensors).items():
             found |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
@@ -130,17 +146,22 @@ class KvCache:
 
         Raises:
             NonFiniteError: for NaN and Inf, unless they are allowed.
-            CheckpointError: for a scale that is not positive, a tensor whose number of elements does not fit the
-                scheme, and an asymmetric scheme without zero points.
+            CheckpointError: for a scale that is not positive, a tensor whose number of elements
+                does not fit the scheme, and an asymmetric scheme without zero points.
         """
         for name, entry in cache_tensors(self.tensors).items():
             file, tensor = self.tensors[name], self.tensors[name].tensors[name]
             what = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
-            if (count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)) is not None:
+            if (
+                count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)
+            ) is not None:
                 raise CheckpointError(
-                    f"{what} does not fit the scheme", path=file.path, found=f"shape {list(tensor.shape)}",
-                    expected=f"{count} elements" if count > 1 else "one element", hint=_AGAIN,
-                )  # fmt: skip
+                    f"{what} does not fit the scheme",
+                    path=file.path,
+                    found=f"shape {list(tensor.shape)}",
+                    expected=f"{count} elements" if count > 1 else "one element",
+                    hint=_AGAIN,
+                )
             value = file.read(name).double()
             if not value.isfinite().all():
                 if allow_nonfinite:
@@ -148,13 +169,20 @@ class KvCache:
                 raise NonFiniteError(f"{what} is NaN or Inf", path=file.path)
             if entry.kind == "scale" and not (value > 0).all():
                 smallest = f"{value.min().item():g}"
-                raise CheckpointError(f"{what} is not positive", path=file.path, found=smallest, hint=_AGAIN)
-        if needs_zero_points(self.scheme) and (lacking := without_zero_points(self.tensors, self.layers)):
+                raise CheckpointError(
+                    f"{what} is not positive", path=file.path, found=smallest, hint=_AGAIN
+                )
+        if needs_zero_points(self.scheme) and (
+            lacking := without_zero_points(self.tensors, self.layers)
+        ):
             layer, part = lacking[0]
             raise CheckpointError(
-                f"the KV cache lacks the zero points of layer {layer}'s {part}", path=self.path,
-                found="an asymmetric scheme", expected=f"a tensor '{part}_zero_point' of this layer", hint=_AGAIN,
-            )  # fmt: skip
+                f"the KV cache lacks the zero points of layer {layer}'s {part}",
+                path=self.path,
+                found="an asymmetric scheme",
+                expected=f"a tensor '{part}_zero_point' of this layer",
+                hint=_AGAIN,
+            )
 
     @property
     def layers_with_scales(self) -> int:
@@ -166,23 +194,31 @@ class KvCache:
         return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
     def note(self, *, run_here: bool) -> str:
-        """What becomes of it when the model runs, for people; `run_here` is whether our decoder runs the model."""
+        """What becomes of it when the model runs, for people; `run_here` is whether our decoder
+        runs the model.
+        """
         why = why_not_run(self.scheme) if run_here else "our decoder does not run the model"
         if why is not None:
             return f"the KV cache is to be quantized ({self.line()}); not used here: {why}"
         other = {part for _, part, _ in _places(self.tensors)} - {"k", "v"}
         unused = "; scales of queries and probabilities are not used" if other else ""
-        return f"the KV cache is quantized ({self.line()}): keys and values are rounded to it{unused}"
+        return (
+            f"the KV cache is quantized ({self.line()}): keys and values are rounded to it{unused}"
+        )
 
     def difference(self, other: KvCache) -> str | None:
         """The difference between two folders, in words; None if they say the same."""
         if _said(self.scheme) != _said(other.scheme):
-            return f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and {scheme_text(other.scheme)}"
+            return (
+                f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and"
+                f" {scheme_text(other.scheme)}"
+            )
         own, others = self.values(), other.values()
         differing = sorted(
-            key for key in {*own, *others}
+            key
+            for key in {*own, *others}
             if key not in own or key not in others or not _same(own[key], others[key])
-        )  # fmt: skip
+        )
         if not differing:
             return None
         layer, part, kind = first = differing[0]
@@ -208,13 +244,21 @@ def _said(scheme: Scheme | None) -> dict[str, Any]:
 def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
     """The layers that lack a scale of their keys or values."""
     found = _places(names)
-    return [layer for layer in range(layers) if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found]
+    return [
+        layer
+        for layer in range(layers)
+        if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found
+    ]
 
 
 def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
-    """The layers and parts that have a scale and no zero point; if there are no scales, all keys and values."""
+    """The layers and parts that have a scale and no zero point; if there are no scales, all keys
+    and values.
+    """
     found = _places(names)
-    scaled = {(layer, part) for layer, part, kind in found if kind == "scale" and part in ("q", "k", "v")}
+    scaled = {
+        (layer, part) for layer, part, kind in found if kind == "scale" and part in ("q", "k", "v")
+    }
     scaled = scaled or {(layer, part) for layer in range(layers) for part in ("k", "v")}
     return sorted(place for place in scaled if (*place, "zero_point") not in found)
 
@@ -224,14 +268,23 @@ def _places(names: Iterable[str]) -> set[Place]:
 
 
 def misfit(
-    entry: CacheTensor, tensor: StoredTensor, scheme: Scheme | None, num_heads: int, num_kv_heads: int
+    entry: CacheTensor,
+    tensor: StoredTensor,
+    scheme: Scheme | None,
+    num_heads: int,
+    num_kv_heads: int,
 ) -> int | None:
-    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not determine it.
+    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not
+    determine it.
 
     Args:
         num_heads, num_kv_heads: of the model; 0 if unknown.
     """
-    if scheme is None or scheme.get("dynamic") or str(scheme.get("type", "int")).lower() not in _BITS:
+    if (
+        scheme is None
+        or scheme.get("dynamic")
+        or str(scheme.get("type", "int")).lower() not in _BITS
+    ):
         return None
     heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0])
     count = {_TENSOR: 1, _ATTN_HEAD: heads or None}.get(_strategy(scheme) or "")
@@ -239,9 +292,12 @@ def misfit(
 
 
 def take_kv_cache(
-    stored: MutableMapping[str, StoredTensor], files: MutableMapping[str, TensorFile], settings: Settings | None,
-    config: ModelConfig, path: Path,
-) -> KvCache | None:  # fmt: skip
+    stored: MutableMapping[str, StoredTensor],
+    files: MutableMapping[str, TensorFile],
+    settings: Settings | None,
+    config: ModelConfig,
+    path: Path,
+) -> KvCache | None:
     """Take the tensors of a quantized cache out of a folder's tensors.
 
     Args:
@@ -252,13 +308,16 @@ def take_kv_cache(
         What the folder says of its cache; None if it says nothing.
 
     Raises:
-        CheckpointError: for an invalid scheme, see `stated_scheme`, and tensors of no layer or twice for one.
+        CheckpointError: for an invalid scheme, see `stated_scheme`, and tensors of no layer or
+            twice for one.
         UnsupportedError: for scales that are not floats, and zero points that are not numbers.
     """
     scheme, layers = stated_scheme(settings), config.num_layers
     found = cache_tensors(stored)
     _require_understood(found, stored, layers, path)
-    tensors = {name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))}
+    tensors = {
+        name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))
+    }
     for name in found:
         del stored[name], files[name]
     if not tensors and scheme is None:
@@ -272,27 +331,36 @@ def _require_understood(
     owners: dict[Place, str] = {}
     for name, entry in found.items():
         if entry.layer >= layers:
-            problem, last = f"tensor '{name}' is of a layer that the config does not count", layers - 1
-            raise CheckpointError(problem, path=path, found=f"layer {entry.layer}", expected=f"layers 0 to {last}")
+            problem, last = (
+                f"tensor '{name}' is of a layer that the config does not count",
+                layers - 1,
+            )
+            raise CheckpointError(
+                problem, path=path, found=f"layer {entry.layer}", expected=f"layers 0 to {last}"
+            )
         tensor, kind = stored[name], entry.kind.replace("_", " ")
         if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
             what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
             raise UnsupportedError(
-                f"tensor '{name}', {what}", path=path, found=f"{tensor.dtype} {list(tensor.shape)}",
+                f"tensor '{name}', {what}",
+                path=path,
+                found=f"{tensor.dtype} {list(tensor.shape)}",
                 expected=" or ".join(TYPES[entry.kind]),
-            )  # fmt: skip
+            )
         for place in entry.places:
             if (other := owners.setdefault(place, name)) != name:
                 problem = f"the KV cache of layer {entry.layer} has two {kind}s of its {place[1]}"
-                raise CheckpointError(problem, path=path, found=f"'{other}' and '{name}'", expected="one of them")
+                raise CheckpointError(
+                    problem, path=path, found=f"'{other}' and '{name}'", expected="one of them"
+                )
 
 
 def stated_scheme(settings: Settings | None) -> Scheme | None:
     """The scheme of the cache as settings of a quantization state it; None if they state none.
 
     Raises:
-        CheckpointError: for a value that is neither an object nor a known name, and for an object that
-            compressed-tensors does not accept, naming the key.
+        CheckpointError: for a value that is neither an object nor a known name, and for an object
+            that compressed-tensors does not accept, naming the key.
     """
     if settings is None:
         return None
@@ -331,15 +399,22 @@ def scheme_text(scheme: Scheme | None) -> str:
 
 def cache_text(scheme: Scheme | None, scaled: int, layers: int) -> str:
     """The scheme and how many layers have scales, for people."""
-    return f"{scheme_text(scheme)}, scales of {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
+    return (
+        f"{scheme_text(scheme)}, scales of"
+        f" {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
+    )
 
 
 def why_not_run(scheme: Scheme | None) -> str | None:
-    """Why a cache of a scheme is not run here, in words; None if it is: float8, with one static scale per tensor."""
+    """Why a cache of a scheme is not run here, in words; None if it is: float8, with one static
+    scale per tensor.
+    """
     if scheme is None:
         return "the settings state no scheme"
     needed = {
-        "only float8 is run": (scheme.get("num_bits", 8), str(scheme.get("type", "int")).lower()) == (8, "float"),
+        "only float8 is run": (
+            (scheme.get("num_bits", 8), str(scheme.get("type", "int")).lower()) == (8, "float")
+        ),
         "only static scales are run": not scheme.get("dynamic"),
         "only one scale per tensor is run": _strategy(scheme) == _TENSOR,
         "zero points are not run": scheme.get("symmetric", True),
@@ -356,21 +431,30 @@ def _strategy(scheme: Scheme) -> str | None:
     """The strategy, as stated or from the group size; None if it is unknown."""
     named, size = scheme.get("strategy"), scheme.get("group_size")
     if named is None:
-        return _TENSOR if size is None else "group" if size > 0 else "channel" if size == -1 else None
+        return (
+            _TENSOR if size is None else "group" if size > 0 else "channel" if size == -1 else None
+        )
     return named.lower() if isinstance(named, str) and named.lower() in _STRATEGIES else None
 
 
 def _refused(scheme: Scheme) -> tuple[str, str] | None:
-    """The first key with a value that `QuantizationArgs` does not accept, and what it accepts; None if there is none.
+    """The first key with a value that `QuantizationArgs` does not accept, and what it accepts; None
+    if there is none.
 
     Values are of JSON's own types: numbers and booleans in quotes are refused.
     """
-    kind, bits, size = scheme.get("type", "int"), scheme.get("num_bits", 8), scheme.get("group_size")
+    kind, bits, size = (
+        scheme.get("type", "int"),
+        scheme.get("num_bits", 8),
+        scheme.get("group_size"),
+    )
     allowed = _BITS.get(kind.lower(), ()) if isinstance(kind, str) else ()
     if not allowed:
         return "type", " or ".join(_BITS)
     if type(bits) is not int or bits not in allowed:
-        return "num_bits", f"an integer from 1 to {allowed[-1]}" if len(allowed) > 3 else "4, 6 or 8"
+        return "num_bits", (
+            f"an integer from 1 to {allowed[-1]}" if len(allowed) > 3 else "4, 6 or 8"
+        )
     if not isinstance(scheme.get("symmetric", True), bool):
         return "symmetric", "true or false"
     if size is not None and (type(size) is not int or size < -1):
@@ -378,7 +462,10 @@ def _refused(scheme: Scheme) -> tuple[str, str] | None:
     if (strategy := _strategy(scheme)) is None:
         return "strategy", ", ".join(_STRATEGIES)
     if (size is not None and size > 0) != (strategy in _GROUPED):
-        return "group_size", f"a positive integer for {' and '.join(_GROUPED)}, and for no other strategy"
+        return (
+            "group_size",
+            f"a positive integer for {' and '.join(_GROUPED)}, and for no other strategy",
+        )
     if (scheme.get("block_structure") is not None) != (strategy == _BLOCK):
         return "block_structure", f"rows and columns for {_BLOCK}, and for no other strategy"
     dynamic = scheme.get("dynamic", False)

@@ -1,8 +1,8 @@
-"""The quantized key/value cache that is run, calibrated and written: float8_e4m3fn, with one static scale for the keys
-of a layer and one for its values.
+"""The quantized key/value cache that is run, calibrated and written: float8_e4m3fn, with one static
+scale for the keys of a layer and one for its values.
 
-The cache holds ``k / k_scale`` and ``v / v_scale``, rounded, of keys after rotary positions. Without a scale, a layer
-has 1. Other schemes are read and carried, see `kv_cache`, but not run.
+The cache holds ``k / k_scale`` and ``v / v_scale``, rounded, of keys after rotary positions.
+Without a scale, a layer has 1. Other schemes are read and carried, see `kv_cache`, but not run.
 Source: vLLM's `BaseKVCacheMethod` and `validate_kv_cache_scheme`.
 """
 
@@ -20,7 +20,13 @@ from quantkit.formats.kv_cache import KvCache, cache_tensors, why_not_run
 KvCacheName = Literal["fp8"]
 KV_CACHES = get_args(KvCacheName)
 
-FP8: Mapping[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+FP8: Mapping[str, Any] = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 """The scheme as the settings of compressed-tensors state it."""
 NO_SCALE = 1.0
 """The scale where there is none, and that of keys or values which are all zero."""
@@ -32,7 +38,9 @@ def scale_names(layer: int) -> tuple[str, str]:
 
 
 def calibrated(config: ModelConfig, path: Path) -> KvCache:
-    """What a folder at a path says of a cache with the scheme that is written; its scales are among its tensors."""
+    """What a folder at a path says of a cache with the scheme that is written; its scales are
+    among its tensors.
+    """
     return KvCache(path, FP8, {}, config.num_layers, config.num_heads, config.num_kv_heads)
 
 
@@ -42,8 +50,9 @@ def is_scale(name: str) -> bool:
 
 
 def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
-    """The scales of the keys and values of each layer, which may be NaN; None if the checkpoint states no cache that is
-    run. Raises `CheckpointError`: see `KvCache.require_sound`."""
+    """The scales of the keys and values of each layer, which may be NaN; None if the checkpoint
+    states no cache that is run. Raises `CheckpointError`: see `KvCache.require_sound`.
+    """
     cache = checkpoint.kv_cache
     if cache is None or why_not_run(cache.scheme) is not None:
         return None

@@ -1,5 +1,5 @@
-"""``quantkit.json``: what was made, from what, and the sha256 of every file. For a model that is a file, ``X.gguf``, it
-is ``X.gguf.quantkit.json``.
+"""``quantkit.json``: what was made, from what, and the sha256 of every file. For a model that is a
+file, ``X.gguf``, it is ``X.gguf.quantkit.json``.
 
 It has no time and no path, so equal inputs give an equal file.
 
@@ -35,12 +35,27 @@ _RENAMED = {"plan": "recipe", "tensors": "modules"}
 
 
 def build(
-    job: str, source_format: str, source_hashes: Mapping[str, str], file_hashes: Mapping[str, str],
-    details: Mapping[str, Any], hub: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What the manifest holds; `hub` is the source's name on a hub, and its commit, if it comes from one."""
-    source = {"format": source_format, **({} if hub is None else {"hub": dict(hub)}), "sha256": dict(source_hashes)}
-    head = {"format_version": FORMAT_VERSION, "quantkit_version": __version__, "job": job, "source": source}
+    job: str,
+    source_format: str,
+    source_hashes: Mapping[str, str],
+    file_hashes: Mapping[str, str],
+    details: Mapping[str, Any],
+    hub: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What the manifest holds; `hub` is the source's name on a hub, and its commit, if it comes
+    from one.
+    """
+    source = {
+        "format": source_format,
+        **({} if hub is None else {"hub": dict(hub)}),
+        "sha256": dict(source_hashes),
+    }
+    head = {
+        "format_version": FORMAT_VERSION,
+        "quantkit_version": __version__,
+        "job": job,
+        "source": source,
+    }
     return {**head, **details, "files": dict(file_hashes)}
 
 
@@ -58,7 +73,9 @@ def read(model: Path) -> dict[str, Any]:
         raise CheckpointError("is not a quantkit manifest", path=path)
     if value["format_version"] > FORMAT_VERSION:
         found = value["format_version"]
-        raise CheckpointError("was written by a newer quantkit", path=path, found=found, expected=FORMAT_VERSION)
+        raise CheckpointError(
+            "was written by a newer quantkit", path=path, found=found, expected=FORMAT_VERSION
+        )
     renamed = _RENAMED if value["format_version"] < FORMAT_VERSION else {}
     return {renamed.get(key, key): item for key, item in value.items()}
 
@@ -88,7 +105,8 @@ class SourceHashes:
         """Wait for the hashes, by names relative to the folder.
 
         Raises:
-            CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
+            CheckpointError: if a file could not be read, is damaged, or changed since it was
+                opened.
         """
         self._thread.join(_WAIT_SECONDS)
         while self._thread.is_alive():

@@ -1,4 +1,6 @@
-"""The table of everything that quantkit reads and writes: kinds of checkpoints, and methods of quantization."""
+"""The table of everything that quantkit reads and writes: kinds of checkpoints, and methods of
+quantization.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import SIDE_FILES
 from quantkit.json_values import shown
 
-TargetName = Literal["compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"]
+TargetName = Literal[
+    "compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"
+]
 """The names of `targets`, spelled out for editors and type checkers; a test compares them."""
 
 HF = HuggingFace(METHODS, NATIVE)
 META = Meta()
 GGUF = Gguf()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast(), GGUF)}
+CONTAINERS: dict[str, Container] = {
+    container.name: container for container in (META, HF, GptFast(), GGUF)
+}
 """By name."""
 
 
@@ -59,7 +65,9 @@ def targets() -> dict[str, Target]:
         for method in container.methods.values():
             if method.schemes:
                 found[method.name] = Target(method.name, container, method)
-    return found | {name: Target(name, one) for name, one in CONTAINERS.items() if not one.read_only}
+    return found | {
+        name: Target(name, one) for name, one in CONTAINERS.items() if not one.read_only
+    }
 
 
 def target(name: str) -> Target:

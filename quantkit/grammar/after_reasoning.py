@@ -17,7 +17,8 @@ class Reasoning:
     """The tokens between which a model reasons.
 
     Attributes:
-        opened: whether the prompt ends with the first of them; otherwise an answer may begin with it.
+        opened: whether the prompt ends with the first of them; otherwise an answer may begin with
+            it.
     """
 
     begin: int
@@ -26,18 +27,30 @@ class Reasoning:
 
 
 class AfterReasoning:
-    """A `Constraint` that allows any text up to the end of the reasoning, and then what another one allows."""
+    """A `Constraint` that allows any text up to the end of the reasoning, and then what another
+    one allows.
+    """
 
     def __init__(
-        self, inner: Constraint, reasoning: Reasoning, forbidden: Sequence[int], size: int, vocab_size: int
+        self,
+        inner: Constraint,
+        reasoning: Reasoning,
+        forbidden: Sequence[int],
+        size: int,
+        vocab_size: int,
     ) -> None:
         """
         Args:
             forbidden: tokens that end the text.
-            size: tokens that the tokenizer knows; the others, up to `vocab_size`, are forbidden too.
+            size: tokens that the tokenizer knows; the others, up to `vocab_size`, are forbidden
+                too.
         """
         self._inner, self._reasoning = inner, reasoning
-        self._forbidden, self._size, self._vocab_size = [*forbidden, reasoning.begin], size, vocab_size
+        self._forbidden, self._size, self._vocab_size = (
+            [*forbidden, reasoning.begin],
+            size,
+            vocab_size,
+        )
         self._inside, self._first = reasoning.opened, True
 
     def allowed(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Grammars compiled for the tokens of a model, as masks over its vocabulary.
 
-llguidance computes the masks. Each token is known by its bytes; special tokens add none, and rows of the model beyond
-its tokenizer are never drawn.
+llguidance computes the masks. Each token is known by its bytes; special tokens add none, and rows
+of the model beyond its tokenizer are never drawn.
 
 V vocabulary.
 """
@@ -34,14 +34,18 @@ MAX_GRAMMARS = 32
 _WAIT_SECONDS = 60.0
 _LIMITS = {
     "max_items_in_row": 5000,  # four for each property that may be left out
-    "max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
     "precompute_large_lexemes": False,  # whose time depends on the vocabulary
-}  # fmt: skip
+}
 _NO_PACKAGE = 'pip install "quantkit[serve]"'
 
 
 class Grammars:
-    """The grammars of one model, compiled when they are first needed; its methods may be called from any thread."""
+    """The grammars of one model, compiled when they are first needed; its methods may be called
+    from any thread.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         """
@@ -65,14 +69,21 @@ class Grammars:
             reasoning: that may come first, without restriction.
 
         Raises:
-            RequestError: if the grammar is not supported, too large, or has no text; or llguidance is not installed.
+            RequestError: if the grammar is not supported, too large, or has no text; or llguidance
+                is not installed.
         """
-        ends = [one for one in dict.fromkeys((*self._end_ids, *end_ids)) if 0 <= one < self._vocab_size]
+        ends = [
+            one for one in dict.fromkeys((*self._end_ids, *end_ids)) if 0 <= one < self._vocab_size
+        ]
         if not ends:
-            raise RequestError("the model has no end token, so no answer could end where its format does")
+            raise RequestError(
+                "the model has no end token, so no answer could end where its format does"
+            )
         whole = (START if reasoning is None else START_AFTER_REASONING) + grammar
         if (known := self._known(whole)) is None:
-            if not self._compiling.acquire(timeout=_WAIT_SECONDS):  # one at a time: each may need memory
+            if not self._compiling.acquire(
+                timeout=_WAIT_SECONDS
+            ):  # one at a time: each may need memory
                 raise RequestError("other formats of answers are being compiled", hint="try again")
             try:
                 known = self._known(whole) or self._matcher(whole)
@@ -82,19 +93,27 @@ class Grammars:
                 self._compiling.release()
             self._keep(whole, known)
         if isinstance(known, RequestError):
-            raise RequestError(known.problem, found=known.found, expected=known.expected, hint=known.hint)
+            raise RequestError(
+                known.problem, found=known.found, expected=known.expected, hint=known.hint
+            )
         assert self._vocabulary is not None
         matcher, size = known, self._vocabulary[1]
         vocab_size = self._vocab_size
 
         def begun() -> Constraint:
             found = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
-            return found if reasoning is None else AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
+            return (
+                found
+                if reasoning is None
+                else AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
+            )
 
         return begun
 
     def _known(self, grammar: str) -> LLMatcher | RequestError | None:
-        """A matcher at the beginning of a text, never to be changed, or why there is none; None if neither is known."""
+        """A matcher at the beginning of a text, never to be changed, or why there is none; None
+        if neither is known.
+        """
         with self._lock:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
@@ -123,15 +142,18 @@ class Grammars:
         return found
 
     def _tokens(self) -> tuple[LLTokenizer, int]:
-        """The bytes of all tokens, and behind them a token that stands for the end; with their number."""
+        """The bytes of all tokens, and behind them a token that stands for the end; with their
+        number.
+        """
         from llguidance import LLTokenizer, TokenizerWrapper
 
         known = self._tokenizer.token_bytes
         if known is None:
             raise RequestError(
-                "the format of answers cannot be restricted, as the bytes of the tokenizer's tokens are not known",
+                "the format of answers cannot be restricted, as the bytes of the tokenizer's tokens"
+                " are not known",
                 found=self._tokenizer.kind,
-            )  # fmt: skip
+            )
         none = {*(self._end_ids), self._tokenizer.bos_id}
         count = min(self._tokenizer.vocab_size, self._vocab_size)
         tokens = [(b"" if token in none else known.of(token)) or b"" for token in range(count)]
@@ -151,7 +173,12 @@ class GrammarConstraint:
         """
         import numpy as np  # here, as commands that only check options import this file
 
-        self._matcher, self._size, self._vocab_size, self._ends = matcher, size, vocab_size, list(ends)
+        self._matcher, self._size, self._vocab_size, self._ends = (
+            matcher,
+            size,
+            vocab_size,
+            list(ends),
+        )
         self._bits: Any = np.zeros((size + 31) // 32, np.int32)
         self._ended = False
 
@@ -164,7 +191,9 @@ class GrammarConstraint:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             if self._matcher.is_error():
                 raise _failed(self._matcher)
-            bits = np.unpackbits(self._bits.view(np.uint8), count=self._size, bitorder="little").view(np.bool_)
+            bits = np.unpackbits(
+                self._bits.view(np.uint8), count=self._size, bitorder="little"
+            ).view(np.bool_)
             mask[: self._size - 1] = bits[:-1]
         if self._ended or bits[-1]:
             mask[self._ends] = True
@@ -194,18 +223,23 @@ class _Vocabulary:
 
 def _failed(matcher: LLMatcher) -> QuantkitError:
     return QuantkitError(
-        "no token can follow in the requested format", found=_reason(matcher) or None,
+        "no token can follow in the requested format",
+        found=_reason(matcher) or None,
         hint="the vocabulary does not spell what must follow, or the format is too complex",
-    )  # fmt: skip
+    )
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line of a matcher's error, without its place in a grammar that the user did not write."""
+    """The first line of a matcher's error, without its place in a grammar that the user did not
+    write.
+    """
     error = matcher.get_error()
     if error.startswith("panic"):
         _log.warning("llguidance: %s", error.partition("\n")[0])
         return "it is too complex"
     lines = [line.strip() for line in error.partition("\n   1 | ")[0].splitlines() if line.strip()]
-    text = " ".join(line for line in lines if not line.startswith("<")).rpartition("JSON schema: ")[2]
+    text = " ".join(line for line in lines if not line.startswith("<")).rpartition("JSON schema: ")[
+        2
+    ]
     text = text.partition(" while processing")[0]
     return "no text has it" if "NoExtension" in text else text[:300]

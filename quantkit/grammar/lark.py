@@ -16,7 +16,8 @@ START_AFTER_REASONING = "start: BLANK answer\nBLANK: /[ \\t\\n]{0,4}/\n"
 """The same where a line break or two may come before the answer."""
 
 _JSON_OPTIONS = {
-    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",  # some models write nothing else once they have begun
+    # some models write nothing else once they have begun
+    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
     "json_allowed_escapes": 'nrbtf\\"',  # else a key that is taken could be spelled in another way
 }
 

@@ -11,8 +11,9 @@ _CLOSED = 2000  # pairs that are compared
 
 
 def disjoint(schemas: Sequence[Any]) -> bool:
-    """Whether that is seen from their types, their values, or properties that all objects have, such as the name of a
-    kind. False where it is not."""
+    """Whether that is seen from their types, their values, or properties that all objects have,
+    such as the name of a kind. False where it is not.
+    """
     if len(schemas) * (len(schemas) - 1) // 2 > _CLOSED:
         return False
     return all(_apart(*pair) for pair in combinations(schemas, 2))
@@ -50,12 +51,15 @@ def _types(schema: Mapping[str, Any]) -> set[str] | None:
 
 
 def _values(schema: Any) -> set[str] | None:
-    """The values that it lists, as JSON; None if it does not list them, or they are numbers, which JSON spells in
-    several ways."""
+    """The values that it lists, as JSON; None if it does not list them, or they are numbers, which
+    JSON spells in several ways.
+    """
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(isinstance(one, str | bool | None) for one in values):
+    if not isinstance(values, list) or not all(
+        isinstance(one, str | bool | None) for one in values
+    ):
         return None
     return {json.dumps(one) for one in values}
 

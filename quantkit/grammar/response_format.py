@@ -18,14 +18,17 @@ _EXPECTED = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {.
 
 
 def response_grammar(given: object) -> str | None:
-    """The grammar of the answers that a ``response_format`` allows, for `Grammars`; None where that is any text. Raises
-    `RequestError` for one that is invalid or not supported."""
+    """The grammar of the answers that a ``response_format`` allows, for `Grammars`; None where that
+    is any text. Raises `RequestError` for one that is invalid or not supported.
+    """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema"):
         expected = "an object with the type text, json_object or json_schema"
         raise RequestError("'response_format' is not known", found=shown(given), expected=expected)
     if unknown := given.keys() - ({"type", "json_schema"} if kind == "json_schema" else {"type"}):
-        raise RequestError(f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED)
+        raise RequestError(
+            f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED
+        )
     if kind != "json_schema":
         return None if kind == "text" else json_grammar({"type": "object"})
     return json_grammar(checked_schema(_schema(given.get("json_schema"))))
@@ -33,12 +36,18 @@ def response_grammar(given: object) -> str | None:
 
 def _schema(described: Any) -> Any:
     if not isinstance(described, Mapping):
-        raise RequestError("'json_schema' is of the wrong type", found=shown(described), expected=_EXPECTED)
+        raise RequestError(
+            "'json_schema' is of the wrong type", found=shown(described), expected=_EXPECTED
+        )
     if unknown := described.keys() - _KEYS:
-        raise RequestError(f"unknown key {shown(min(unknown))} in 'json_schema'", expected=", ".join(sorted(_KEYS)))
+        raise RequestError(
+            f"unknown key {shown(min(unknown))} in 'json_schema'", expected=", ".join(sorted(_KEYS))
+        )
     if not _NAME.fullmatch(as_string("json_schema.name", described.get("name"))):
         expected = "up to 64 letters, digits, _ and -"
-        raise RequestError("'json_schema.name' is not possible", found=shown(described["name"]), expected=expected)
+        raise RequestError(
+            "'json_schema.name' is not possible", found=shown(described["name"]), expected=expected
+        )
     strict = described.get("strict")
     require_flags(**{"json_schema.strict": False if strict is None else strict})
     if described.get("schema") is None:

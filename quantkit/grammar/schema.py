@@ -1,8 +1,9 @@
-"""JSON schemas (draft 2020-12) as grammars can follow them: each keyword that constrains is supported or refused.
+"""JSON schemas (draft 2020-12) as grammars can follow them: each keyword that constrains is
+supported or refused.
 
-`checked_schema` returns a schema of the supported keywords alone. Its references lead to ``$defs``, and a schema whose
-keywords and references, or several of ``anyOf``, ``oneOf`` and ``allOf``, hold together is an ``allOf`` of them: so no
-keyword depends on its place in the file.
+`checked_schema` returns a schema of the supported keywords alone. Its references lead to ``$defs``,
+and a schema whose keywords and references, or several of ``anyOf``, ``oneOf`` and ``allOf``, hold
+together is an ``allOf`` of them: so no keyword depends on its place in the file.
 """
 
 from __future__ import annotations
@@ -31,12 +32,28 @@ _MAX_COUNT = 10**6  # items, or letters: no answer has more
 _MAX_NUMBER = 2**53  # beyond it, floats are no longer all integers
 _MAX_MULTIPLE = 10_000  # a grammar has as many states
 _ANNOTATIONS = {
-    "$schema", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "contentMediaType", "contentEncoding", "contentSchema", "discriminator", "$defs", "definitions",
-}  # fmt: skip
+    "$schema",
+    "$comment",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "contentMediaType",
+    "contentEncoding",
+    "contentSchema",
+    "discriminator",
+    "$defs",
+    "definitions",
+}
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COMBINED = ("anyOf", "oneOf", "allOf")
-_LOWER, _UPPER = {"minItems", "minLength", "minProperties"}, {"maxItems", "maxLength", "maxProperties"}
+_LOWER, _UPPER = (
+    {"minItems", "minLength", "minProperties"},
+    {"maxItems", "maxLength", "maxProperties"},
+)
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -45,19 +62,27 @@ _DAY = (
     rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_HOUR_MINUTE = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:[zZ]|[+-]{_HOUR_MINUTE})"
 _PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[tT]{_TIME}$"}
 """Formats as patterns: llguidance's own allow days that no calendar has."""
 FORMATS = (*_PATTERNS, "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
 def checked_schema(schema: object) -> dict[str, Any]:
-    """A schema with the supported keywords alone. Raises `RequestError` for one that is invalid, too large, or has a
-    keyword that is not supported, with its place."""
+    """A schema with the supported keywords alone. Raises `RequestError` for one that is invalid,
+    too large, or has a keyword that is not supported, with its place.
+    """
     if not isinstance(schema, Mapping | bool):
-        raise RequestError("the JSON schema is of the wrong type", found=shown(schema), expected="an object")
+        raise RequestError(
+            "the JSON schema is of the wrong type", found=shown(schema), expected="an object"
+        )
     if (size := len(json.dumps(schema))) > MAX_CHARACTERS:
-        raise RequestError("the JSON schema is too large", found=size, expected=f"at most {MAX_CHARACTERS} characters")
+        raise RequestError(
+            "the JSON schema is too large",
+            found=size,
+            expected=f"at most {MAX_CHARACTERS} characters",
+        )
     return _Reader(schema).whole()
 
 
@@ -84,7 +109,9 @@ class _Reader:
         """A schema at a place."""
         self._schemas += 1
         if self._schemas > MAX_SCHEMAS:
-            raise RequestError("the JSON schema is too large", expected=f"at most {MAX_SCHEMAS} schemas in it")
+            raise RequestError(
+                "the JSON schema is too large", expected=f"at most {MAX_SCHEMAS} schemas in it"
+            )
         if isinstance(node, bool):
             return node
         if not isinstance(node, Mapping):
@@ -96,7 +123,10 @@ class _Reader:
             if keyword == "$ref":
                 others.append({"$ref": f"#/$defs/{self._name(value, here)}"})
             elif keyword in _COMBINED:
-                parts = [self._schema(one, f"{here}/{index}") for index, one in enumerate(_list(value, here, 1))]
+                parts = [
+                    self._schema(one, f"{here}/{index}")
+                    for index, one in enumerate(_list(value, here, 1))
+                ]
                 others += parts if keyword == "allOf" else [self._either(keyword, value, parts)]
             elif keyword == "format" and _format(value, here) in _PATTERNS:
                 others.append({"pattern": _PATTERNS[value]})
@@ -114,28 +144,44 @@ class _Reader:
                 continue
             if (keyword == "$id" and place == "#") or (keyword == "uniqueItems" and value is False):
                 continue
-            if keyword == "format" and isinstance(node.get("type"), str) and node["type"] != "string":
+            if (
+                keyword == "format"
+                and isinstance(node.get("type"), str)
+                and node["type"] != "string"
+            ):
                 continue  # such as OpenAPI's int32
             if keyword not in _KEYWORDS:
                 raise RequestError(
                     f"the JSON schema has the keyword {shown(keyword)}, which is not supported",
-                    found=f"{place}/{keyword}", expected=", ".join(_KEYWORDS),
-                )  # fmt: skip
+                    found=f"{place}/{keyword}",
+                    expected=", ".join(_KEYWORDS),
+                )
             found.append(keyword)
-        return sorted(found, key=list(_KEYWORDS).index)  # 'additionalProperties' of what is before it
+        return sorted(
+            found, key=list(_KEYWORDS).index
+        )  # 'additionalProperties' of what is before it
 
     def _keyword(self, keyword: str, value: Any, place: str) -> Any:
         if keyword in ("properties", "patternProperties"):
             if not isinstance(value, Mapping):
                 raise _wrong(place, value, "an object of schemas")
             if len(value) > MAX_PROPERTIES:
-                raise RequestError("too many properties", found=place, expected=f"at most {MAX_PROPERTIES}")
-            return {name: self._schema(one, f"{place}/{_escaped(name)}") for name, one in value.items()}
+                raise RequestError(
+                    "too many properties", found=place, expected=f"at most {MAX_PROPERTIES}"
+                )
+            return {
+                name: self._schema(one, f"{place}/{_escaped(name)}") for name, one in value.items()
+            }
         if keyword == "prefixItems":
-            return [self._schema(one, f"{place}/{index}") for index, one in enumerate(_list(value, place, 1))]
+            return [
+                self._schema(one, f"{place}/{index}")
+                for index, one in enumerate(_list(value, place, 1))
+            ]
         if keyword in ("items", "additionalProperties"):
             if isinstance(value, list):
-                raise RequestError("'items' is a list", found=place, hint="use 'prefixItems', as in draft 2020-12")
+                raise RequestError(
+                    "'items' is a list", found=place, hint="use 'prefixItems', as in draft 2020-12"
+                )
             return self._schema(value, place)
         if keyword == "multipleOf":
             return self._multiple_of(value, place)
@@ -149,12 +195,16 @@ class _Reader:
         coefficient = int("".join(map(str, digits.digits))) * 10 ** max(0, int(digits.exponent))
         self._multiple = math.lcm(self._multiple, coefficient)
         if self._multiple > _MAX_MULTIPLE or int(digits.exponent) < -9:
-            problem = "the values of 'multipleOf' have too many digits, or together too large a multiple"
+            problem = (
+                "the values of 'multipleOf' have too many digits, or together too large a multiple"
+            )
             raise RequestError(problem, found=place, expected=f"at most {_MAX_MULTIPLE}")
         return value
 
     def _either(self, keyword: str, given: list[Any], parts: list[Any]) -> Any:
-        """``anyOf``, or ``oneOf``, which is the same where no value satisfies two of its schemas."""
+        """``anyOf``, or ``oneOf``, which is the same where no value satisfies two of its
+        schemas.
+        """
         if keyword == "oneOf" and disjoint([self._followed(one) for one in given]):
             keyword = "anyOf"
         return {keyword: parts}
@@ -162,7 +212,11 @@ class _Reader:
     def _followed(self, node: Any) -> Any:
         """A schema that is nothing but a reference, as the one that it leads to."""
         for _ in range(8):
-            if not isinstance(node, Mapping) or "$ref" not in node or set(node) - _ANNOTATIONS != {"$ref"}:
+            if (
+                not isinstance(node, Mapping)
+                or "$ref" not in node
+                or set(node) - _ANNOTATIONS != {"$ref"}
+            ):
                 break
             node = self._target(node["$ref"])
         return node
@@ -173,9 +227,10 @@ class _Reader:
             raise _wrong(place, reference, "a string")
         if reference != "#" and not reference.startswith("#/"):
             raise RequestError(
-                "the JSON schema refers to something outside itself, or to an anchor", found=shown(reference),
+                "the JSON schema refers to something outside itself, or to an anchor",
+                found=shown(reference),
                 expected="a reference such as #/$defs/NAME",
-            )  # fmt: skip
+            )
         self._target(reference)
         return self._names.setdefault(reference, f"d{len(self._names)}")
 
@@ -188,7 +243,9 @@ class _Reader:
             elif isinstance(node, Mapping) and key in node:
                 node = node[key]
             else:
-                raise RequestError("the JSON schema has a reference to a place that is not in it", found=reference)
+                raise RequestError(
+                    "the JSON schema has a reference to a place that is not in it", found=reference
+                )
         return node
 
 
@@ -199,9 +256,10 @@ def _counted_properties(own: dict[str, Any], place: str) -> dict[str, Any]:
         return own
     if fewest > len(set(own.get("required", []))):
         raise RequestError(
-            "'minProperties' is above 1, and more than there are required properties", found=place,
+            "'minProperties' is above 1, and more than there are required properties",
+            found=place,
             hint="list properties that must be there in 'required'",
-        )  # fmt: skip
+        )
     return {key: value for key, value in own.items() if key != "minProperties"}
 
 
@@ -220,23 +278,38 @@ def _names(value: Any, place: str) -> list[str]:
 def _type(value: Any, place: str) -> Any:
     names = [value] if isinstance(value, str) else _list(value, place, 1)
     if unknown := [one for one in names if one not in _TYPES]:
-        raise RequestError("the JSON schema has an unknown type", found=shown(unknown[0]), expected=", ".join(_TYPES))
+        raise RequestError(
+            "the JSON schema has an unknown type",
+            found=shown(unknown[0]),
+            expected=", ".join(_TYPES),
+        )
     return value
 
 
 def _values(value: Any, place: str) -> list[Any]:
     for one in within(_list(value, place, 1)):
         if isinstance(one, int | float) and abs(one) > _MAX_NUMBER:
-            raise RequestError("a number is too large", found=place, expected=f"at most {_MAX_NUMBER}")
+            raise RequestError(
+                "a number is too large", found=place, expected=f"at most {_MAX_NUMBER}"
+            )
     return value  # type: ignore[no-any-return]
 
 
 def _count(value: Any, place: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != int(value)
+        or value < 0
+    ):
         raise _wrong(place, value, "an integer, 0 or more")
     keyword = place.rpartition("/")[2]
     if value > _MAX_COUNT and keyword in _LOWER:
-        raise RequestError(f"'{keyword}' is more than any answer has", found=place, expected=f"at most {_MAX_COUNT}")
+        raise RequestError(
+            f"'{keyword}' is more than any answer has",
+            found=place,
+            expected=f"at most {_MAX_COUNT}",
+        )
     return min(int(value), _MAX_COUNT)
 
 
@@ -257,9 +330,10 @@ def _pattern(value: Any, place: str) -> str:
 def _format(value: Any, place: str) -> str:
     if not isinstance(value, str) or value not in FORMATS:
         raise RequestError(
-            f"the JSON schema has the format {shown(value)}, which is not supported", found=place,
+            f"the JSON schema has the format {shown(value)}, which is not supported",
+            found=place,
             expected=", ".join(FORMATS),
-        )  # fmt: skip
+        )
     return value
 
 
@@ -268,14 +342,21 @@ def _unchecked(value: Any, place: str) -> Any:
 
 
 _KEYWORDS: dict[str, Callable[[Any, str], Any]] = {
-    "type": _type, "enum": _values, "const": lambda value, place: _values([value], place)[0],
-    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), _unchecked), "required": _names,
+    "type": _type,
+    "enum": _values,
+    "const": lambda value, place: _values([value], place)[0],
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), _unchecked),
+    "required": _names,
     **dict.fromkeys(("minProperties", "maxProperties"), _count),
-    **dict.fromkeys(("items", "prefixItems"), _unchecked), **dict.fromkeys(("minItems", "maxItems"), _count),
-    **dict.fromkeys(("minLength", "maxLength"), _count), "pattern": _pattern, "format": _format,
-    **dict.fromkeys(sorted(_BOUNDS), _number), "multipleOf": _unchecked,
+    **dict.fromkeys(("items", "prefixItems"), _unchecked),
+    **dict.fromkeys(("minItems", "maxItems"), _count),
+    **dict.fromkeys(("minLength", "maxLength"), _count),
+    "pattern": _pattern,
+    "format": _format,
+    **dict.fromkeys(sorted(_BOUNDS), _number),
+    "multipleOf": _unchecked,
     **dict.fromkeys((*_COMBINED, "$ref"), _unchecked),
-}  # fmt: skip
+}
 """The supported keywords; each checks its value, but for those that hold schemas."""
 
 
@@ -284,4 +365,6 @@ def _escaped(name: str) -> str:
 
 
 def _wrong(place: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"the JSON schema is invalid at {place}", found=shown(value), expected=expected)
+    return RequestError(
+        f"the JSON schema is invalid at {place}", found=shown(value), expected=expected
+    )

@@ -1,5 +1,6 @@
-"""Grammars are first compiled in a separate process, as some that clients may write take very long or much memory: the
-process is ended then, which a thread cannot be."""
+"""Grammars are first compiled in a separate process, as some that clients may write take very long
+or much memory: the process is ended then, which a thread cannot be.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ _owner = 0  # a fork must not use the pipes of its parent
 
 
 def try_out(grammar: str, limits: Mapping[str, object]) -> None:
-    """Raise `RequestError` if a grammar, with these `LLParserLimits`, cannot be compiled within bounds; other errors in
-    it are for the caller."""
+    """Raise `RequestError` if a grammar, with these `LLParserLimits`, cannot be compiled within
+    bounds; other errors in it are for the caller.
+    """
     with _lock:
         process = _started()
         timer = threading.Timer(SECONDS, process.kill)
@@ -57,11 +59,17 @@ def _started() -> subprocess.Popen[str]:
     folder = str(Path(found.origin).parents[1]) if found is not None and found.origin else ""
     try:
         _process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), folder], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,  # it ignores Ctrl-C
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # it ignores Ctrl-C
+        )
     except OSError as error:
-        raise QuantkitError(f"the process that tries out formats does not start: {error}") from error
+        raise QuantkitError(
+            f"the process that tries out formats does not start: {error}"
+        ) from error
     _owner = os.getpid()
     return _process
 

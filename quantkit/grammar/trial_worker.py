@@ -1,4 +1,5 @@
-"""The program that `trial` starts: it compiles grammars for a vocabulary of bytes, and says of each that it is done.
+"""The program that `trial` starts: it compiles grammars for a vocabulary of bytes, and says of each
+that it is done.
 
 Requests are lines of JSON on stdin. It imports nothing of quantkit.
 """
@@ -9,7 +10,9 @@ import contextlib
 import json
 import sys
 
-sys.path += sys.argv[2:]  # the folder of llguidance: the program runs without site-packages, so that it starts sooner
+sys.path += sys.argv[
+    2:
+]  # the folder of llguidance: the program runs without site-packages, so that it starts sooner
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 

@@ -10,7 +10,13 @@ from quantkit.arguments import as_path
 from quantkit.formats.container import weight_size
 from quantkit.jobs.output import writing
 from quantkit.jobs.refine_result import RefineResult
-from quantkit.jobs.rewritten import base_hashes, carried_details, plan_rewriting, put_all, require_written
+from quantkit.jobs.rewritten import (
+    base_hashes,
+    carried_details,
+    plan_rewriting,
+    put_all,
+    require_written,
+)
 from quantkit.progress import Progress, deduplicated, silent
 from quantkit.quality.changed_tensors import REFINED
 from quantkit.quality.manifest_check import recheck
@@ -21,8 +27,13 @@ _TAKEN = (REFINED, "quality", "modules")
 
 
 def apply_delta(
-    model: str | Path, delta: str | Path, dst: str | Path, *, resume: bool = False, progress: Progress = silent
-) -> RefineResult:  # fmt: skip
+    model: str | Path,
+    delta: str | Path,
+    dst: str | Path,
+    *,
+    resume: bool = False,
+    progress: Progress = silent,
+) -> RefineResult:
     """Write a quantized model with a delta applied: the model that `refine` would have written.
 
     Args:
@@ -37,7 +48,8 @@ def apply_delta(
 
     Raises:
         QualityError: if the result does not have the perplexities that the delta states.
-        CheckpointError: if the delta is damaged, or belongs to another model, or the model has changed since.
+        CheckpointError: if the delta is damaged, or belongs to another model, or the model has
+            changed since.
         DestinationError, ResumeError: as in `convert`.
         QuantkitError: as `convert` does.
     """
@@ -49,7 +61,9 @@ def apply_delta(
     found.require_base(base_hashes(source), source.path)
     found.require_fits(plan.work.source)
     changed = DeltaCheckpoint(source, found)
-    work = replace(plan.work, job="apply-delta", options={**plan.work.options, "delta": found.check})
+    work = replace(
+        plan.work, job="apply-delta", options={**plan.work.options, "delta": found.check}
+    )
     with writing(work, plan.dst, resume=resume, source_check=True, progress=progress) as writer:
         result = put_all(writer, changed, {})
         require_written(changed, result, None)
@@ -58,4 +72,13 @@ def apply_delta(
         recheck(plan.dst, made, result, progress=progress)  # the delta's maker measured the same
         made = writer.commit(made)
     notes = [*plan.notes, *writer.notes]
-    return RefineResult(plan.dst, *size, found.curve, len(found.changed), None, time.monotonic() - began, notes, made)
+    return RefineResult(
+        plan.dst,
+        *size,
+        found.curve,
+        len(found.changed),
+        None,
+        time.monotonic() - began,
+        notes,
+        made,
+    )

@@ -1,7 +1,8 @@
-"""The model card: ``README.md`` of a quantized folder, as model hubs expect it; its text is `model_card.md.jinja`.
+"""The model card: ``README.md`` of a quantized folder, as model hubs expect it; its text is
+`model_card.md.jinja`.
 
-Equal inputs give an equal card: it holds no time, no path and not the name of the folder. For the source and the
-calibration text it holds the last part of the path.
+Equal inputs give an equal card: it holds no time, no path and not the name of the folder. For the
+source and the calibration text it holds the last part of the path.
 """
 
 from __future__ import annotations
@@ -50,16 +51,25 @@ if TYPE_CHECKING:
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
 _CAUSAL = "AutoModelForCausalLM"
-_TASKS = {_CAUSAL: "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}  # as hubs call them
+_TASKS = {
+    _CAUSAL: "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+}  # as hubs call them
 # What is said of the result itself is said anew.
 _NOT_CARRIED = ("base_model", "base_model_relation", "tags")
 
 
 def model_card_files(
-    prepared: Prepared, drawn: Calibration | None, weight_bytes: int, bits_per_weight: float,
-    gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
-) -> dict[str, bytes]:  # fmt: skip
-    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single file."""
+    prepared: Prepared,
+    drawn: Calibration | None,
+    weight_bytes: int,
+    bits_per_weight: float,
+    gate: Gate | WeightsOnly,
+    certificate: PositionCertificate | None,
+) -> dict[str, bytes]:
+    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single
+    file.
+    """
     method = prepared.target.method
     if method is None:
         return {}
@@ -114,7 +124,10 @@ _SMALL_FLOATS = {
     "fp8": "8-bit floats (e4m3), one scale for each row",
     "fp8-block": "8-bit floats (e4m3), one scale for each 128 rows and as many columns",
     "mxfp4": "4-bit floats (e2m1), one power of two for each group of 32 weights",
-    "nvfp4": "4-bit floats (e2m1), one 8-bit float for each group of 16 weights, and a float for each matrix",
+    "nvfp4": (
+        "4-bit floats (e2m1), one 8-bit float for each group of 16 weights, and a float for each"
+        " matrix"
+    ),
 }
 
 
@@ -123,13 +136,18 @@ def _template() -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, undefined=StrictUndefined,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
     return environment.get_template(_TEMPLATE)
 
 
-def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]) -> str:
+def _metadata(
+    prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]
+) -> str:
     """What hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
@@ -151,7 +169,9 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers
 
 
 def _source_name(source: Checkpoint) -> str | None:
-    """Return how the source was named, without the folders that it is in; None if that is no plain name."""
+    """Return how the source was named, without the folders that it is in; None if that is no
+    plain name.
+    """
     hub = origin(source.path)
     return file_name(source.path) if hub is None else f"{PREFIX}{hub['name']}"
 
@@ -167,10 +187,12 @@ def _layers(prepared: Prepared) -> dict[str, object]:
         schemes.append((chosen.schemes[modules[0]], count, layers))
     recurrent = kept_recurrent(source.config, chosen.schemes)
     return {
-        "weights": _count(parameter_count(source)), "active_weights": _count(active_parameter_count(source)),
-        "schemes": schemes, "kept": layer_names(chosen.kept(), chosen.modules),
+        "weights": _count(parameter_count(source)),
+        "active_weights": _count(active_parameter_count(source)),
+        "schemes": schemes,
+        "kept": layer_names(chosen.kept(), chosen.modules),
         "recurrent": recurrent and recurrent.replace("*", r"\*"),
-    }  # fmt: skip
+    }
 
 
 def _count(number: int) -> str:
@@ -198,42 +220,72 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         return {}
     rounding = any(one.rounding_kl is not None for one in gate.texts)
     heads = [
-        "text", "tokens", "source's perplexity", "this model's perplexity", "change", "KL", "maximum KL",
-        *(["KL of rounding"] if rounding else []), "KL, 99th percentile", "same most likely token",
-    ]  # fmt: skip
+        "text",
+        "tokens",
+        "source's perplexity",
+        "this model's perplexity",
+        "change",
+        "KL",
+        "maximum KL",
+        *(["KL of rounding"] if rounding else []),
+        "KL, 99th percentile",
+        "same most likely token",
+    ]
     rows = [
         [
-            one.text, f"{one.tokens}", f"{one.source_perplexity:.4g}", f"{one.perplexity:.4g}",
-            growth_text(one.perplexity_ratio), f"{one.kl_estimate}", f"{one.kl_bound:.3g}",
+            one.text,
+            f"{one.tokens}",
+            f"{one.source_perplexity:.4g}",
+            f"{one.perplexity:.4g}",
+            growth_text(one.perplexity_ratio),
+            f"{one.kl_estimate}",
+            f"{one.kl_bound:.3g}",
             *(["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"] if rounding else []),
-            f"{one.kl_p99:.3g}", f"{one.top1_agreement:.1%}",
+            f"{one.kl_p99:.3g}",
+            f"{one.top1_agreement:.1%}",
         ]
         for one in gate.texts
-    ]  # fmt: skip
-    bound = with_inputs(scheme_bound(prepared.scheme_map.schemes.values()), prepared.measured_inputs.values())
+    ]
+    bound = with_inputs(
+        scheme_bound(prepared.scheme_map.schemes.values()), prepared.measured_inputs.values()
+    )
     return {
-        "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": bound.kl,
-        "random_tokens": any(one.text == RANDOM for one in gate.texts), "window": WINDOW, "slack": SLACK,
-        "floor": FLOOR, "cache_kl": CACHE_KL,
-    }  # fmt: skip
+        "quality_heads": heads,
+        "quality_rows": rows,
+        "rounding": rounding,
+        "highest_kl": bound.kl,
+        "random_tokens": any(one.text == RANDOM for one in gate.texts),
+        "window": WINDOW,
+        "slack": SLACK,
+        "floor": FLOOR,
+        "cache_kl": CACHE_KL,
+    }
 
 
 def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
     """The table of what was lost by position."""
     if certificate is None:
         return {}
-    columns = (column for cache in CACHES for column in (f"KL, {cache} cache", "same most likely token"))
+    columns = (
+        column for cache in CACHES for column in (f"KL, {cache} cache", "same most likely token")
+    )
     rows = [
         [
-            buckets[0].name, f"{buckets[0].tokens}",
+            buckets[0].name,
+            f"{buckets[0].tokens}",
             *(cell for one in buckets for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")),
         ]
         for buckets in zip(*certificate.caches.values(), strict=True)
-    ]  # fmt: skip
-    changes = (f"with the {cache} cache, {rise_text(buckets)}" for cache, buckets in certificate.caches.items())
+    ]
+    changes = (
+        f"with the {cache} cache, {rise_text(buckets)}"
+        for cache, buckets in certificate.caches.items()
+    )
     return {
-        "position_heads": ["positions", "tokens", *columns], "position_rows": rows, "changes": "; ".join(changes)
-    }  # fmt: skip
+        "position_heads": ["positions", "tokens", *columns],
+        "position_rows": rows,
+        "changes": "; ".join(changes),
+    }
 
 
 def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
@@ -249,26 +301,51 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {
         "vllm_problem": problem,
-        "symmetric": symmetric, "native": native, "unread": unread, "readers": readers, "read_here_alone": here_alone,
-        "not_on_cpu": method.not_on_cpu(chosen.schemes.values()) if isinstance(method, CompressedTensors) else None,
-        "has_int4": any(scheme.bits == 4 and not scheme.of_small_floats for scheme in chosen.schemes.values()),
-        "in_transformers": not here_alone and (unread is None if native else "transformers" in readers),
-        "auto_class": _CAUSAL if config.run_by is None else auto_class(prepared.source.extra_config),
-    }  # fmt: skip
+        "symmetric": symmetric,
+        "native": native,
+        "unread": unread,
+        "readers": readers,
+        "read_here_alone": here_alone,
+        "not_on_cpu": (
+            method.not_on_cpu(chosen.schemes.values())
+            if isinstance(method, CompressedTensors)
+            else None
+        ),
+        "has_int4": any(
+            scheme.bits == 4 and not scheme.of_small_floats for scheme in chosen.schemes.values()
+        ),
+        "in_transformers": (
+            not here_alone and (unread is None if native else "transformers" in readers)
+        ),
+        "auto_class": (
+            _CAUSAL if config.run_by is None else auto_class(prepared.source.extra_config)
+        ),
+    }
 
 
-def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration | None) -> tuple[str, str | None]:
-    """The command that repeats the call, and the content of the recipe file that it names, if it needs one; equal calls
-    have the same command, as options with the default value are left out."""
+def _quantize_command(
+    src: str, dst: str, prepared: Prepared, drawn: Calibration | None
+) -> tuple[str, str | None]:
+    """The command that repeats the call, and the content of the recipe file that it names, if it
+    needs one; equal calls have the same command, as options with the default value are left out.
+    """
     options, recipe = prepared.options, prepared.scheme_map.recipe
-    result_options = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
+    result_options = [
+        name for name, info in declared(QuantizeOptions).items() if info.changes_result
+    ]
     values = {name: getattr(options, name) for name in result_options}
     if prepared.allocation is not None:  # the recipe without what was chosen
-        recipe = Recipe(recipe.default, recipe.overrides[len(prepared.allocation.recipe().overrides) :])
+        recipe = Recipe(
+            recipe.default, recipe.overrides[len(prepared.allocation.recipe().overrides) :]
+        )
     values |= _scheme_options(recipe)
     if prepared.allocation is not None:
         size = prepared.allocation.target
-        values |= {"scheme": None, "target_bits": size.bits, "max_size": size.bytes and f"{size.bytes}B"}
+        values |= {
+            "scheme": None,
+            "target_bits": size.bits,
+            "max_size": size.bytes and f"{size.bytes}B",
+        }
     values |= _method_options(prepared, drawn)
     values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
     values["template"] = options.template and Path(options.template).name
@@ -283,12 +360,16 @@ def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration
 
 def _adapters(options: QuantizeOptions) -> list[str]:
     """The merged adapters by the names of their folders, with their weights."""
-    found = ((file_name(path) or "ADAPTER", weight) for path, weight in requested_adapters(options.lora))
+    found = (
+        (file_name(path) or "ADAPTER", weight) for path, weight in requested_adapters(options.lora)
+    )
     return [word for name, weight in found for word in adapter_words({name: weight})]
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:
-    """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or else a file."""
+    """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or
+    else a file.
+    """
     kept, named = list(recipe.overrides), dict[str, object]()
     for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
         if kept and kept[0].pattern == module and kept[0].scheme is not None:
@@ -305,8 +386,11 @@ def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, 
     text = None if settings.text is None else _text_name(settings.text, drawn) or "TEXT"
     length = EFFORTS[settings.effort].length(prepared.source.config)
     return {
-        "method": "gptq", "calibration": text, "effort": None if settings.effort == "default" else settings.effort,
-        "thorough": None, "samples": None if settings.samples == SAMPLES else settings.samples,
+        "method": "gptq",
+        "calibration": text,
+        "effort": None if settings.effort == "default" else settings.effort,
+        "thorough": None,
+        "samples": None if settings.samples == SAMPLES else settings.samples,
         "length": None if settings.length == length else settings.length,
         "seed": None if settings.seed == SEED else settings.seed,
-    }  # fmt: skip
+    }

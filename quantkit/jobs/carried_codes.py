@@ -1,5 +1,7 @@
-"""What becomes of quantized weights in another format: the same codes, with scales of which type; or, where that is
-allowed, the least change of those that it cannot hold exactly: scales of another type, else codes rounded anew."""
+"""What becomes of quantized weights in another format: the same codes, with scales of which type;
+or, where that is allowed, the least change of those that it cannot hold exactly: scales of another
+type, else codes rounded anew.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import QuantTensor, Solver, cast_scales, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
-_MAX_BITS_OF_INT4 = 5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
+_MAX_BITS_OF_INT4 = (
+    5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
+)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A weight that a format cannot hold exactly is rounded to this scheme, for a reason in words."""
+    """A weight that a format cannot hold exactly is rounded to this scheme, for a reason in
+    words.
+    """
 
     scheme: QuantScheme
     reason: str
@@ -38,7 +44,9 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ScaleCast:
-    """The scales of a weight, which a format cannot hold exactly, are cast to these types, one after the other."""
+    """The scales of a weight, which a format cannot hold exactly, are cast to these types, one
+    after the other.
+    """
 
     dtypes: tuple[DType, ...]
     reason: str
@@ -46,18 +54,21 @@ class ScaleCast:
 
 @dataclass(frozen=True)
 class Changes:
-    """What becomes of the weights that a format cannot hold exactly, by name: some are rounded anew, others keep their
-    codes and zero points."""
+    """What becomes of the weights that a format cannot hold exactly, by name: some are rounded
+    anew, others keep their codes and zero points.
+    """
 
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
     cast: Mapping[str, ScaleCast] = field(default_factory=dict)
 
 
 def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
-    """What becomes of the weights that a format cannot hold exactly: the least that lets it hold them.
+    """What becomes of the weights that a format cannot hold exactly: the least that lets it hold
+    them.
 
-    Where only the scales do not fit they are cast, unless that moves a weight by more than half a step. Integers whose
-    codes are not carried are rounded in the linears that `quantize` takes; others become floats.
+    Where only the scales do not fit they are cast, unless that moves a weight by more than half a
+    step. Integers whose codes are not carried are rounded in the linears that `quantize` takes;
+    others become floats.
 
     Args:
         weights: whether to read the weights too, not headers alone.
@@ -79,14 +90,17 @@ def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool
     linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
-            found[name] = Rounding(_closest(source, name, _suggested(source, name), codes), f"it is {stored_as}")
+            found[name] = Rounding(
+                _closest(source, name, _suggested(source, name), codes), f"it is {stored_as}"
+            )
     found |= _together(source, found)
     return Changes(found, {name: one for name, one in cast.items() if name not in found})
 
 
 def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
-    """Whether a module is the embedding, in codes, and becomes float32, which has each of its numbers: where a format
-    has codes of linears only, and where llama.cpp's, which all its readers know, would go to one that few read it in.
+    """Whether a module is the embedding, in codes, and becomes float32, which has each of its
+    numbers: where a format has codes of linears only, and where llama.cpp's, which all its readers
+    know, would go to one that few read it in.
     """
     scheme = source.info(f"{module}.weight").scheme if module == EMBEDDING else None
     if scheme is None:
@@ -95,8 +109,12 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     return few or codes.codec(scheme, embedding=True) == NO_EMBEDDING
 
 
-def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
-    """Raise a `NotRepresentableError` for the first tensor whose scheme, or shape, a format does not support."""
+def require_representable(
+    source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]
+) -> None:
+    """Raise a `NotRepresentableError` for the first tensor whose scheme, or shape, a format does
+    not support.
+    """
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
         if name in to_round or widened(source, module, codes):
@@ -105,15 +123,20 @@ def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mappi
             raise reason.error(name, codes.name)
 
 
-def common_scale_dtype(source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool) -> DType | None:
-    """The type of all scales: the format's, that of the cast ones, or the model's, which with `look` is compared with
-    scales of other types; None where each weight keeps its own."""
+def common_scale_dtype(
+    source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool
+) -> DType | None:
+    """The type of all scales: the format's, that of the cast ones, or the model's, which with
+    `look` is compared with scales of other types; None where each weight keeps its own.
+    """
     if codes.scale_dtype is not None:
         return codes.scale_dtype
     if changes.cast:
         return next(iter(changes.cast.values())).dtypes[-1]
     model = DType(source.config.dtype)
-    quantized = (module for module, scheme in schemes(source).items() if not widened(source, module, codes))
+    quantized = (
+        module for module, scheme in schemes(source).items() if not widened(source, module, codes)
+    )
     carried = [name for module in quantized if (name := f"{module}.weight") not in changes.rounded]
     others = [name for name in carried if source.info(name).dtype != model]
     return model if all(look and _held_in(source, name, model, codes) for name in others) else None
@@ -123,8 +146,15 @@ def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> 
     """Whether a format holds a weight exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    reason, codec = with_scales(value, dtype), codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
-    return reason is not None and not isinstance(codec, Reason) and not isinstance(codec.encode(reason), Reason)
+    reason, codec = (
+        with_scales(value, dtype),
+        codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight"),
+    )
+    return (
+        reason is not None
+        and not isinstance(codec, Reason)
+        and not isinstance(codec.encode(reason), Reason)
+    )
 
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
@@ -137,29 +167,49 @@ def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
 
 
 def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
-    """What becomes of weights that are one tensor on disk, of which some are rounded: all of them are."""
+    """What becomes of weights that are one tensor on disk, of which some are rounded: all of
+    them are.
+    """
     quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in found}
     joined = {}
     for tensor in disk_tensors(source.config, quantized):
         own = [(name, found[name]) for name in tensor.parts if name in found]
-        if own and tensor.stacked is None and {found.get(name) for name in tensor.parts} != {own[0][1]}:
+        if (
+            own
+            and tensor.stacked is None
+            and {found.get(name) for name in tensor.parts} != {own[0][1]}
+        ):
             name, first = own[0]
             reason = f"it is one tensor with '{name}', and of that {first.reason}"
-            joined.update({part: Rounding(first.scheme, reason) for part in tensor.parts if part != name})
+            joined.update(
+                {part: Rounding(first.scheme, reason) for part in tensor.parts if part != name}
+            )
     return joined
 
 
 def rounded(
-    value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str, path: Path
+    value: Tensor | QuantTensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    name: str,
+    path: Path,
 ) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight rounded again from the float32 numbers that it means, with its record for the manifest. Raises
-    `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type."""
+    """A weight rounded again from the float32 numbers that it means, with its record for the
+    manifest. Raises `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type.
+    """
     floats = value.dequantize() if isinstance(value, QuantTensor) else value
-    checked_cast(floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded")
+    checked_cast(
+        floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
+    )
     found, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
     if not all_finite(found.scale):
-        raise NonFiniteError(f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path)
-    return found, {"solver": solver, "relative_error": float(f"{relative_error(found, floats):.4g}")}
+        raise NonFiniteError(
+            f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path
+        )
+    return found, {
+        "solver": solver,
+        "relative_error": float(f"{relative_error(found, floats):.4g}"),
+    }
 
 
 def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
@@ -173,7 +223,9 @@ def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Ma
 def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | ScaleCast | None:
-    """Why a weight cannot be held exactly, or what is done to its scales so that it can; None if it can."""
+    """Why a weight cannot be held exactly, or what is done to its scales so that it can; None if
+    it can.
+    """
     reason = _reason_in_header(source, name, scheme, codes)
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     if reason is not None or isinstance(codec, Reason) or not weights:
@@ -183,37 +235,56 @@ def _reason(
     stored = codec.encode(value)
     if not isinstance(stored, Reason):
         return None
-    other = cast_scales(value, *(dtype.torch for dtype in stored.scale_types)) if stored.scale_types else None
+    other = (
+        cast_scales(value, *(dtype.torch for dtype in stored.scale_types))
+        if stored.scale_types
+        else None
+    )
     held = other is not None and not isinstance(codec.encode(other), Reason)
     return ScaleCast(stored.scale_types, stored.problem) if held else stored
 
 
-def _reason_in_header(source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> Reason | None:
+def _reason_in_header(
+    source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat
+) -> Reason | None:
     """Why a weight of a scheme and of its sizes cannot be held; None if some such can."""
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     return codec if isinstance(codec, Reason) else codec.misfit(source.info(name).shape)
 
 
-def _closest(source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> QuantScheme:
-    """Of the schemes that a format has, the one that loses least: as many bits or more, groups that are no longer."""
+def _closest(
+    source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat
+) -> QuantScheme:
+    """Of the schemes that a format has, the one that loses least: as many bits or more, groups
+    that are no longer.
+    """
     rows, columns = source.info(name).shape
     fitting = [
-        one for one in codes.schemes
+        one
+        for one in codes.schemes
         if (one.group_size is None or columns % one.group_size == 0)
         and _reason_in_header(source, name, one, codes) is None
-    ]  # fmt: skip
+    ]
     if not fitting:
         raise UnsupportedError(
-            f"tensor '{name}' cannot be rounded to {codes.name}", path=source.path, found=f"{rows} x {columns}",
+            f"tensor '{name}' cannot be rounded to {codes.name}",
+            path=source.path,
+            found=f"{rows} x {columns}",
             expected=f"sizes that one of {', '.join(map(str, codes.schemes))} goes with",
             hint="choose another format, or write floats with `dequantize=True`",
-        )  # fmt: skip
+        )
     wanted = columns // scheme.groups(columns)
 
     def loss(one: QuantScheme) -> tuple[object, ...]:
         size = columns // one.groups(columns)
         fewer, longer = one.bits < scheme.bits, size > wanted
-        return fewer, abs(one.bits - scheme.bits), longer, size if fewer or longer else -size, one != scheme
+        return (
+            fewer,
+            abs(one.bits - scheme.bits),
+            longer,
+            size if fewer or longer else -size,
+            one != scheme,
+        )
 
     return min(fitting, key=loss)
 

@@ -1,4 +1,6 @@
-"""The certificate for long contexts: what a quantized model lost by position, on request, before it gets its name."""
+"""The certificate for long contexts: what a quantized model lost by position, on request, before
+it gets its name.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _MIN_TOKENS = 2
 _LETTERS_OF_TOKEN = 64  # at most, over a long text
-_STATES_OF_ATTENTION = 9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
+_STATES_OF_ATTENTION = (
+    9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
+)
 
 
 @dataclass(frozen=True)
 class CertifiedText:
-    """The text on which a model is certified: token ids in `windows` [W, T], of `requested` positions or fewer."""
+    """The text on which a model is certified: token ids in `windows` [W, T], of `requested`
+    positions or fewer.
+    """
 
     name: str
     sha256: str
@@ -42,23 +48,33 @@ class CertifiedText:
     notes: list[str]
 
     def certificate(
-        self, source: Checkpoint, result: Checkpoint, schemes: Iterable[QuantScheme],
-        inputs: Mapping[str, InputRounding], progress: Progress,
-    ) -> PositionCertificate:  # fmt: skip
-        """Measure a result against its source, with the inputs of its linears rounded. The bound is that of the gate.
-        Raises `NonFiniteError` if a model's logits are NaN or Inf."""
+        self,
+        source: Checkpoint,
+        result: Checkpoint,
+        schemes: Iterable[QuantScheme],
+        inputs: Mapping[str, InputRounding],
+        progress: Progress,
+    ) -> PositionCertificate:
+        """Measure a result against its source, with the inputs of its linears rounded. The bound is
+        that of the gate. Raises `NonFiniteError` if a model's logits are NaN or Inf.
+        """
         bound = with_inputs(scheme_bound(schemes), inputs.values()).kl
         run = RoundedInputs(result, inputs)
         (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
         found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
         count, length = self.windows.shape
-        return PositionCertificate(self.name, self.sha256, self.requested, length, count, bound, found)
+        return PositionCertificate(
+            self.name, self.sha256, self.requested, length, count, bound, found
+        )
 
     def memory_bytes(self, config: ModelConfig) -> int:
-        """What the hidden states take of the source and of the result with either cache, what attention makes of one
-        of them, and the logits that are compared."""
+        """What the hidden states take of the source and of the result with either cache, what
+        attention makes of one of them, and the logits that are compared.
+        """
         wide = config.num_heads * config.head_dim
-        states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(wide, config.hidden_size)
+        states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(
+            wide, config.hidden_size
+        )
         length = self.windows.shape[1]
         logits = (1 + len(CACHES)) * min(LOGITS_BYTES, 4 * length * config.vocab_size)
         return 4 * length * states + logits
@@ -67,7 +83,9 @@ class CertifiedText:
         """Of all passes, what grows with the square of the length."""
         count, length = self.windows.shape
         seen = sum(min(length / 2, layer.window or length) for layer in config.layers)
-        return int((1 + len(CACHES)) * count * length * seen * 4 * config.num_heads * config.head_dim)
+        return int(
+            (1 + len(CACHES)) * count * length * seen * 4 * config.num_heads * config.head_dim
+        )
 
     @property
     def tokens(self) -> int:
@@ -81,12 +99,13 @@ def certified_text(
     """The text that a certificate is about; None if none was requested.
 
     Args:
-        positions: tokens of its windows, at most; a shorter text, or context, is measured to its end.
+        positions: tokens of its windows, at most; a shorter text, or context, is measured to its
+            end.
         text: a file; None is the texts of the gate, one after the other.
 
     Raises:
-        RequestError: if a text is given alone or cannot be read, the positions are no such number, or the model has no
-            tokenizer or cannot be run.
+        RequestError: if a text is given alone or cannot be read, the positions are no such number,
+            or the model has no tokenizer or cannot be run.
     """
     if positions is None:
         if text is not None:
@@ -94,10 +113,13 @@ def certified_text(
         return None
     length = as_integer("certify_positions", positions, _MIN_TOKENS)
     if not source.config.runnable:
-        raise RequestError("`certify_positions` does not go with `tensors_only=True`: the model is not run")
+        raise RequestError(
+            "`certify_positions` does not go with `tensors_only=True`: the model is not run"
+        )
     if tokenizer is None:
         raise RequestError(
-            "a certificate for long contexts needs a tokenizer, and the source has none", path=source.path
+            "a certificate for long contexts needs a tokenizer, and the source has none",
+            path=source.path,
         )
     name, digest, raw = _text(None if text is None else as_path("certify_text", text))
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])

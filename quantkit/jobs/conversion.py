@@ -1,4 +1,6 @@
-"""What `convert` does before it writes: checks from headers alone, and what becomes of each tensor."""
+"""What `convert` does before it writes: checks from headers alone, and what becomes of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -99,15 +101,19 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             carried_codes.require_representable(source, target.codes, changes.rounded)
         if changes.rounded.keys() & read_as_floats(source).keys():
             precise = _open(src, options, DType.FLOAT32)
-        scale_dtype = carried_codes.common_scale_dtype(source, target.codes, changes, look=not headers_only)
+        scale_dtype = carried_codes.common_scale_dtype(
+            source, target.codes, changes, look=not headers_only
+        )
         notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
     kept = None if dequantize else changes
     specs = _specs(source, cast, kept, scale_dtype, target)
-    if cast == config.dtype == source.config.dtype and specs == _specs(source, None, kept, scale_dtype, target):
+    if cast == config.dtype == source.config.dtype and specs == _specs(
+        source, None, kept, scale_dtype, target
+    ):
         cast = None
     kv_cache, kv_notes = kept_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
-    )  # fmt: skip
+    )
     source.kv_cache = kv_cache  # what is dropped has no part in checks either
     output = Output(
         source=source,
@@ -131,25 +137,33 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
     recorded |= recorded_adapters(source)
     work = Work("convert", source, encoder, side_files, recorded)
-    return Conversion(dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache)
+    return Conversion(
+        dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache
+    )
 
 
 def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
-    """Whether codes for which there are no kernels are carried too: those of GGUF's blocks to a file of GGUF, and those
-    with MLX's offsets to another folder of MLX."""
+    """Whether codes for which there are no kernels are carried too: those of GGUF's blocks to a
+    file of GGUF, and those with MLX's offsets to another folder of MLX.
+    """
     if source.method == Mlx.name:
         return target.method is not None and target.method.name == Mlx.name
     return target.container is GGUF
 
 
 def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> StoredCheckpoint:
-    source = open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
+    source = open_checkpoint(
+        src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as
+    )
     if not source.config.runnable and source.method is not None:
         unstack(source)  # experts that become floats become one tensor again
     return with_adapters(
-        source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite,
+        source,
+        options.lora,
+        dequantize=options.dequantize,
+        allow_nonfinite=options.allow_nonfinite,
         floats_as=options.float_type,
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -162,20 +176,31 @@ def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
             raise
         casts = "casts scales that do not fit, and rounds anew what else cannot be held"
         raise NotRepresentableError(
-            error.problem, path=error.path, found=error.found, expected=error.expected,
-            hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}", by_scales=error.by_scales,
-        ) from error  # fmt: skip
+            error.problem,
+            path=error.path,
+            found=error.found,
+            expected=error.expected,
+            hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}",
+            by_scales=error.by_scales,
+        ) from error
 
 
 def _require_convertible(source: StoredCheckpoint, target: Target, options: ConvertOptions) -> None:
-    """Raise a `RequestError` for options that do not go with the source, an `UnsupportedError` if they would change
-    codes."""
+    """Raise a `RequestError` for options that do not go with the source, an `UnsupportedError` if
+    they would change codes.
+    """
     quantized, integers = schemes(source), read_as_floats(source)
     if not source.config.runnable:
         if not target.container.methods:
-            raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`')
-        if options.requantize or (target.method is not None and quantized and target.name != source.method):
-            raise RequestError("`tensors_only=True` changes no codes", found=f'`to="{target.name}"`')
+            raise RequestError(
+                f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`'
+            )
+        if options.requantize or (
+            target.method is not None and quantized and target.name != source.method
+        ):
+            raise RequestError(
+                "`tensors_only=True` changes no codes", found=f'`to="{target.name}"`'
+            )
     if not (quantized or integers):
         if not target.floats:
             problem = f'the source is not quantized; `to="{target.name}"` converts one that is'
@@ -189,15 +214,21 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     if target.codes is None or (options.dtype is not None and target.container is not GGUF):
         what = "floats" if target.codes is None else "another float type"
         raise UnsupportedError(
-            f"the source is quantized; it is written as {what} only if it is dequantized", path=source.path,
-            found=found, hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
-        )  # fmt: skip
+            f"the source is quantized; it is written as {what} only if it is dequantized",
+            path=source.path,
+            found=found,
+            hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
+        )
     if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
         linear = name.removesuffix(".weight") in linear_columns(source.config)
-        why = "its codes are not carried over" if linear else "only linears have codes in this format"
+        why = (
+            "its codes are not carried over" if linear else "only linears have codes in this format"
+        )
         ways = ["`dequantize=True` writes floats"]
-        ways.append(f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}")
+        ways.append(
+            f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}"
+        )
         if source.format == GGUF.name:
             ways.insert(0, f'`to="{GGUF.name}"` keeps every code')
         raise UnsupportedError(
@@ -210,50 +241,76 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
 
 
 def _code_notes(
-    source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, changes: Changes, *, requantize: bool
+    source: Checkpoint,
+    dst: Path,
+    target: Target,
+    scale_dtype: DType | None,
+    changes: Changes,
+    *,
+    requantize: bool,
 ) -> list[str]:
     """What the user should know about the codes."""
     notes, to_round = [], changes.rounded
-    total = len(schemes(source)) + sum(name.removesuffix(".weight") not in schemes(source) for name in to_round)
+    total = len(schemes(source)) + sum(
+        name.removesuffix(".weight") not in schemes(source) for name in to_round
+    )
     if changes.cast:
         name, cast = next(iter(changes.cast.items()))
         notes.append(
-            f"{dst}: {len(changes.cast)} of {total} quantized tensors keep their codes, and their scales are cast to"
-            f" {cast.dtypes[-1]} ('{name}': {cast.reason})"
+            f"{dst}: {len(changes.cast)} of {total} quantized tensors keep their codes, and their"
+            f" scales are cast to {cast.dtypes[-1]} ('{name}': {cast.reason})"
         )
     if to_round:
         name, first = next(iter(to_round.items()))
         kinds = ", ".join(sorted({str(one.scheme) for one in to_round.values()}))
         notes.append(
-            f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as {target.name} and are"
-            f" rounded anew to {kinds} ('{name}': {first.reason})"
+            f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as"
+            f" {target.name} and are rounded anew to {kinds} ('{name}': {first.reason})"
         )
     elif requantize and not changes.cast:
-        notes.append(f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor exactly")
-    if target.codes is not None and EMBEDDING in schemes(source) and widened(source, EMBEDDING, target.codes):
         notes.append(
-            f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32, which is exact:"
-            f" readers of {target.name} have no codes of embeddings, or few do"
+            f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor"
+            " exactly"
+        )
+    if (
+        target.codes is not None
+        and EMBEDDING in schemes(source)
+        and widened(source, EMBEDDING, target.codes)
+    ):
+        notes.append(
+            f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32,"
+            f" which is exact: readers of {target.name} have no codes of embeddings, or few do"
         )
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
         notes.append(
-            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)}, stored as integers,"
-            f" become {source.config.dtype}"
+            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)},"
+            f" stored as integers, become {source.config.dtype}"
         )
     if scale_dtype is None and schemes(source):
-        found = ", ".join(sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)}))
-        notes.append(f"{dst}: scales stay {found}, as {source.config.dtype} does not have them all; some readers round")
+        found = ", ".join(
+            sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)})
+        )
+        notes.append(
+            f"{dst}: scales stay {found}, as {source.config.dtype} does not have them all; some"
+            " readers round"
+        )
     return notes
 
 
 def _specs(
-    source: Checkpoint, cast: DType | None, changes: Changes | None, scale_dtype: DType | None, target: Target
+    source: Checkpoint,
+    cast: DType | None,
+    changes: Changes | None,
+    scale_dtype: DType | None,
+    target: Target,
 ) -> list[TensorSpec]:
-    """The tensors of the output, in order. Without `changes` all are floats; without `scale_dtype` scales keep their
-    types."""
+    """The tensors of the output, in order. Without `changes` all are floats; without `scale_dtype`
+    scales keep their types.
+    """
     config = replace(
-        source.config, tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head
+        source.config,
+        tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head,
     )
     model, assigned = DType(config.dtype), {}
     if changes is not None:
@@ -264,13 +321,20 @@ def _specs(
     for parameter in target.container.parameters(config, quantized, target.method):
         name, scheme = parameter.name, assigned.get(parameter.name)
         info = source.info(stored_name(source, name))
-        if changes is not None and target.codes is not None and widened(source, parameter.module, target.codes):
+        if (
+            changes is not None
+            and target.codes is not None
+            and widened(source, parameter.module, target.codes)
+        ):
             dtype, scheme = DType.FLOAT32, None
         elif changes is not None and scheme is not None:
-            dtype = scale_dtype or (info.dtype if info.scheme is not None and name not in changes.rounded else model)
+            dtype = scale_dtype or (
+                info.dtype if info.scheme is not None and name not in changes.rounded else model
+            )
         elif cast is not None and (config.runnable or info.dtype in FLOATS):
             dtype = cast
-        else:  # GGUF's blocks, in which a matrix may be stored, are read as float32 where that is exact
+        else:
+            # GGUF blocks that may store a matrix are read as float32 where that is exact.
             blocks = changes is None and of_blocks(source, info)
             as_model = info.scheme is not None or blocks or _widened(source, info, model)
             dtype = model if as_model else info.dtype
@@ -279,8 +343,14 @@ def _specs(
 
 
 def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
-    """Whether GGUF stores a tensor as float32, such as a norm, though the model's type holds it exactly."""
-    if source.format != GGUF.name or info.dtype != DType.FLOAT32 or math.prod(info.shape) > _MAX_WIDENED:
+    """Whether GGUF stores a tensor as float32, such as a norm, though the model's type holds it
+    exactly.
+    """
+    if (
+        source.format != GGUF.name
+        or info.dtype != DType.FLOAT32
+        or math.prod(info.shape) > _MAX_WIDENED
+    ):
         return False
     value = source.load(info.name)
     return isinstance(value, Tensor) and torch.equal(value.to(model.torch).float(), value)

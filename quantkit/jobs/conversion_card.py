@@ -1,4 +1,6 @@
-"""The model card of a converted folder: what the source states of its licence and authors, in a file that hubs read."""
+"""The model card of a converted folder: what the source states of its licence and authors, in a
+file that hubs read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from quantkit.version import __version__
 
 
 def conversion_card(output: Output) -> bytes:
-    """Write a short card with the source's metadata. Its text describes the source, so it is not copied."""
+    """Write a short card with the source's metadata.
+
+    Its text describes the source, so it is not copied.
+    """
     from huggingface_hub import ModelCardData
 
     metadata = ModelCardData(**output.authorship).to_yaml(original_order=list(output.authorship))

@@ -49,8 +49,8 @@ class ConvertArguments(ConvertOptions):
 def convert(options: ConvertArguments) -> ConvertResult:
     """Write the model in `src` to the new folder, or GGUF file, `dst`.
 
-    The codes, scales and zero points of a quantized model stay as they are; otherwise the conversion is refused. The
-    result is read back and compared with the source, tensor by tensor.
+    The codes, scales and zero points of a quantized model stay as they are; otherwise the
+    conversion is refused. The result is read back and compared with the source, tensor by tensor.
 
     Args:
 
@@ -73,7 +73,9 @@ def convert(options: ConvertArguments) -> ConvertResult:
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
     checked = options.source_check
-    with writing(plan.work, plan.dst, resume=options.resume, source_check=checked, progress=progress) as writer:
+    with writing(
+        plan.work, plan.dst, resume=options.resume, source_check=checked, progress=progress
+    ) as writer:
         writer.report_progress()
         with suggest_requantize(options):
             for spec in writer.missing:
@@ -83,26 +85,46 @@ def convert(options: ConvertArguments) -> ConvertResult:
         size = weight_size(result)
         manifest = writer.commit(_details(plan, writer, result, exact, gate))
     return ConvertResult(
-        plan.dst, *size, exact, len(plan.changes.rounded), gate, time.monotonic() - started,
-        [*plan.notes, *writer.notes], manifest,
-    )  # fmt: skip
+        plan.dst,
+        *size,
+        exact,
+        len(plan.changes.rounded),
+        gate,
+        time.monotonic() - started,
+        [*plan.notes, *writer.notes],
+        manifest,
+    )
 
 
 def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
-    """The result that exists. Raises `DestinationError` if it is another one than this job would write."""
+    """The result that exists.
+
+    Raises `DestinationError` if it is another one than this job would write.
+    """
     work, there = plan.work, Existing.read(plan.dst, progress)
-    there.require_inputs(work, _planned(plan), source_check=plan.options.source_check, progress=progress)
+    there.require_inputs(
+        work, _planned(plan), source_check=plan.options.source_check, progress=progress
+    )
     there.require_files(work)
     made, path = there.manifest, manifest_path(plan.dst)
     gate = there.passed(Gate, "quality") if "quality" in made else None
     exact = read_record(Exact, made["exact"], path, "what is equal") if "exact" in made else None
     return ConvertResult(
-        plan.dst, *weight_size(there.opened(work)), exact, len(plan.changes.rounded), gate,
-        time.monotonic() - started, plan.notes, made, skipped=True,
-    )  # fmt: skip
+        plan.dst,
+        *weight_size(there.opened(work)),
+        exact,
+        len(plan.changes.rounded),
+        gate,
+        time.monotonic() - started,
+        plan.notes,
+        made,
+        skipped=True,
+    )
 
 
-def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
+def _value(
+    plan: Conversion, spec: TensorSpec
+) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
     """A tensor of the output, and its record for the manifest."""
     changes, allow_nonfinite, dtype = plan.changes, plan.options.allow_nonfinite, spec.dtype.torch
     source = plan.precise if spec.name in changes.rounded else plan.work.source
@@ -127,8 +149,9 @@ def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Ma
 def _compare(
     plan: Conversion, writer: Writer, result: StoredCheckpoint, progress: Progress
 ) -> tuple[Exact | None, Gate | None]:
-    """Compare a result with its source: the codes that are carried over, and by the gate if any were changed; raises a
-    `QualityError` if it differs too much."""
+    """Compare a result with its source: the codes that are carried over, and by the gate if any
+    were changed; raises a `QualityError` if it differs too much.
+    """
     source, changes = plan.work.source, plan.changes
     exact, gate = None, None
     if plan.kv_cache is not None:
@@ -138,20 +161,31 @@ def _compare(
         exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
     if changes.rounded or changes.cast:
         planned = plan.work.encoder.planned
-        requested = {spec.name.removesuffix(".weight"): spec.scheme for spec in planned if spec.scheme is not None}
-        gate = run_gate(source, result, writer.records, requested=requested, progress=in_phase(progress, "gate"))
+        requested = {
+            spec.name.removesuffix(".weight"): spec.scheme
+            for spec in planned
+            if spec.scheme is not None
+        }
+        gate = run_gate(
+            source, result, writer.records, requested=requested, progress=in_phase(progress, "gate")
+        )
         require_passed(gate, source, result, plan.dst, remedy="start from the float model")
     return exact, gate
 
 
 def _details(
-    plan: Conversion, writer: Writer, result: StoredCheckpoint, exact: Exact | None, gate: Gate | None
+    plan: Conversion,
+    writer: Writer,
+    result: StoredCheckpoint,
+    exact: Exact | None,
+    gate: Gate | None,
 ) -> dict[str, object]:
     """The job's part of the manifest."""
     source, assigned = plan.work.source, schemes(result)
     details: dict[str, object] = {
-        **_planned(plan), "schemes": {module: str(scheme) for module, scheme in assigned.items()}
-    }  # fmt: skip
+        **_planned(plan),
+        "schemes": {module: str(scheme) for module, scheme in assigned.items()},
+    }
     if exact is not None:
         details["exact"] = exact.to_json()
     if gate is not None:
@@ -162,7 +196,10 @@ def _details(
         details |= {"quality": gate.to_json(), "modules": modules}
     if changed := rewritten_changes(source.path, result):
         refined = manifest_or_empty(source.path)[REFINED]
-        details[REFINED] = {**refined, "tensors": {name: asdict(one) for name, one in changed.items()}}
+        details[REFINED] = {
+            **refined,
+            "tensors": {name: asdict(one) for name, one in changed.items()},
+        }
     if not source.config.runnable:
         details["carried"] = carried_tensors(source, result)
     return details
@@ -172,6 +209,7 @@ def _planned(plan: Conversion) -> dict[str, object]:
     """The part of it that is known before anything is written."""
     source, options = plan.work.source, plan.work.options
     details: dict[str, object] = {
-        "model": model_summary(source, plan.options.float_type or source.config.dtype), "options": options,
-    }  # fmt: skip
+        "model": model_summary(source, plan.options.float_type or source.config.dtype),
+        "options": options,
+    }
     return details if source.config.runnable else {**details, "tensors_only": True}

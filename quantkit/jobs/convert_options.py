@@ -1,4 +1,6 @@
-"""The options of `convert`: the command, the Python call, the plan and the manifest read them here."""
+"""The options of `convert`: the command, the Python call, the plan and the manifest read them
+here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from quantkit.arguments import as_integer
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, option, require_valid
+from quantkit.jobs.option_fields import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    OTHER,
+    IfExists,
+    option,
+    require_valid,
+)
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:
@@ -29,26 +38,30 @@ class ConvertOptions:
     Attributes:
         src: a model in any format that quantkit reads.
         dst: the folder to create, or a file ``*.gguf``; it must not exist.
-        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` for quantized models;
-            ``hf``, ``meta`` or ``gguf`` for floats. By default floats become ``hf``. A quantized model keeps its
-            format if quantkit writes it, and else becomes ``compressed-tensors``.
+        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` for
+            quantized models; ``hf``, ``meta`` or ``gguf`` for floats. By default floats become
+            ``hf``. A quantized model keeps its format if quantkit writes it, and else becomes
+            ``compressed-tensors``.
         mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. A quantized model takes it with
-            GGUF, for its float tensors, or with `dequantize`.
-        dequantize: write the floats that the codes of a quantized model mean, each rounded once to the model's type.
-        requantize: change what `to` cannot hold exactly, as little as needed: cast scales to a type that it holds and
-            keep codes and zero points, or else round the weight anew. The result is compared with the source, and
-            refused if it differs too much.
-        split_max_size: bytes of the largest file of weights; by default 2 GiB, and one file for GGUF.
-        template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in Meta's code, or a
-            file ``*.jinja``; None keeps the templates of `src`.
-        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
-            ``gpt-fast-int8``.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. A quantized
+            model takes it with GGUF, for its float tensors, or with `dequantize`.
+        dequantize: write the floats that the codes of a quantized model mean, each rounded once to
+            the model's type.
+        requantize: change what `to` cannot hold exactly, as little as needed: cast scales to a type
+            that it holds and keep codes and zero points, or else round the weight anew. The result
+            is compared with the source, and refused if it differs too much.
+        split_max_size: bytes of the largest file of weights; by default 2 GiB, and one file for
+            GGUF.
+        template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in
+            Meta's code, or a file ``*.jinja``; None keeps the templates of `src`.
+        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``,
+            ``gpt-fast`` or ``gpt-fast-int8``.
         resume: continue an interrupted run, if there is one.
-        if_exists: ``fail``, or ``skip`` to accept a `dst` that this call would write again, after a comparison of all
-            hashes of source and output.
-        lora: LoRA adapters to merge into `src`, in PEFT's format: the folder of one, a list of several, or a mapping
-            from folders to weights. ``FOLDER=0.5`` also states a weight, which is 1 otherwise.
+        if_exists: ``fail``, or ``skip`` to accept a `dst` that this call would write again, after a
+            comparison of all hashes of source and output.
+        lora: LoRA adapters to merge into `src`, in PEFT's format: the folder of one, a list of
+            several, or a mapping from folders to weights. ``FOLDER=0.5`` also states a weight,
+            which is 1 otherwise.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: first check that the source predicts a sample text, if it has a tokenizer.
         tensors_only: copy the tensors as they are, whatever the architecture.
@@ -64,9 +77,14 @@ class ConvertOptions:
     template: str | None = option(_TARGET)
     dequantize: bool = option(_QUANTIZED, "Write a quantized model as floats.", bool, default=False)
     requantize: bool = option(
-        _QUANTIZED, "Cast scales or round again where the target format is not exact.", bool, default=False
+        _QUANTIZED,
+        "Cast scales or round again where the target format is not exact.",
+        bool,
+        default=False,
     )
-    lora: Requested = option(ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]")
+    lora: Requested = option(
+        ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]"
+    )
     source_check: bool = option(_CHECKS, default=True)
     allow_nonfinite: bool = option(_CHECKS, default=False)
     resume: bool = option("Output", default=False)
@@ -87,7 +105,8 @@ class ConvertOptions:
         return float_name(self.dtype)
 
     def recorded(self, target: str, *, cast: DType | None, tensors_only: bool) -> dict[str, object]:
-        """What the manifest and the resume fingerprint record: all options that determine the bytes of the weights.
+        """What the manifest and the resume fingerprint record: all options that determine the bytes
+        of the weights.
 
         Args:
             target: the name of the target format.
@@ -95,11 +114,16 @@ class ConvertOptions:
             tensors_only: whether the source is known by its tensors only.
         """
         options: dict[str, object] = {
-            "to": target, "mp": self.mp, "dtype": cast and _SHORT[cast],
+            "to": target,
+            "mp": self.mp,
+            "dtype": cast and _SHORT[cast],
             "allow_nonfinite": self.allow_nonfinite,
-        }  # fmt: skip
+        }
         optional = {
-            "dequantize": self.dequantize, "requantize": self.requantize, "split_max_size": self.split_max_size,
-            "template": self.template and Path(self.template).name, "tensors_only": tensors_only,
-        }  # fmt: skip
+            "dequantize": self.dequantize,
+            "requantize": self.requantize,
+            "split_max_size": self.split_max_size,
+            "template": self.template and Path(self.template).name,
+            "tensors_only": tensors_only,
+        }
         return options | {name: value for name, value in optional.items() if value}

@@ -22,7 +22,11 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
-from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
+from quantkit.formats.output.staging import (
+    partial_folder,
+    require_output_absent,
+    require_room_to_build,
+)
 from quantkit.jobs.conversion import Conversion
 from quantkit.jobs.formats import Formats
 from quantkit.jobs.prepare import too_few_tokens
@@ -37,7 +41,8 @@ from quantkit.tensors.dtypes import DType
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
-_HEAP = 1.25  # of the choice of schemes: freed memory stays between the states that it keeps, as measured
+# of the choice of schemes: freed memory stays between the states that it keeps, as measured
+_HEAP = 1.25
 _LONG_SECONDS = 20
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 
@@ -53,15 +58,19 @@ class Estimate:
         device_bytes: peak on the GPU, if one computes.
         disk_bytes: of the output, with the files next to its weights.
         scratch_bytes: on disk while it runs.
-        seconds: roughly, on this machine while it does nothing else, and once Python and torch are loaded.
-        source_check_tokens: tokens of the sample text on which the source is checked; 0 if it is not.
+        seconds: roughly, on this machine while it does nothing else, and once Python and torch are
+            loaded.
+        source_check_tokens: tokens of the sample text on which the source is checked; 0 if it is
+            not.
         notes: what the user should know.
         steps: the seconds of each step, by the name of its phase in reports of progress, in order.
         efforts: the seconds with each effort of GPTQ; empty for other jobs.
-        weights: the size of its weights and of the source's; None for `convert` and for several formats.
+        weights: the size of its weights and of the source's; None for `convert` and for several
+            formats.
         kv_cache: of which scales are written, such as ``fp8``; None for none.
         resumed: whether an interrupted run is continued, which takes less time than this.
-        available_bytes: memory that this process can have, on the machine and within its control groups.
+        available_bytes: memory that this process can have, on the machine and within its control
+            groups.
     """
 
     layers: dict[str, int]
@@ -78,7 +87,9 @@ class Estimate:
     weights: WeightSizes | None = None
     kv_cache: str | None = None
     resumed: bool = False
-    available_bytes: int = field(default_factory=lambda: min(total_bytes(), available_bytes() + resident_bytes()))
+    available_bytes: int = field(
+        default_factory=lambda: min(total_bytes(), available_bytes() + resident_bytes())
+    )
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -97,11 +108,15 @@ class Estimate:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
-            f"linear layers: {kinds}", f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
-            f"disk: {self._disk()}", f"time: about {_duration(self.seconds)} on this machine{self._steps()}",
-        ]  # fmt: skip
+            f"linear layers: {kinds}",
+            f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
+            f"disk: {self._disk()}",
+            f"time: about {_duration(self.seconds)} on this machine{self._steps()}",
+        ]
         if self.efforts:
-            each = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in self.efforts.items())
+            each = ", ".join(
+                f"{name} {_duration(seconds)}" for name, seconds in self.efforts.items()
+            )
             out.append(f"time by `effort`: {each}")
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
@@ -109,21 +124,32 @@ class Estimate:
             out.insert(1, f"KV cache: {self.kv_cache}")
         if self.source_check_tokens:
             out.append(
-                f"first: the source model is checked on {self.source_check_tokens} tokens of text; see `source_check`"
+                f"first: the source model is checked on {self.source_check_tokens} tokens of text;"
+                " see `source_check`"
             )
         return [*out, *self._hints(), *(f"note: {note}" for note in self.notes)]
 
     def _disk(self) -> str:
-        """The size of the output, by its weights where it is compared with the source, and of activations."""
+        """The size of the output, by its weights where it is compared with the source, and of
+        activations.
+        """
         size = size_text(self.disk_bytes) if self.weights is None else self.weights.text()
-        more = f", and {size_text(self.scratch_bytes)} of activations while it runs" if self.scratch_bytes else ""
+        more = (
+            f", and {size_text(self.scratch_bytes)} of activations while it runs"
+            if self.scratch_bytes
+            else ""
+        )
         return f"{size}{more}"
 
     def _steps(self) -> str:
         """The steps that take a noticeable part of the time, if it is long."""
         if self.seconds < _LONG_SECONDS:
             return ""
-        long = [f"{name} {_duration(own)}" for name, own in self.steps.items() if own > self.seconds / 20]
+        long = [
+            f"{name} {_duration(own)}"
+            for name, own in self.steps.items()
+            if own > self.seconds / 20
+        ]
         return f": {', '.join(long)}" if len(long) > 1 else ""
 
     def _hints(self) -> list[str]:
@@ -151,21 +177,32 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     phase = max(phases, key=lambda name: phases[name])
     linears = linear_columns(config)
     counted = [spec for spec in specs if spec.name.removesuffix(".weight") in linears]
-    layers = dict(Counter(str(spec.scheme or "floats") for spec in counted)) if config.runnable else {}
-    return Estimate(layers, phases[phase], phase, 0, disk, 0, math.fsum(steps.values()), checked, notes, steps)
+    layers = (
+        dict(Counter(str(spec.scheme or "floats") for spec in counted)) if config.runnable else {}
+    )
+    return Estimate(
+        layers, phases[phase], phase, 0, disk, 0, math.fsum(steps.values()), checked, notes, steps
+    )
 
 
 def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
-    """What a quantization takes; with a `fit`, the schemes of `formats` stand for those that it chooses."""
+    """What a quantization takes; with a `fit`, the schemes of `formats` stand for those that it
+    chooses.
+    """
     each, prepared = list(formats.each.values()), formats.first
     source, settings, certified = prepared.source, prepared.settings, prepared.certified
     notes = list(dict.fromkeys(note for one in each for note in one.notes))
     assigned, config = prepared.scheme_map.assigned, source.config
-    sizes = [weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes) for one in each]
+    sizes = [
+        weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes)
+        for one in each
+    ]
     written = sum(one.output_bytes for one in sizes)
     disk = written + side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
     phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
-    if len(each) > 1 and settings is None:  # what is rounded for one format is kept for the next ones
+    if (
+        len(each) > 1 and settings is None
+    ):  # what is rounded for one format is kept for the next ones
         phases["writing"] += costs.largest_block(config)
     checked = checked_tokens(source, prepared.options.source_check)
     scratch, on_device = 0, 0
@@ -173,7 +210,9 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         phases["the gate"] = forward_bytes(source, measured_tokens(source), models=3)
     if certified is not None:
         one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
-        phases["the certificate"] = forward_bytes(source, one, models=0) + certified.memory_bytes(config)
+        phases["the certificate"] = forward_bytes(source, one, models=0) + certified.memory_bytes(
+            config
+        )
     if settings is not None:
         shape = settings.samples, settings.length
         notes += too_few_tokens(shape, config)
@@ -198,18 +237,35 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = forward_bytes(source, tried, models=1)
-    kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
+    kinds = Counter(
+        str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING
+    )
     if fit is not None:
         chosen = {module for unit in fit.units for module in unit.modules}
-        others = (str(assigned[module] or "float") for module in assigned if module not in {EMBEDDING, *chosen})
+        others = (
+            str(assigned[module] or "float")
+            for module in assigned
+            if module not in {EMBEDDING, *chosen}
+        )
         kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)
     phase = max(phases, key=lambda name: phases[name])
     steps, efforts = quantization_steps(formats, fit, sizes, checked)
     return Estimate(
-        dict(kinds), phases[phase], phase, on_device, disk, scratch, math.fsum(steps.values()), checked, notes, steps,
-        efforts, sizes[0] if len(each) == 1 else None, prepared.options.kv_cache,
+        dict(kinds),
+        phases[phase],
+        phase,
+        on_device,
+        disk,
+        scratch,
+        math.fsum(steps.values()),
+        checked,
+        notes,
+        steps,
+        efforts,
+        sizes[0] if len(each) == 1 else None,
+        prepared.options.kv_cache,
         prepared.options.resume and partial_folder(formats.dst).is_dir(),
-    )  # fmt: skip
+    )
 
 
 def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
@@ -226,11 +282,16 @@ def process_bytes() -> int:
 
 def side_bytes(files: Mapping[str, bytes | Path]) -> int:
     """The size of the files next to the weights."""
-    return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
+    return sum(
+        len(content) if isinstance(content, bytes) else content.stat().st_size
+        for content in files.values()
+    )
 
 
 def _streaming(source: Checkpoint, encoder: Encoder) -> int:
-    """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
+    """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under
+    way.
+    """
     largest = 0
     for item in encoder.planned:
         if is_scale(item.name):
@@ -249,20 +310,28 @@ def checked_tokens(source: Checkpoint, source_check: bool) -> int:
 
 
 def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
-    """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
+    """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one
+    layer's codes.
+    """
     config = source.config
     if config.tensors is not None:
-        weights = (DType.FLOAT32.itemsize + DType(config.dtype).itemsize) * costs.largest_block(config)
+        weights = (DType.FLOAT32.itemsize + DType(config.dtype).itemsize) * costs.largest_block(
+            config
+        )
     else:
         counts = sizes(config)
         groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
         weights = 3 * max(
-            counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears
+            counts[linear.dims[0]] * counts[linear.dims[1]]
+            for group in groups
+            for linear in group.linears
         )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
-    head += 0 if config.runnable else config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
+    head += (
+        0 if config.runnable else config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
+    )
     return resident_bytes() + _LIBRARIES + head + states + logits + weights
 
 

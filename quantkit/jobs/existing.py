@@ -23,7 +23,17 @@ from quantkit.progress import Progress
 from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack
 
-_MEASURED = ("source_check", "quality", "positions", "modules", "schemes", "carried", "exact", "refined", "files")
+_MEASURED = (
+    "source_check",
+    "quality",
+    "positions",
+    "modules",
+    "schemes",
+    "carried",
+    "exact",
+    "refined",
+    "files",
+)
 """Keys of the manifest that are not known before the job computes; all others are compared."""
 _HINT = "choose another name or remove it"
 
@@ -43,12 +53,16 @@ def is_finished(dst: Path, if_exists: IfExists) -> bool:
     if whole and unfinished:
         require_room_to_build(partial, resume=True)
         problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
-        raise DestinationError(problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}")
+        raise DestinationError(
+            problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}"
+        )
     return (whole or there) and not unfinished
 
 
 def require_folders(dst: Path, folders: Collection[str]) -> None:
-    """Raise a `DestinationError` if a finished output has other folders than these; ``""`` is the output itself."""
+    """Raise a `DestinationError` if a finished output has other folders than these; ``""`` is
+    the output itself.
+    """
     if "" in folders:
         return
     with destination_errors(dst):
@@ -59,7 +73,10 @@ def require_folders(dst: Path, folders: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Existing:
-    """An output that exists. All methods raise a `DestinationError` if it is another one than a job would write."""
+    """An output that exists.
+
+    All methods raise a `DestinationError` if it is another one than a job would write.
+    """
 
     dst: Path
     manifest: dict[str, Any]
@@ -77,23 +94,31 @@ class Existing:
     def require_inputs(
         self, work: Work, details: Mapping[str, object], *, source_check: bool, progress: Progress
     ) -> None:
-        """Compare all of the manifest that is known before the job computes, to which it adds `details`."""
+        """Compare all of the manifest that is known before the job computes, to which it adds
+        `details`.
+        """
         source, made = work.source, self.manifest
         details = {**details, **({"computed_by": work.computed_by} if work.computed_by else {})}
         hashes = source_hashes(source).result(progress)
         now = manifest.build(work.job, source.format, hashes, {}, details, origin(source.path))
-        before, now = ({key: one[key] for key in one if key not in _MEASURED} for one in (made, now))
+        before, now = (
+            {key: one[key] for key in one if key not in _MEASURED} for one in (made, now)
+        )
         checked = {"source_check": made.get("source_check") != NOT_CHECKED}
         self.require(before | checked, now | {"source_check": source_check})
 
     def require_files(self, work: Work, card: Mapping[str, bytes] | None = None) -> None:
-        """Compare the names of all files, the content of those next to the weights, and the weights' headers."""
+        """Compare the names of all files, the content of those next to the weights, and the
+        weights' headers.
+        """
         encoder, files = work.encoder, self.manifest["files"]
         written = {**work.side_files, **encoder.extra_files(), **(card or {})}
         now = {name: content_hash(content) for name, content in written.items()}
         now |= {name: files.get(name) for name in encoder.files()}
         why = dict.fromkeys(card or (), " (license, base model, or SRC's name or README)")
-        found, expected = ({f"file {name}{why.get(name, '')}": one[name] for name in one} for one in (files, now))
+        found, expected = (
+            {f"file {name}{why.get(name, '')}": one[name] for name in one} for one in (files, now)
+        )
         self.require(found, expected)
         if self.dst.is_file() and self.dst.name not in files:
             raise self.differs(f"file {self.dst.name}")  # the manifest is that of several files
@@ -110,10 +135,14 @@ class Existing:
             raise self.differs(*changed_keys(found, now))
 
     def passed(self, kind: Any, key: str, *, accepted: bool = False, **fields: object) -> Any:
-        """A check of the manifest, if it was passed, or its failure was and is `accepted`; with these fields."""
+        """A check of the manifest, if it was passed, or its failure was and is `accepted`; with
+        these fields.
+        """
         with _as_written(self.dst):
             check = kind.from_json(self.manifest.get(key), manifest_path(self.dst))
-        self.require({key: self.manifest[key]}, {key: replace(check, **fields).to_json(accepted=accepted)})
+        self.require(
+            {key: self.manifest[key]}, {key: replace(check, **fields).to_json(accepted=accepted)}
+        )
         if check.problem() is not None and not accepted:
             raise self.differs(f"{key} (passed)")
         return check
@@ -143,6 +172,9 @@ def _as_written(dst: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise DestinationError(
-            f"exists already, and is not as quantkit wrote it: {error.problem}", path=error.path or dst,
-            found=error.found, expected=error.expected, hint=_HINT,
-        ) from error  # fmt: skip
+            f"exists already, and is not as quantkit wrote it: {error.problem}",
+            path=error.path or dst,
+            found=error.found,
+            expected=error.expected,
+            hint=_HINT,
+        ) from error

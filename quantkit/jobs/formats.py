@@ -1,4 +1,6 @@
-"""A quantization in one format, or in several from one solution: each has a folder in the output."""
+"""A quantization in one format, or in several from one solution: each has a folder in the
+output.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Formats:
 
     Attributes:
         dst: the folder, or file, to create.
-        each: the result in each format, by its folder in `dst`; a single one is `dst` itself, and its key is ``""``.
+        each: the result in each format, by its folder in `dst`; a single one is `dst` itself, and
+            its key is ``""``.
     """
 
     dst: Path
@@ -32,7 +35,10 @@ class Formats:
 
     @classmethod
     def of(cls, prepared: Prepared) -> Formats:
-        """The formats that the options request. Raises `UnsupportedError` if one does not support a scheme."""
+        """The formats that the options request.
+
+        Raises `UnsupportedError` if one does not support a scheme.
+        """
         targets = prepared.options.targets
         if len(targets) == 1:
             return cls(prepared.dst, {"": prepared})
@@ -48,24 +54,32 @@ class Formats:
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
-        """The tensors of the output, in order: of each decoder block those in one format after the other.
+        """The tensors of the output, in order: of each decoder block those in one format after the
+        other.
 
         Raises:
-            UnsupportedError: if the formats do not have the tensors in the same order of decoder blocks.
+            UnsupportedError: if the formats do not have the tensors in the same order of decoder
+                blocks.
         """
         found = []
         for row in zip_longest(*(one.blocks for one in self.each.values())):
             if len({None if block is None else block.layer for block in row}) > 1 or None in row:
                 raise UnsupportedError(
-                    f"{' and '.join(self.each)} have the layers in another order, and cannot be written together",
-                    path=self.first.source.path, hint="write them one after the other",
-                )  # fmt: skip
-            found += [replace(block, folder=name) for name, block in zip(self.each, row, strict=True)]
+                    f"{' and '.join(self.each)} have the layers in another order, and cannot be"
+                    " written together",
+                    path=self.first.source.path,
+                    hint="write them one after the other",
+                )
+            found += [
+                replace(block, folder=name) for name, block in zip(self.each, row, strict=True)
+            ]
         return found
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Raises an `UnsupportedError`, which names the format, if one cannot hold the model exactly."""
+        """Raises an `UnsupportedError`, which names the format, if one cannot hold the model
+        exactly.
+        """
         encoders = {}
         for name, one in self.each.items():
             with _named(name):
@@ -104,5 +118,9 @@ def _named(name: str) -> Iterator[None]:
         if not name or name in error.problem:
             raise
         raise type(error)(
-            f"{name}: {error.problem}", path=error.path, found=error.found, expected=error.expected, hint=error.hint
+            f"{name}: {error.problem}",
+            path=error.path,
+            found=error.found,
+            expected=error.expected,
+            hint=error.hint,
         ) from error

@@ -1,27 +1,33 @@
-"""Continue the prompts in a file, several at a time, into another file; an interrupted run can be continued.
+"""Continue the prompts in a file, several at a time, into another file; an interrupted run can be
+continued.
 
 `quantkit.jobs.prompts_file` describes the lines of prompts. Each continuation is a line with
 
     index              of the prompt, from 0
     id                 the prompt's own, if it has one
     sample             number of this continuation of the prompt, from 0
-    text               new text, without what a stop string cut off; with `echo` the prompt's text before it
-    finish_reason      "stop" for an end token or a stop string, "length" for the maximum number of tokens
+    text               new text, without what a stop string cut off; with `echo` the prompt's text
+                       before it
+    finish_reason      "stop" for an end token or a stop string, "length" for the maximum number of
+                       tokens
     stop               the stop string that was found, else null
     prompt_tokens      of the prompt, with BOS
     completion_tokens  new ones, without an end token
     truncated          true, only if the beginning of the prompt was cut off
-    token_ids          if the prompt was given as such: new ones; with `echo` the prompt's before them
-    logprobs           if requested, for each token: ``token`` (its text), ``token_id``, ``logprob`` (null for the
-                       first token of a prompt) and ``top_logprobs``, a list of the most likely tokens with the same
-                       three keys
+    token_ids          if the prompt was given as such: new ones; with `echo` the prompt's before
+                       them
+    logprobs           if requested, for each token: ``token`` (its text), ``token_id``, ``logprob``
+                       (null for the first token of a prompt) and ``top_logprobs``, a list of the
+                       most likely tokens with the same three keys
 
-A request in OpenAI's batch format is answered by one line in OpenAI's (`quantkit.jobs.openai_batch`).
+A request in OpenAI's batch format is answered by one line in OpenAI's
+(`quantkit.jobs.openai_batch`).
 
-The file appears when all prompts are done, with lines in the order of the prompts. Until then ``OUT.partial`` is a
-folder: its ``lines.jsonl`` has the lines in the order in which prompts end, those of one prompt together, each with
-its sha256 as ``check``. A run with `resume` drops a torn line at its end and continues with the missing prompts, if
-model, prompts and options are the same; batch size, device and processes may differ.
+The file appears when all prompts are done, with lines in the order of the prompts. Until then
+``OUT.partial`` is a folder: its ``lines.jsonl`` has the lines in the order in which prompts end,
+those of one prompt together, each with its sha256 as ``check``. A run with `resume` drops a torn
+line at its end and continues with the missing prompts, if model, prompts and options are the same;
+batch size, device and processes may differ.
 """
 
 from __future__ import annotations
@@ -107,26 +113,43 @@ class GeneratedFile:
 
 
 def generate_file(
-    path: str | Path, prompts: str | Path, output: str | Path, *, max_new_tokens: int = MAX_NEW_TOKENS,
-    stop: str | Sequence[str] = (), n: int = 1, logprobs: int | None = None, echo: bool = False,
-    template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE, resume: bool = False,
-    device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | Literal["xla"] | None = None, allow_slow: bool = False, weights: WeightKind | None = None,
-    progress: Progress | None = None, **sampling: Unpack[SamplingOptions],
-) -> GeneratedFile:  # fmt: skip
-    """Continue the prompts in a file, several at a time; the module describes the lines of the result.
+    path: str | Path,
+    prompts: str | Path,
+    output: str | Path,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: str | Sequence[str] = (),
+    n: int = 1,
+    logprobs: int | None = None,
+    echo: bool = False,
+    template: str | None = None,
+    truncate: bool = False,
+    batch_size: int = BATCH_SIZE,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | Literal["xla"] | None = None,
+    allow_slow: bool = False,
+    weights: WeightKind | None = None,
+    progress: Progress | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> GeneratedFile:
+    """Continue the prompts in a file, several at a time; the module describes the lines of the
+    result.
 
     Args:
         path: the model's folder.
         prompts: a file of JSON lines.
         output: the file to make.
-        max_new_tokens, stop, n, logprobs, echo, sampling: as for `quantkit.generate_batch`, unless a line has its own
-            values. For conversations the sampling options of the model's generation_config.json apply, unless given.
+        max_new_tokens, stop, n, logprobs, echo, sampling: as for `quantkit.generate_batch`, unless
+            a line has its own values. For conversations the sampling options of the model's
+            generation_config.json apply, unless given.
         template: for conversations; see `quantkit.chat_format`.
         truncate: cut off the beginning of a prompt that is too long, instead of failing.
         batch_size: maximum number of sequences that run together.
         resume: continue an interrupted run, if there is one.
-        device, dtype, backend, allow_slow, weights: as for `quantkit.load`; the backend may be ``xla``.
+        device, dtype, backend, allow_slow, weights: as for `quantkit.load`; the backend may be
+            ``xla``.
         progress: called for every prompt that ends.
 
     Raises:
@@ -136,30 +159,48 @@ def generate_file(
         QuantkitError: as `quantkit.load` does.
 
     Example:
-        >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl", max_new_tokens=50).lines())
+        >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl",
+        max_new_tokens=50).lines())
     """
     continuation = {
-        "max_new_tokens": max_new_tokens, "stop": stop, "n": n, "logprobs": logprobs, "echo": echo, **sampling
-    }  # fmt: skip
+        "max_new_tokens": max_new_tokens,
+        "stop": stop,
+        "n": n,
+        "logprobs": logprobs,
+        "echo": echo,
+        **sampling,
+    }
     job = FileJob(
-        as_path("path", path), as_path("prompts", prompts), as_path("output", output), continuation, template=template,
-        truncate=truncate, batch_size=batch_size, resume=resume, device=device, dtype=dtype, backend=backend,
-        allow_slow=allow_slow, weights=weights,
-    )  # fmt: skip
+        as_path("path", path),
+        as_path("prompts", prompts),
+        as_path("output", output),
+        continuation,
+        template=template,
+        truncate=truncate,
+        batch_size=batch_size,
+        resume=resume,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        allow_slow=allow_slow,
+        weights=weights,
+    )
     job.prepare()
     return job.run(progress=deduplicated(progress))
 
 
 @dataclass
 class FileJob:
-    """`generate_file` in two steps: `prepare` needs no torch, and only rank 0 calls it; each process calls `run`.
+    """`generate_file` in two steps: `prepare` needs no torch, and only rank 0 calls it; each
+    process calls `run`.
 
     Attributes:
         prompts: a file, or ``-`` for stdin.
-        output: a file, or a function that gets every line as soon as its prompt is done; such a run cannot be resumed.
+        output: a file, or a function that gets every line as soon as its prompt is done; such a run
+            cannot be resumed.
         continuation: how prompts are continued, with keys of `prompts_file.OPTIONS`.
-        device, dtype, backend, allow_slow, weights: see `quantkit.load`; ``xla`` takes neither a device nor the last
-            three.
+        device, dtype, backend, allow_slow, weights: see `quantkit.load`; ``xla`` takes neither a
+            device nor the last three.
         devices: for ``xla``, number of devices that share the model; None is all.
         int8_cache, compiled: see `quantkit.runtime.engine.Engine`.
         warm_up: compile all steps before the first prompt.
@@ -211,21 +252,33 @@ class FileJob:
         content = input_bytes(self.prompts, "prompts")
         config, xla = checkpoint.config, self.backend == "xla"
         reader = PromptReader(
-            self.path, config, tokenizer, self.continuation, template=self.template, truncate=self.truncate,
-            max_tokens=config.max_unscaled_context if xla else config.max_positions, prompt_logprobs=not xla,
+            self.path,
+            config,
+            tokenizer,
+            self.continuation,
+            template=self.template,
+            truncate=self.truncate,
+            max_tokens=config.max_unscaled_context if xla else config.max_positions,
+            prompt_logprobs=not xla,
             grammars=None if xla else Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
-        )  # fmt: skip
+        )
         self._read = reader.read(content, str(self.prompts))
         self._fingerprint = {
-            "job": "generate", "quantkit": __version__,
+            "job": "generate",
+            "quantkit": __version__,
             "model": manifest.identity([*checkpoint.files(), *tokenizer_files(self.path)]),
             "prompts": hashlib.sha256(content).hexdigest(),
             **{f"option {key}": value for key, value in self.continuation.items()},
-            "option template": self.template, "option truncate": self.truncate,
-        }  # fmt: skip
+            "option template": self.template,
+            "option truncate": self.truncate,
+        }
 
     def run(
-        self, *, tp: ProcessGroup | None = None, progress: Progress, counted: Callable[[int], None] | None = None
+        self,
+        *,
+        tp: ProcessGroup | None = None,
+        progress: Progress,
+        counted: Callable[[int], None] | None = None,
     ) -> GeneratedFile:
         """Load the model and continue the prompts.
 
@@ -250,7 +303,11 @@ class FileJob:
         with self._opened(group) as out:
             resumed = done = group.broadcast_from_rank0(len(out.done))
             total = group.broadcast_from_rank0(len(self._read))
-            missing = [(number, prompts) for number, prompts in enumerate(self._read) if number not in out.done]
+            missing = [
+                (number, prompts)
+                for number, prompts in enumerate(self._read)
+                if number not in out.done
+            ]
             todo = group.broadcast_from_rank0(missing)
             if todo:
                 requests = [prompt.request for _, prompts in todo for prompt in prompts]
@@ -273,11 +330,16 @@ class FileJob:
         if not isinstance(self.output, Path):
             return nullcontext(_Callback(self.output))
         numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
-        computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
+        computed_by = {
+            f"option {name}": None if value is None else str(value)
+            for name, value in numeric.items()
+        }
         sizes = [1 if prompts[0].batch else prompts[0].request.samples for prompts in self._read]
         fingerprint = {**self._fingerprint, **computed_by}
         likely = sum(_likely_bytes(prompt) for prompts in self._read for prompt in prompts)
-        return ResumableLines(self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume)
+        return ResumableLines(
+            self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume
+        )
 
     def _loaded(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
@@ -292,17 +354,30 @@ class FileJob:
         model: Decoder | BatchModel
         if self.backend == "xla":
             model, tokenizer = load_xla(
-                self.path, devices=self.devices, dtype=self.dtype, weights=self.weights, progress=progress
+                self.path,
+                devices=self.devices,
+                dtype=self.dtype,
+                weights=self.weights,
+                progress=progress,
             )
         else:
             model, tokenizer = load(
-                self.path, device=group.device or self.device, dtype=self.dtype, backend=self.backend,
-                allow_slow=self.allow_slow, weights=self.weights, tp=group, progress=progress,
-            )  # fmt: skip
+                self.path,
+                device=group.device or self.device,
+                dtype=self.dtype,
+                backend=self.backend,
+                allow_slow=self.allow_slow,
+                weights=self.weights,
+                tp=group,
+                progress=progress,
+            )
         engine = engine_for(
-            model, requests, self.batch_size, cache_dtype=torch.int8 if self.int8_cache else None,
+            model,
+            requests,
+            self.batch_size,
+            cache_dtype=torch.int8 if self.int8_cache else None,
             compiled=self.compiled,
-        )  # fmt: skip
+        )
         if self.warm_up and isinstance(engine, Engine):
             compiled = engine.warm_up()
             if group.is_rank0:
@@ -312,7 +387,11 @@ class FileJob:
 
 def warmed_up(steps: int) -> str:
     """A note on the number of compiled steps."""
-    return f"{_counted(steps, 'step')} compiled" if steps else "nothing is compiled: the steps are eager"
+    return (
+        f"{_counted(steps, 'step')} compiled"
+        if steps
+        else "nothing is compiled: the steps are eager"
+    )
 
 
 class _Callback:
@@ -349,7 +428,9 @@ def _answers(
     todo: Sequence[tuple[int, list[Prompt]]],
     counted: Callable[[int], None],
 ) -> Iterator[tuple[int, list[Line]]]:
-    """Continue the prompts of lines, and return what answers each line, with its number, once all of it has ended."""
+    """Continue the prompts of lines, and return what answers each line, with its number, once
+    all of it has ended.
+    """
     from quantkit.grammar.grammars import Grammars
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate_batch import completions

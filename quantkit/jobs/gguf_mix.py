@@ -34,15 +34,23 @@ class MixRules:
     config: ModelConfig
 
     def recipe(self) -> Recipe:
-        """The schemes of a model's tensors. Raises `UnsupportedError` for an architecture that GGUF does not have."""
+        """The schemes of a model's tensors.
+
+        Raises `UnsupportedError` for an architecture that GGUF does not have.
+        """
         overrides: dict[str, QuantScheme | None] = {EMBEDDING: self.mix.default}
         for tensor, chosen in self._schemes():
             scheme = None if tensor.shape[-1] % _BLOCK else chosen
             if scheme != self.mix.default or tensor.name == _HEAD:
-                overrides |= {_EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)}
+                overrides |= {
+                    _EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)
+                }
         if overrides[EMBEDDING] is None:  # as it does if no recipe names it
             del overrides[EMBEDDING]
-        return Recipe(self.mix.default, tuple(Override(pattern, scheme) for pattern, scheme in overrides.items()))
+        return Recipe(
+            self.mix.default,
+            tuple(Override(pattern, scheme) for pattern, scheme in overrides.items()),
+        )
 
     def _schemes(self) -> Iterator[tuple[DiskTensor, QuantScheme]]:
         """The scheme of each tensor that gets one, in the order of the file."""
@@ -88,11 +96,19 @@ class MixRules:
             return Q5_K if layer < layers // 16 else Q4_K
         if self.mix.name == "q3_k_l" or (self.mix.name == "q4_k_s" and layer < layers // 8):
             return Q5_K
-        return Q6_K if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers) else self.mix.default
+        return (
+            Q6_K
+            if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers)
+            else self.mix.default
+        )
 
     def _of_attention_output(self) -> QuantScheme:
         if self._experts == _EXPERTS:
-            return Q5_K if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m") else self.mix.default
+            return (
+                Q5_K
+                if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+                else self.mix.default
+            )
         return {"q3_k_m": Q4_K, "q3_k_l": Q5_K}.get(self.mix.name, self.mix.default)
 
 
@@ -104,7 +120,11 @@ def _more_bits(layer: int, layers: int) -> bool:
 def _modules(tensor: DiskTensor) -> list[str]:
     """The modules of a tensor's parts, if they may be quantized."""
     able = tensor.quantizable or tensor.stacked is not None or _role(tensor) == "token_embd"
-    return [part.removesuffix(".weight") for part in tensor.parts if part.endswith(".weight")] if able else []
+    return (
+        [part.removesuffix(".weight") for part in tensor.parts if part.endswith(".weight")]
+        if able
+        else []
+    )
 
 
 def _role(tensor: DiskTensor) -> str:

@@ -1,4 +1,6 @@
-"""Importance matrices in llama.cpp's form: measured on text and written, or read to weight errors of rounding."""
+"""Importance matrices in llama.cpp's form: measured on text and written, or read to weight
+errors of rounding.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _CHUNK = 512  # tokens, by default, of llama.cpp's chunks, which the older form 
 
 @dataclass(frozen=True)
 class ImatrixResult:
-    """What `quantkit.imatrix` wrote: the file, for how many tensors, from how many tokens of which text."""
+    """What `quantkit.imatrix` wrote: the file, for how many tensors, from how many tokens of
+    which text.
+    """
 
     path: Path
     tensors: int
@@ -40,37 +44,63 @@ class ImatrixResult:
 
     def to_json(self) -> dict[str, object]:
         """All of it, as plain values."""
-        return {"path": str(self.path), "tensors": self.tensors, "tokens": self.tokens, "text": self.text}
+        return {
+            "path": str(self.path),
+            "tensors": self.tensors,
+            "tokens": self.tokens,
+            "text": self.text,
+        }
 
     def lines(self) -> list[str]:
         """The report for people."""
-        return [f"wrote {self.path}: {self.tensors} tensors, from {self.tokens} tokens of {self.text}"]
+        return [
+            f"wrote {self.path}: {self.tensors} tensors, from {self.tokens} tokens of {self.text}"
+        ]
 
 
 def imatrix(
-    src: str | Path, dst: str | Path, *, calibration: TextSource | None = None, text_column: str | None = None,
-    samples: int | None = None, length: int | None = None, seed: int | None = None, progress: Progress = silent,
-) -> ImatrixResult:  # fmt: skip
+    src: str | Path,
+    dst: str | Path,
+    *,
+    calibration: TextSource | None = None,
+    text_column: str | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    progress: Progress = silent,
+) -> ImatrixResult:
     """Measure the mean squared inputs of each linear, and write them in llama.cpp's form.
 
     Args:
         src: a model whose architecture GGUF has.
         dst: the new file: GGUF if its name ends so, or the older form, ``.dat``.
-        calibration, text_column, samples, length, seed: as in `quantize`, whose samples for GPTQ these are.
+        calibration, text_column, samples, length, seed: as in `quantize`, whose samples for GPTQ
+            these are.
         progress: as in `convert`.
 
     Raises:
         RequestError: for another name of the file, or a text that cannot be used.
-        CheckpointError, UnsupportedError: if `src` is damaged, or GGUF does not have its architecture.
+        CheckpointError, UnsupportedError: if `src` is damaged, or GGUF does not have its
+            architecture.
         DestinationError: if `dst` exists or cannot be written.
         NonFiniteError: if the inputs of a linear are NaN or Inf.
     """
     path = as_path("dst", dst)
     if path.suffix.lower() not in (_DAT, GGUF):
-        raise RequestError("unknown form of an importance matrix", found=path.name, expected="a name in .gguf or .dat")
+        raise RequestError(
+            "unknown form of an importance matrix",
+            found=path.name,
+            expected="a name in .gguf or .dat",
+        )
     if path.exists():
         raise DestinationError("exists already; nothing is overwritten", path=path)
-    given = {"calibration": calibration, "text_column": text_column, "samples": samples, "length": length, "seed": seed}
+    given = {
+        "calibration": calibration,
+        "text_column": text_column,
+        "samples": samples,
+        "length": length,
+        "seed": seed,
+    }
     options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **given)  # type: ignore[arg-type]
     source = open_checkpoint(as_path("src", src))
     require_runnable(source)
@@ -81,9 +111,15 @@ def imatrix(
     text = Path(calibration).name if isinstance(calibration, (str, Path)) else "text"
     text = "included text" if calibration is None else text
     sums, counts = squared_inputs(source, drawn.tokens, progress=progress)
-    if (wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)) is not None:
+    if (
+        wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)
+    ) is not None:
         raise NonFiniteError(f"the inputs of linear '{wrong}' are NaN or Inf", path=source.path)
-    entries = {tensor.name: entry for tensor in tensors if (entry := _entry(tensor, sums, counts)) is not None}
+    entries = {
+        tensor.name: entry
+        for tensor in tensors
+        if (entry := _entry(tensor, sums, counts)) is not None
+    }
     found = ImportanceMatrix(entries, text, *drawn.tokens.shape)
     content = found.to_dat() if path.suffix.lower() == _DAT else found.to_gguf()
     unfinished = path.with_name(f"{path.name}.partial")
@@ -92,12 +128,15 @@ def imatrix(
         unfinished.rename(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise DestinationError(f"cannot be written: {error.strerror or error}", path=path) from error
+        raise DestinationError(
+            f"cannot be written: {error.strerror or error}", path=path
+        ) from error
     return ImatrixResult(path, len(entries), drawn.tokens.numel(), text)
 
 
 def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
-    """The importance of the inputs of linears, by name, as `input_importance` measures it, from an importance matrix.
+    """The importance of the inputs of linears, by name, as `input_importance` measures it, from an
+    importance matrix.
 
     Raises:
         CheckpointError: if the file is damaged, or of another model.
@@ -112,9 +151,12 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
         columns, experts = tensor.shape[-1], tensor.shape[0] if tensor.stacked is not None else 1
         if entry.means.numel() != columns * experts:
             raise CheckpointError(
-                f"the importance of '{tensor.name}' is not of this model", path=path, found=entry.means.numel(),
-                expected=f"{columns * experts} inputs", hint="make it from this model",
-            )  # fmt: skip
+                f"the importance of '{tensor.name}' is not of this model",
+                path=path,
+                found=entry.means.numel(),
+                expected=f"{columns * experts} inputs",
+                hint="make it from this model",
+            )
         means, counts = entry.means.view(experts, columns), entry.counts.expand(experts) * tokens
         for part, place in zip(tensor.parts, tensor.places, strict=True):
             own = place.expert or 0
@@ -123,9 +165,11 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
                 found[part.removesuffix(".weight")] = weights
     if not found:
         raise CheckpointError(
-            "the importance matrix has no tensor of this model", path=path,
-            found=next(iter(entries), "nothing"), expected="names of GGUF's tensors, such as blk.0.attn_q.weight",
-        )  # fmt: skip
+            "the importance matrix has no tensor of this model",
+            path=path,
+            found=next(iter(entries), "nothing"),
+            expected="names of GGUF's tensors, such as blk.0.attn_q.weight",
+        )
     return found
 
 
@@ -136,7 +180,9 @@ def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
             yield tensor
 
 
-def _entry(tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> Entry | None:
+def _entry(
+    tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]
+) -> Entry | None:
     """The entry of a tensor; None if no token reached it."""
     names = [part.removesuffix(".weight") for part in tensor.parts]
     if tensor.stacked is None:

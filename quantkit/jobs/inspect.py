@@ -34,27 +34,31 @@ class Inspection:
         architecture: as its config calls it.
         layers, hidden_size, heads, kv_heads, vocabulary: sizes.
         context: tokens that it can take at most.
-        rope, window_rope: rotary embeddings, and those of layers with a window if they differ; None if unknown.
+        rope, window_rope: rotary embeddings, and those of layers with a window if they differ; None
+            if unknown.
         tied_embeddings: whether the embedding is the output head too.
-        experts, experts_per_token: in a layer that has some, and those that a token is sent to; 0 where none has.
+        experts, experts_per_token: in a layer that has some, and those that a token is sent to; 0
+            where none has.
         parameters: weights, as if all were floats; tied ones counted once.
         active_parameters: of these what one token meets.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
-        made_by: ``quantkit_version`` and ``job`` that wrote it, ``method`` and ``effort`` of a quantization; None
-            if unknown.
-        schemes_chosen: for which ``target_bits`` or ``max_size``, and ``estimated_kl``; None if they were given.
+        made_by: ``quantkit_version`` and ``job`` that wrote it, ``method`` and ``effort`` of a
+            quantization; None if unknown.
+        schemes_chosen: for which ``target_bits`` or ``max_size``, and ``estimated_kl``; None if
+            they were given.
         readers: the programs that load the folder.
         readers_note: on programs that do not; None for none.
         notes: what one should know though it is no error.
-        runnable: whether there is a decoder for it here; of a model known by its tensors only sizes are what its config
-            says, 0 where it does not.
-        run_by: of a model known by its tensors only, what ran it when it was made, such as ``transformers 5.23.0``;
-            None if nothing did.
+        runnable: whether there is a decoder for it here; of a model known by its tensors only sizes
+            are what its config says, 0 where it does not.
+        run_by: of a model known by its tensors only, what ran it when it was made, such as
+            ``transformers 5.23.0``; None if nothing did.
         positions: what it lost by position, where it was made with a certificate for long contexts.
-        kv_cache: of a quantized key/value cache the ``scheme``, and how many ``layers`` have scales; None for none.
+        kv_cache: of a quantized key/value cache the ``scheme``, and how many ``layers`` have
+            scales; None for none.
     """
 
     path: str
@@ -97,26 +101,43 @@ class Inspection:
         ropes = [_rope_text(rope) for rope in (self.rope, self.window_rope) if rope is not None]
         made_by, cache = self.made_by, self.kv_cache
         sizes = (
-            f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
-            f" vocabulary {self.vocabulary}, context {self.context}, rope {'; '.join(ropes)}"
+            f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads}"
+            f" ({self.kv_heads} KV), vocabulary {self.vocabulary}, context {self.context}, rope"
+            f" {'; '.join(ropes)}"
             + " in a window" * (len(ropes) > 1)
             + (", tied embeddings" if self.tied_embeddings else "")
         )
         experts = (
-            f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
-            f" {count_text(self.active_parameters)} parameters"
+            f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which"
+            f" meets {count_text(self.active_parameters)} parameters"
         )
         if not self.runnable:
-            sizes = f"  run by {self.run_by}" if self.run_by else "  known by its tensors only: not run here"
+            sizes = (
+                f"  run by {self.run_by}"
+                if self.run_by
+                else "  known by its tensors only: not run here"
+            )
         return [
-            f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)} parameters,"
-            f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
+            (
+                f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)}"
+                f" parameters, {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits"
+                " per weight"
+            ),
             sizes,
             *([experts] if self.experts else []),
             f"  tensors: {kinds}",
-            *([f"  tokenizer: {_described(self.tokenizer)}"] if self.runnable or self.run_by else []),
-            *([f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"] if cache else []),
-            f"  loads in: {', '.join(self.readers)}" + (f"; {self.readers_note}" if self.readers_note else ""),
+            *(
+                [f"  tokenizer: {_described(self.tokenizer)}"]
+                if self.runnable or self.run_by
+                else []
+            ),
+            *(
+                [f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"]
+                if cache
+                else []
+            ),
+            f"  loads in: {', '.join(self.readers)}"
+            + (f"; {self.readers_note}" if self.readers_note else ""),
             *([f"  made by: {_maker(**made_by)}"] if made_by else []),
             *([f"  schemes: {_chosen_for(self.schemes_chosen)}"] if self.schemes_chosen else []),
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
@@ -124,14 +145,17 @@ class Inspection:
         ]
 
 
-def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only: bool = False) -> Inspection:
+def inspect(
+    path: str | Path, *, weights: WeightKind | None = None, tensors_only: bool = False
+) -> Inspection:
     """Look at a checkpoint without reading its weights.
 
     Args:
         path: a Meta or Hugging Face folder.
-        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
-            ``gpt-fast-int8``.
-        tensors_only: take the tensors as they are, of whatever architecture; of a folder that was made so always.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``,
+            ``bin``, ``gpt-fast`` or ``gpt-fast-int8``.
+        tensors_only: take the tensors as they are, of whatever architecture; of a folder that was
+            made so always.
 
     Returns:
         Architecture, sizes, float types and schemes, tokenizer, and who can load it.
@@ -151,27 +175,54 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     if not config.runnable and (family := text_family(checkpoint.extra_config)) is not None:
-        notes.append(f"{path}: generate, chat and bench run its text part as {family}, without images")
+        notes.append(
+            f"{path}: generate, chat and bench run its text part as {family}, without images"
+        )
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
     kinds, cache = Counter(map(_kind, specs)), checkpoint.kv_cache
     readers, _, readers_note = checkpoint.readers().partition("; ")
     return Inspection(
-        path=str(path), format=checkpoint.layout, architecture=config.architecture, layers=config.num_layers,
-        hidden_size=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        vocabulary=config.vocab_size, context=config.max_context, rope=config.rope if config.runnable else None,
-        window_rope=config.window_rope if config.runnable else None, tied_embeddings=config.tied_embeddings,
+        path=str(path),
+        format=checkpoint.layout,
+        architecture=config.architecture,
+        layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        vocabulary=config.vocab_size,
+        context=config.max_context,
+        rope=config.rope if config.runnable else None,
+        window_rope=config.window_rope if config.runnable else None,
+        tied_embeddings=config.tied_embeddings,
         experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
-        parameters=parameter_count(checkpoint), active_parameters=active_parameter_count(checkpoint), weight_bytes=size,
-        bits_per_weight=bits_per_weight, tensors=dict(kinds.most_common()),
-        tokenizer=None if tokenizer is None else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
+        parameters=parameter_count(checkpoint),
+        active_parameters=active_parameter_count(checkpoint),
+        weight_bytes=size,
+        bits_per_weight=bits_per_weight,
+        tensors=dict(kinds.most_common()),
+        tokenizer=(
+            None
+            if tokenizer is None
+            else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER}
+        ),
         made_by={name: made.get(name) for name in _OF_MAKER if name in made} if made else None,
-        readers=readers.split(", "), readers_note=readers_note or None, notes=[*checkpoint.notes, *notes],
-        runnable=config.runnable, run_by=config.run_by, schemes_chosen=_schemes_chosen(made),
-        kv_cache=None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales},
-        positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
-    )  # fmt: skip
+        readers=readers.split(", "),
+        readers_note=readers_note or None,
+        notes=[*checkpoint.notes, *notes],
+        runnable=config.runnable,
+        run_by=config.run_by,
+        schemes_chosen=_schemes_chosen(made),
+        kv_cache=(
+            None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales}
+        ),
+        positions=(
+            None
+            if made.get("positions") is None
+            else PositionCertificate.from_json(made["positions"], path)
+        ),
+    )
 
 
 def _opened(path: Path, weights: WeightKind | None, *, tensors_only: bool) -> StoredCheckpoint:
@@ -187,7 +238,10 @@ def _opened(path: Path, weights: WeightKind | None, *, tensors_only: bool) -> St
 
 def _maker(quantkit_version: object = None, job: object = None, **how: object) -> str:
     """Who made a model, in words."""
-    return f"quantkit {quantkit_version} ({', '.join([str(job), *(f'{name} {value}' for name, value in how.items())])})"
+    return (
+        f"quantkit {quantkit_version}"
+        f" ({', '.join([str(job), *(f'{name} {value}' for name, value in how.items())])})"
+    )
 
 
 def _kind(spec: TensorSpec) -> str:
@@ -198,11 +252,17 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def _rope_text(rope: RopeConfig) -> str:
-    return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
+    return f"theta {rope.theta:g}" + (
+        "" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"
+    )
 
 
 def _described(tokenizer: dict[str, Any] | None) -> str:
-    return "none" if tokenizer is None else "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
+    return (
+        "none"
+        if tokenizer is None
+        else "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
+    )
 
 
 def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
@@ -214,7 +274,9 @@ def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
 
 def _chosen_for(found: dict[str, Any]) -> str:
     bits, size, kl = found.values()
-    requested = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    requested = (
+        f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    )
     return f"chosen for {requested}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 

@@ -1,5 +1,6 @@
-"""JSON objects on lines, or alone, read without losing anything: keys that are there twice, numbers that would not come
-back and deep nesting are errors."""
+"""JSON objects on lines, or alone, read without losing anything: keys that are there twice, numbers
+that would not come back and deep nesting are errors.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, by numbers of their lines; blank lines at the end are none. Raises `RequestError` if it is
-    empty, not text, or of another kind."""
+    """The objects of a file, by numbers of their lines; blank lines at the end are none. Raises
+    `RequestError` if it is empty, not text, or of another kind.
+    """
     try:
         text = content.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise RequestError("cannot be decoded", path=f"{name}:{number}", expected="UTF-8") from error
+        raise RequestError(
+            "cannot be decoded", path=f"{name}:{number}", expected="UTF-8"
+        ) from error
     if not text:
         raise RequestError("the file is empty", path=name, expected=f"on each line {EXPECTED}")
     for number, line in enumerate(text.split("\n"), 1):
@@ -41,14 +45,23 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
         raise RequestError("the line is empty", path=place, expected=EXPECTED)
     value: Any = None
     with suppress(ValueError, RecursionError), at_place(place):
-        value = json.loads(line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of)
+        value = json.loads(
+            line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of
+        )
     if isinstance(value, dict):
         with at_place(place):
             _require_exact(value, line)
         return value
     if first and line.lstrip().startswith("["):
-        raise RequestError("holds a JSON array", path=place, expected=f"on each line {EXPECTED}", hint=LINES_OF_ARRAY)
-    raise RequestError("is no JSON object", path=place, found=shown(line.strip()), expected=EXPECTED)
+        raise RequestError(
+            "holds a JSON array",
+            path=place,
+            expected=f"on each line {EXPECTED}",
+            hint=LINES_OF_ARRAY,
+        )
+    raise RequestError(
+        "is no JSON object", path=place, found=shown(line.strip()), expected=EXPECTED
+    )
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,7 +84,9 @@ class _Spelled(str):
 
 
 def _require_exact(values: Mapping[str, Any], line: str) -> None:
-    """Raise a `RequestError` if a value is nested too deep, or a number is not what it was in the line."""
+    """Raise a `RequestError` if a value is nested too deep, or a number is not what it was in
+    the line.
+    """
     for key, value in values.items():
         if depth(value) > MAX_DEPTH:
             raise RequestError(
@@ -81,16 +96,19 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
             )
         if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
             raise RequestError(
-                f"{shown(key)} holds a number that is too large", expected="at most 1.79e308", argument=key
+                f"{shown(key)} holds a number that is too large",
+                expected="at most 1.79e308",
+                argument=key,
             )
     if not any(isinstance(one, float) for one in within(values.get("id"))):
         return
     for one in within(json.loads(line, parse_float=_Spelled)["id"]):
         if isinstance(one, _Spelled) and not _comes_back(one):
             raise RequestError(
-                "'id' holds a number that does not come back as it is", found=shown(str(one)),
+                "'id' holds a number that does not come back as it is",
+                found=shown(str(one)),
                 expected=f"{float(one)}, or a string",
-            )  # fmt: skip
+            )
 
 
 def _comes_back(text: str) -> bool:
@@ -107,8 +125,9 @@ def _refuse(constant: str) -> NoReturn:
 
 @contextmanager
 def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
-    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file spells and calls
-    them."""
+    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file
+    spells and calls them.
+    """
     try:
         yield
     except (RequestError, CheckpointError) as error:
@@ -117,9 +136,10 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
         spelled = {
             key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
-            if isinstance(one, str) else one
+            if isinstance(one, str)
+            else one
             for key, one in texts.items()
-        }  # fmt: skip
+        }
         argument = None if error.argument is None else names.get(error.argument, error.argument)
         raise error.restate(**spelled, path=path, argument=argument) from error
 
@@ -129,7 +149,8 @@ def concerning(argument: str, number: int | None = None) -> Iterator[None]:
     """Let errors name the argument that they concern, unless they name one already.
 
     Args:
-        number: the place of the value among several ones of the argument, which the message then names.
+        number: the place of the value among several ones of the argument, which the message then
+            names.
     """
     try:
         yield

@@ -44,36 +44,45 @@ class Placement(TypedDict, total=False):
 
 
 def load(
-    path: str | Path, *, device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | None = None, allow_slow: bool = False, weights: WeightKind | None = None,
-    tp: ProcessGroup = SINGLE, progress: Progress | None = None,
-) -> tuple[Decoder, Tokenizer]:  # fmt: skip
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | None = None,
+    allow_slow: bool = False,
+    weights: WeightKind | None = None,
+    tp: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
+) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
     Args:
         path: a Meta or Hugging Face folder.
-        device: where the model runs, as torch spells it: ``cpu``, ``cuda``, ``cuda:1``; None is that of `tp` or,
-            alone, a GPU if there is one.
-        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's
-            own.
-        backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or ``reference``; None
-            chooses the fastest that serves them, except ``reference``, which is slow.
-        allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of failing.
-        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
-            ``gpt-fast-int8``.
-        tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
-            the model in the same way.
+        device: where the model runs, as torch spells it: ``cpu``, ``cuda``, ``cuda:1``; None is
+            that of `tp` or, alone, a GPU if there is one.
+        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is
+            the checkpoint's own.
+        backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or
+            ``reference``; None chooses the fastest that serves them, except ``reference``, which is
+            slow.
+        allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of
+            failing.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``,
+            ``bin``, ``gpt-fast`` or ``gpt-fast-int8``.
+        tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls
+            this, and then the model in the same way.
         progress: called for each tensor; None reports nothing.
 
     Returns:
-        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`. Both can be called:
-        ``tokenizer(text)`` returns token ids, and ``model(ids)`` their logits, [T, V] for ids [T] and [B, T, V] for ids
-        [B, T] at positions 0 to T - 1.
+        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`. Both can be
+        called: ``tokenizer(text)`` returns token ids, and ``model(ids)`` their logits, [T, V] for
+        ids [T] and [B, T, V] for ids [B, T] at positions 0 to T - 1.
 
     Raises:
         CheckpointError: if the folder is damaged, or has no tokenizer.
         UnsupportedError: if it is of a kind that is not read.
-        RequestError: for a device, float type or backend that there is not, or if no kernels serve it there.
+        RequestError: for a device, float type or backend that there is not, or if no kernels serve
+            it there.
 
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
@@ -87,26 +96,40 @@ def load(
     checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = load_model(
-        checkpoint, device=device, dtype=float_dtype, backend=backend, allow_slow=allow_slow, group=tp,
+        checkpoint,
+        device=device,
+        dtype=float_dtype,
+        backend=backend,
+        allow_slow=allow_slow,
+        group=tp,
         progress=progress,
-    )  # fmt: skip
+    )
     return model, tokenizer or load_tokenizer(path)
 
 
 def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
-    """A smaller model that proposes tokens for another one, whose tokenizer is given. Raises as `load`, and
-    `RequestError` if the two encode texts in different ways."""
+    """A smaller model that proposes tokens for another one, whose tokenizer is given. Raises as
+    `load`, and `RequestError` if the two encode texts in different ways.
+    """
     draft, own = load(path, **placement)
     if (found := sample_difference(tokenizer, own)) is not None:
-        raise RequestError("the draft model has other tokens", path=as_path("path", path), found=found)
+        raise RequestError(
+            "the draft model has other tokens", path=as_path("path", path), found=found
+        )
     return draft
 
 
 def load_xla(
-    path: str | Path, *, devices: int | None = None, dtype: FloatName | torch.dtype | None = None,
-    weights: WeightKind | None = None, multi_host: bool = False, progress: Progress | None = None,
-) -> tuple[XlaModel, Tokenizer]:  # fmt: skip
-    """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then on.
+    path: str | Path,
+    *,
+    devices: int | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None,
+    multi_host: bool = False,
+    progress: Progress | None = None,
+) -> tuple[XlaModel, Tokenizer]:
+    """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then
+    on.
 
     Args:
         path, dtype, weights: as for `load`.
@@ -115,7 +138,8 @@ def load_xla(
         progress: called for each tensor; None reports nothing.
 
     Returns:
-        The model, which has its own `generate` and works with `quantkit.generate_batch`, and its tokenizer.
+        The model, which has its own `generate` and works with `quantkit.generate_batch`, and its
+        tokenizer.
 
     Raises:
         QuantkitError: of the kind that says what is wrong.
@@ -128,14 +152,19 @@ def load_xla(
 
     checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
+    model = model_on_devices(
+        checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress
+    )
     return model, tokenizer or load_tokenizer(path)
 
 
 def load_by_transformers(
-    path: str | Path, *, weights: WeightKind | None = None, trust_remote_code: bool = False,
+    path: str | Path,
+    *,
+    weights: WeightKind | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> tuple[TransformersModel, Tokenizer]:  # fmt: skip
+) -> tuple[TransformersModel, Tokenizer]:
     """What `load` does, for a model that transformers runs, whether there is a decoder here or not.
 
     Args:
@@ -152,7 +181,9 @@ def load_by_transformers(
     from quantkit.runtime.by_transformers import TransformersModel
 
     require_flags(trust_remote_code=trust_remote_code)
-    checkpoint = open_to_run(as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code)
+    checkpoint = open_to_run(
+        as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code
+    )
     tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
 
@@ -164,9 +195,12 @@ def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> C
         floats_as: see `Container.open`.
 
     Raises:
-        CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
+        CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged
+            generation_config.json.
     """
     checkpoint: Checkpoint = open_checkpoint(path, weights, text_part=True, floats_as=floats_as)
     require_runnable(checkpoint)
-    checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
+    checkpoint.config = replace(
+        checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config)
+    )
     return checkpoint

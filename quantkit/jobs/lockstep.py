@@ -1,4 +1,6 @@
-"""GPTQ for a model that transformers runs: which of its linears samples reach, and what solves them."""
+"""GPTQ for a model that transformers runs: which of its linears samples reach, and what solves
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _REPEATED = "a forward pass uses it several times"
 
 
 def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
-    """A job that knows how samples reach the linears; those that cannot be solved keep their floats, with a note.
+    """A job that knows how samples reach the linears; those that cannot be solved keep their
+    floats, with a note.
 
     Raises:
         UnsupportedError: if transformers cannot run the model, or no linear can be solved.
@@ -32,20 +35,27 @@ def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
     survey = passage.survey(sites, drawn.tokens[:1])
     for reason, own in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
         kept |= {module: reason for site in own for module, _, _ in site.rows}
-    chosen = {module: reason for module, reason in kept.items() if module in prepared.scheme_map.schemes}
+    chosen = {
+        module: reason for module, reason in kept.items() if module in prepared.scheme_map.schemes
+    }
     notes = [f"{prepared.source.path}: {line}" for line in _lines(chosen)]
     if chosen.keys() == prepared.scheme_map.linears.keys():
         module, reason = next(iter(chosen.items()))
         raise UnsupportedError(
-            "GPTQ can solve no linear layer of this model", path=prepared.source.path, found=f"'{module}': {reason}",
+            "GPTQ can solve no linear layer of this model",
+            path=prepared.source.path,
+            found=f"'{module}': {reason}",
             hint='`method="rtn"` rounds them',
-        )  # fmt: skip
-    if named := [module for module in chosen if module in kept_unless_named(prepared.source.config)]:
+        )
+    if named := [
+        module for module in chosen if module in kept_unless_named(prepared.source.config)
+    ]:
         raise RequestError(
-            f"GPTQ cannot solve '{named[0]}', which the recipe names: {chosen[named[0]]}", path=prepared.source.path,
+            f"GPTQ cannot solve '{named[0]}', which the recipe names: {chosen[named[0]]}",
+            path=prepared.source.path,
             found=f"{len(named)} such linear{'s' * (len(named) > 1)}",
             hint='leave it out of the recipe; `method="rtn"` rounds it',
-        )  # fmt: skip
+        )
     scheme_map = prepared.scheme_map.without(chosen)
     return replace(prepared, scheme_map=scheme_map, survey=survey, notes=[*prepared.notes, *notes])
 
@@ -56,13 +66,22 @@ def lockstep_quantizer(
     """What solves the linears."""
     assert prepared.survey is not None
     source = prepared.source
-    effort = settings.effort_on(source.config, drawn.tokens.shape, prepared.scheme_map.linears.values())
+    effort = settings.effort_on(
+        source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+    )
     return LockstepQuantizer(
-        source, drawn, prepared.scheme_map.schemes, passage_of(source), prepared.survey,
-        memory_bytes=settings.memory_bytes, effort=effort,
-        allow_nonfinite=prepared.options.allow_nonfinite, progress=progress,
-        shared=SharedScales(source, prepared.scheme_map.schemes), kernels_of=prepared.kernels_of,
-    )  # fmt: skip
+        source,
+        drawn,
+        prepared.scheme_map.schemes,
+        passage_of(source),
+        prepared.survey,
+        memory_bytes=settings.memory_bytes,
+        effort=effort,
+        allow_nonfinite=prepared.options.allow_nonfinite,
+        progress=progress,
+        shared=SharedScales(source, prepared.scheme_map.schemes),
+        kernels_of=prepared.kernels_of,
+    )
 
 
 def _lines(kept: dict[str, str]) -> list[str]:

@@ -1,5 +1,6 @@
-"""OpenAI's batch format in files of prompts: a request of its chat completions or completions API on each line, and
-answers in the form of its responses."""
+"""OpenAI's batch format in files of prompts: a request of its chat completions or completions API
+on each line, and answers in the form of its responses.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_eff
 _AS_IDS = "return_tokens_as_token_ids"  # as in vLLM
 _PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
-    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", *OF_TEMPLATE, *OF_TOOLS},
+    _CHAT: {
+        "messages",
+        "logprobs",
+        "top_logprobs",
+        "chat_template_kwargs",
+        *OF_TEMPLATE,
+        *OF_TOOLS,
+    },
     _COMPLETIONS: {"prompt", "logprobs", "echo"},
 }
 _WITHOUT_EFFECT = {
@@ -100,16 +108,23 @@ def is_batch_line(values: Mapping[str, Any]) -> bool:
     return "body" in values or {"custom_id", "url"} <= values.keys()
 
 
-def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchRequest, dict[str, Any]]:
+def from_batch_line(
+    values: Mapping[str, Any], answered_by: str
+) -> tuple[BatchRequest, dict[str, Any]]:
     """A line in OpenAI's format, and the same request with the keys of a line of prompts.
 
     Raises:
-        RequestError: for another method or URL, or for a parameter that has no equivalent here, by its name.
+        RequestError: for another method or URL, or for a parameter that has no equivalent here, by
+            its name.
     """
     if (body := values.get("body")) is None:
-        raise RequestError("'body' is missing", found=", ".join(values), expected="an object with the request")
+        raise RequestError(
+            "'body' is missing", found=", ".join(values), expected="an object with the request"
+        )
     if unknown := values.keys() - _KEYS:
-        raise RequestError(f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS)))
+        raise RequestError(
+            f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS))
+        )
     custom_id, url = as_string("custom_id", values.get("custom_id")), values.get("url")
     if not custom_id:
         raise RequestError("'custom_id' is empty")
@@ -151,7 +166,9 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         require_flags(logprobs=wanted)
         if top and not wanted:
             expected = '"logprobs": true'
-            raise RequestError("'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs")
+            raise RequestError(
+                "'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs"
+            )
         line |= {"logprobs": top} if wanted else {}
         names["logprobs"] = "top_logprobs"
         line["messages"] = with_arguments(line["messages"])
@@ -173,7 +190,9 @@ def _defaults(key: str, url: str, *, samples: object) -> tuple[object, ...]:
     """Return the values of a parameter that change nothing for a request with so many samples."""
     if key == "best_of":  # as many as are returned: nothing is chosen
         return (*_DEFAULTS[key], samples)
-    if key == "add_special_tokens" and url == _COMPLETIONS:  # a chat template has printed them already
+    if (
+        key == "add_special_tokens" and url == _COMPLETIONS
+    ):  # a chat template has printed them already
         return (True,)
     return _DEFAULTS.get(key, ())
 
@@ -184,14 +203,17 @@ def _is_same_json(value: object, other: object) -> bool:
 
 
 def _move_to_template_variables(line: dict[str, Any]) -> None:
-    """Move the parameters of `OF_TEMPLATE` to ``chat_template_kwargs``, except values that change nothing.
+    """Move the parameters of `OF_TEMPLATE` to ``chat_template_kwargs``, except values that change
+    nothing.
 
     Raises:
         RequestError: for a value of the wrong type, and for parameters that contradict each other.
     """
     variables = line.get("chat_template_kwargs", {})
     parameters = {key: line.pop(key) for key in OF_TEMPLATE if key in line}
-    if not parameters or not isinstance(variables, Mapping):  # an error that is raised where they are read
+    if not parameters or not isinstance(
+        variables, Mapping
+    ):  # an error that is raised where they are read
         return
     for key, value in parameters.items():
         if key == "reasoning_effort":
@@ -200,17 +222,25 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
             require_flags(**{key: value})
         if key in variables and not _is_same_json(variables[key], value):
             values = f"{shown(value)} and {shown(variables[key])}"
-            raise RequestError(f"'{key}' differs from the one in 'chat_template_kwargs'", found=values, argument=key)
+            raise RequestError(
+                f"'{key}' differs from the one in 'chat_template_kwargs'",
+                found=values,
+                argument=key,
+            )
     if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
         problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
         raise RequestError(problem, hint="leave one of them out", argument="continue_final_message")
-    changed = {key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)}
+    changed = {
+        key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)
+    }
     if changed:
         line["chat_template_kwargs"] = {**variables, **changed}
 
 
 def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line of prompts for each prompt of a request; a completion can have several, as texts or token ids."""
+    """Return a line of prompts for each prompt of a request; a completion can have several, as
+    texts or token ids.
+    """
     prompt = line.get("prompt")
     if not isinstance(prompt, list):
         return [dict(line)]
@@ -231,21 +261,32 @@ def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The line that answers a request. Identifiers and the time are fixed, so that the same inputs give the same bytes.
+def batch_answer(
+    number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The line that answers a request. Identifiers and the time are fixed, so that the same inputs
+    give the same bytes.
 
     Args:
         number: of the request in its file, from 0.
-        lines: its continuations, prompt by prompt, as a file of prompts gets them, with the `text_offset` of tokens
-            that have log-probabilities.
+        lines: its continuations, prompt by prompt, as a file of prompts gets them, with the
+            `text_offset` of tokens that have log-probabilities.
     """
     body = {
         "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
-        "object": "chat.completion" if request.chat else "text_completion", "created": 0, "model": request.answered_by,
-        "choices": choices_of(lines, chat=request.chat), "usage": usage_of(lines),
-    }  # fmt: skip
+        "object": "chat.completion" if request.chat else "text_completion",
+        "created": 0,
+        "model": request.answered_by,
+        "choices": choices_of(lines, chat=request.chat),
+        "usage": usage_of(lines),
+    }
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
-    return {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": request.custom_id,
+        "response": response,
+        "error": None,
+    }
 
 
 def line_number(line: Mapping[str, Any]) -> Any:
@@ -264,8 +305,10 @@ def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     prompt_tokens = sum(line["prompt_tokens"] for line in lines if line["sample"] == 0)
     new_tokens = sum(line["completion_tokens"] for line in lines)
     found: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
-    }  # fmt: skip
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
     if any("reasoning_tokens" in line for line in lines):
         reasoning = sum(line["reasoning_tokens"] for line in lines)
         found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
@@ -279,21 +322,31 @@ def chat_message(parts: Parts, call_id: Callable[[int], str]) -> dict[str, Any]:
         message["reasoning_content"] = parts.reasoning
     if parts.calls:
         message["content"] = parts.content or None
-        message["tool_calls"] = [tool_call(one, call_id(place)) for place, one in enumerate(parts.calls)]
+        message["tool_calls"] = [
+            tool_call(one, call_id(place)) for place, one in enumerate(parts.calls)
+        ]
     return message
 
 
 def tool_call(call: Call, identifier: str) -> dict[str, Any]:
     """A call in the form of the API's messages."""
-    return {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": identifier,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def with_arguments(messages: Any) -> Any:
-    """Messages whose calls have arguments as objects, which the API spells as JSON and chat templates print. Raises
-    `RequestError` if they are no JSON object."""
+    """Messages whose calls have arguments as objects, which the API spells as JSON and chat
+    templates print. Raises `RequestError` if they are no JSON object.
+    """
     if not isinstance(messages, list):
         return messages
-    return [_with_objects(one) if isinstance(one, Mapping) and one.get("tool_calls") else one for one in messages]
+    return [
+        _with_objects(one) if isinstance(one, Mapping) and one.get("tool_calls") else one
+        for one in messages
+    ]
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +355,10 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
             raise RequestError(
-                "a message has a tool call of the wrong type", found=shown(call), expected=_CALL, argument="messages"
+                "a message has a tool call of the wrong type",
+                found=shown(call),
+                expected=_CALL,
+                argument="messages",
             )
         if isinstance(function.get("arguments"), str):
             call = {**call, "function": {**function, "arguments": _read_arguments(function)}}
@@ -326,7 +382,10 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Log-probabilities of an answer's tokens."""
-    content = [{**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]} for one in entries]
+    content = [
+        {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]}
+        for one in entries
+    ]
     return {"content": content, "refusal": None}
 
 
@@ -346,10 +405,11 @@ def spell_token_id(token: int) -> str:
 
 
 def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the log-probabilities of a token and of the likeliest tokens in its place, by their texts.
+    """Return the log-probabilities of a token and of the likeliest tokens in its place, by their
+    texts.
 
-    Several tokens can have the same text: each part of a character is U+FFFD. The token itself keeps its text, so that
-    clients find its value under it; others are then named by their ids.
+    Several tokens can have the same text: each part of a character is U+FFFD. The token itself
+    keeps its text, so that clients find its value under it; others are then named by their ids.
     """
     if entry["logprob"] is None:
         return None
@@ -367,15 +427,21 @@ def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
     message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
     return {
-        "index": index, "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
-    }  # fmt: skip
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": line["finish_reason"],
+    }
 
 
 def _text_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = text_logprobs(line["logprobs"], line["text_offset"]) if "logprobs" in line else None
     return {
-        "index": index, "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]
-    }  # fmt: skip
+        "index": index,
+        "text": line["text"],
+        "logprobs": logprobs,
+        "finish_reason": line["finish_reason"],
+    }
 
 
 def _entry(one: Mapping[str, Any]) -> dict[str, Any]:

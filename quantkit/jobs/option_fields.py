@@ -1,4 +1,6 @@
-"""Options of a job, each declared once: a field of a frozen dataclass, with what the command line needs to know."""
+"""Options of a job, each declared once: a field of a frozen dataclass, with what the command
+line needs to know.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ OTHER = "Other options"
 """The last section of a help page."""
 ADAPTERS = "Adapters"
 """The section of `lora`."""
-ADAPTERS_HELP = "Merge a LoRA adapter in PEFT's format into SRC; repeatable, each with its weight. Default: weight 1."
-TEXT_HELP = "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
-COLUMN_HELP = "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
+ADAPTERS_HELP = (
+    "Merge a LoRA adapter in PEFT's format into SRC; repeatable, each with its weight. Default:"
+    " weight 1."
+)
+TEXT_HELP = (
+    "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
+)
+COLUMN_HELP = (
+    "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
+)
 """Of the text that samples are drawn from, and of what holds it in a dataset."""
 _KEY = "option"
 
@@ -51,19 +60,31 @@ class OptionInfo:
 
 
 def option(
-    section: str, help: str | None = None, kind: type | str = str, *, default: Any = None, metavar: str | None = None,
-    choices: tuple[str, ...] = (), changes_result: bool = True,
-) -> Any:  # fmt: skip
+    section: str,
+    help: str | None = None,
+    kind: type | str = str,
+    *,
+    default: Any = None,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    changes_result: bool = True,
+) -> Any:
     """A field of a job's options; see `OptionInfo`."""
     info = OptionInfo(section, help, kind, metavar, choices, changes_result)
     return field(default=default, metadata={_KEY: info})
 
 
 def require_valid(options: Any) -> None:
-    """Raise a `RequestError` for a field of booleans with another value, and for an unknown value of `if_exists`."""
-    require_flags(**{one.name: getattr(options, one.name) for one in fields(options) if one.type == "bool"})
+    """Raise a `RequestError` for a field of booleans with another value, and for an unknown
+    value of `if_exists`.
+    """
+    require_flags(
+        **{one.name: getattr(options, one.name) for one in fields(options) if one.type == "bool"}
+    )
     if (found := as_string("if_exists", options.if_exists)) not in get_args(IfExists):
-        raise RequestError("unknown value of `if_exists`", found=found, expected=" or ".join(get_args(IfExists)))
+        raise RequestError(
+            "unknown value of `if_exists`", found=found, expected=" or ".join(get_args(IfExists))
+        )
 
 
 def declared(options: type) -> dict[str, OptionInfo]:
@@ -90,7 +111,8 @@ def called_with(
 ) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
     """Let a job, which takes one object of options, be called with their fields as arguments.
 
-    Signature and help of the function are those of the fields; type checkers and editors know them too.
+    Signature and help of the function are those of the fields; type checkers and editors know them
+    too.
     """
 
     def decorated(job: Callable[[Options], Result]) -> Callable[P, Result]:
@@ -100,7 +122,9 @@ def called_with(
 
         own, signature = inspect.signature(job), inspect.signature(options)
         call.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
-        call.__doc__ = (inspect.getdoc(job) or "").replace("Args:\n", f"Args:\n{_described(options)}\n", 1)
+        call.__doc__ = (inspect.getdoc(job) or "").replace(
+            "Args:\n", f"Args:\n{_described(options)}\n", 1
+        )
         return call
 
     return decorated
@@ -109,4 +133,8 @@ def called_with(
 def _described(options: Any) -> str:
     """What the docstrings of a class of options and its bases say of their fields."""
     documented = [inspect.cleandoc(base.__doc__ or "") for base in reversed(options.__mro__)]
-    return "\n".join(text.partition("Attributes:\n")[2].rstrip() for text in documented if "Attributes:\n" in text)
+    return "\n".join(
+        text.partition("Attributes:\n")[2].rstrip()
+        for text in documented
+        if "Attributes:\n" in text
+    )

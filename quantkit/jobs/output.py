@@ -1,7 +1,9 @@
-"""The writer of checkpoints that all jobs share: atomic, durable, resumable, with the sha256 of every file.
+"""The writer of checkpoints that all jobs share: atomic, durable, resumable, with the sha256 of
+every file.
 
-Files grow in the background (`Sink`) in ``DST.partial`` (`Staging`), whose journal says up to where they can be
-trusted. The source is checked and hashed meanwhile, the result is read back, and the manifest is written last.
+Files grow in the background (`Sink`) in ``DST.partial`` (`Staging`), whose journal says up to where
+they can be trusted. The source is checked and hashed meanwhile, the result is read back, and the
+manifest is written last.
 """
 
 from __future__ import annotations
@@ -51,11 +53,15 @@ CHECKPOINT_BYTES = 256 << 20
 NOT_CHECKED = "skipped as requested"
 """The manifest's ``source_check`` without one."""
 _SOURCE_ERRORS = (CheckpointError, NonFiniteError, UnsupportedError)
-"""Errors of the source: another run would end with them too, so nothing is kept of an output that is not complete."""
+"""Errors of the source: another run would end with them too, so nothing is kept of an output
+that is not complete.
+"""
 _HINTED_ERRORS = (DestinationError, QualityError, ResumeError)
 """Errors whose hints say what to do with the partial output."""
 _DESTINATION_ERRORS = (DestinationError, ResumeError)
-"""Errors of the destination: what is in the partial folder is not removed, as it may be another run's, or a user's."""
+"""Errors of the destination: what is in the partial folder is not removed, as it may be another
+run's, or a user's.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,21 +85,28 @@ class Work:
 
     def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
         """What a run must have in common with the interrupted run that it resumes."""
-        written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
+        written = {
+            name: content for name, content in self.side_files.items() if isinstance(content, bytes)
+        }
         tokenizer = [name for name in written if PurePosixPath(name).name in TOKENIZER_FILES]
         return {
-            "job": self.job, "quantkit": __version__, "source": manifest.identity(self.source.files()),
+            "job": self.job,
+            "quantkit": __version__,
+            "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
             **{f"file {name}": content_hash(written[name]) for name in tokenizer},
-            **self.computed_by, **{f"file {name}": digest for name, digest in copied_hashes.items()},
-        }  # fmt: skip
+            **self.computed_by,
+            **{f"file {name}": digest for name, digest in copied_hashes.items()},
+        }
 
 
 def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
     """The sha256 of all files of a source that an output depends on."""
     path = source.path
     extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
-    return manifest.SourceHashes([*source.files(), *extra, *code_files(source)], path if path.is_dir() else path.parent)
+    return manifest.SourceHashes(
+        [*source.files(), *extra, *code_files(source)], path if path.is_dir() else path.parent
+    )
 
 
 def option_key(name: str) -> str:
@@ -102,12 +115,16 @@ def option_key(name: str) -> str:
 
 
 @contextmanager
-def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[Writer]:
-    """Open the writer of a new checkpoint or of an interrupted one, and check the source on a sample text.
+def writing(
+    work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress
+) -> Iterator[Writer]:
+    """Open the writer of a new checkpoint or of an interrupted one, and check the source on a
+    sample text.
 
-    An error of the source while tensors are written removes the partial output, as it would occur again. Anything else
-    keeps it for ``resume``, if it has any tensor: an interruption, a full disk, a bug. Once all files are written,
-    every error keeps it, because only checks follow, and ``resume`` repeats these alone.
+    An error of the source while tensors are written removes the partial output, as it would occur
+    again. Anything else keeps it for ``resume``, if it has any tensor: an interruption, a full
+    disk, a bug. Once all files are written, every error keeps it, because only checks follow, and
+    ``resume`` repeats these alone.
 
     Raises:
         QuantkitError: see `Staging` and `check_source`.
@@ -124,7 +141,8 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
 class Writer:
     """Writes a checkpoint: `put` each tensor in the encoder's order, then `seal`, then `commit`.
 
-    Of checkpoints in several folders of one output: after `finish`, `read_back` and `add_manifest` each, then `place`.
+    Of checkpoints in several folders of one output: after `finish`, `read_back` and `add_manifest`
+    each, then `place`.
 
     Attributes:
         path: the folder under construction.
@@ -136,7 +154,9 @@ class Writer:
         """See `writing`, which also closes it."""
         self._work, self._encoder, self._progress = work, work.encoder, progress
         self._copied_hashes = {
-            name: content_hash(value) for name, value in work.side_files.items() if isinstance(value, Path)
+            name: content_hash(value)
+            for name, value in work.side_files.items()
+            if isinstance(value, Path)
         }
         fingerprint = work.fingerprint(self._copied_hashes)
         files = output_files(dst, self._encoder.files())
@@ -146,7 +166,9 @@ class Writer:
         self._manifest_name = MANIFEST if files is None else files[0]
         needed = self._encoder.total_bytes() + work.scratch_bytes
         folders = {name.rpartition("/")[0] for name in self._encoder.files()} - {""}
-        self._staging = Staging(dst, fingerprint, needed, resume=resume, files=files, folders=folders)
+        self._staging = Staging(
+            dst, fingerprint, needed, resume=resume, files=files, folders=folders
+        )
         self.path = self._staging.path
         self.records: dict[str, Any] = {}
         self._unsaved_records: dict[str, Any] = {}
@@ -183,17 +205,24 @@ class Writer:
         return [] if note is None else [f"{self._work.source.path}: {note}"]
 
     def read_source(self, *, check: bool) -> None:
-        """Hash the source in the background, and `check` it on a sample text; see `check_source`."""
+        """Hash the source in the background, and `check` it on a sample text; see
+        `check_source`.
+        """
         source = self._work.source
         self._hashing = source_hashes(source)
         if check:
             found = check_source(
-                source, allow_nonfinite=self._work.options["allow_nonfinite"] is True,
+                source,
+                allow_nonfinite=self._work.options["allow_nonfinite"] is True,
                 progress=in_phase(self._progress, "check of the source"),
-            )  # fmt: skip
-            self._source_check = found if isinstance(found, SourceCheck) else f"not measured: {found}"
+            )
+            self._source_check = (
+                found if isinstance(found, SourceCheck) else f"not measured: {found}"
+            )
 
-    def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
+    def put(
+        self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None
+    ) -> None:
         """Append the next tensor, with its record for the manifest.
 
         Raises:
@@ -228,9 +257,13 @@ class Writer:
             RuntimeError: if only some parts of a tensor on disk were put.
         """
         if self._encoder.holds:
-            raise RuntimeError(f"a checkpoint among the parts of one tensor on disk, after {self._next} tensors")
+            raise RuntimeError(
+                f"a checkpoint among the parts of one tensor on disk, after {self._next} tensors"
+            )
         sizes = self._sink.sync()
-        point = SafePoint(self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records)
+        point = SafePoint(
+            self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records
+        )
         self._staging.record(asdict(point))
         self.records.update(self._unsaved_records)
         self._unsaved_records = {}
@@ -247,7 +280,9 @@ class Writer:
         return self.read_back()
 
     def finish(self) -> None:
-        """Complete the weights and write the side files, as `seal` does, without opening the result."""
+        """Complete the weights and write the side files, as `seal` does, without opening the
+        result.
+        """
         self._source_hashes = self._hashing.result(self._progress)
         self.checkpoint()
         for name, data in self._encoder.finish():
@@ -264,19 +299,29 @@ class Writer:
         self._is_complete = True
 
     def read_back(self, folder: str = "") -> StoredCheckpoint:
-        """The result, or that in one of its folders, opened. Raises `DestinationError` if it cannot be read back."""
+        """The result, or that in one of its folders, opened.
+
+        Raises `DestinationError` if it cannot be read back.
+        """
         path = self.path / folder if self._in_folder else self.path / self._encoder.files()[0]
         return _read_back(path, self._work.source.config)
 
-    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-        """Write the manifest, which it returns, and rename the output to its final name; see `add_manifest`."""
+    def commit(
+        self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None
+    ) -> dict[str, Any]:
+        """Write the manifest, which it returns, and rename the output to its final name; see
+        `add_manifest`.
+        """
         written = self.add_manifest(details, files)
         self.place()
         return written
 
     def add_manifest(
-        self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None, folder: str = ""
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        details: Mapping[str, object],
+        files: Mapping[str, bytes] | None = None,
+        folder: str = "",
+    ) -> dict[str, Any]:
         """Write the manifest, which it returns.
 
         Args:
@@ -288,10 +333,13 @@ class Writer:
             self._add_file(in_folder(folder, name), content)
         check, source = self._source_check, self._work.source
         written = manifest.build(
-            self._work.job, source.format, self._source_hashes, dict(sorted(of_folder(folder, self._hashes).items())),
+            self._work.job,
+            source.format,
+            self._source_hashes,
+            dict(sorted(of_folder(folder, self._hashes).items())),
             {"source_check": asdict(check) if isinstance(check, SourceCheck) else check, **details},
             origin(source.path),
-        )  # fmt: skip
+        )
         name = in_folder(folder, self._manifest_name)
         self._staging.folder.write(name, json_bytes(written))
         self._manifests.append(name)
@@ -302,7 +350,9 @@ class Writer:
         self._staging.commit({*self._hashes, *self._manifests})
 
     def abandon(self, error: BaseException) -> None:
-        """Close the output after an error; keep it if another run can continue from it, else remove it."""
+        """Close the output after an error; keep it if another run can continue from it, else
+        remove it.
+        """
         self._sink.abandon()
         if self._is_worth_keeping(error):
             self._mark_kept(error)
@@ -363,7 +413,8 @@ def content_hash(content: bytes | Path) -> str:
 
 
 def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
-    """Open what was written of a source with a config, by our reader and by the safetensors library; headers only.
+    """Open what was written of a source with a config, by our reader and by the safetensors
+    library; headers only.
 
     Raises:
         DestinationError: if the files are not the model of the config: something changed them.
@@ -376,11 +427,18 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
             require_readable(file)
     except CheckpointError as error:
         raise DestinationError(
-            f"cannot be read back: {error.problem}", path=error.path, found=error.found, expected=error.expected
+            f"cannot be read back: {error.problem}",
+            path=error.path,
+            found=error.found,
+            expected=error.expected,
         ) from error
     return result
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
     """The manifest's main facts about a model."""
-    return {"architecture": source.config.architecture, "parameters": parameter_count(source), "dtype": dtype}
+    return {
+        "architecture": source.config.architecture,
+        "parameters": parameter_count(source),
+        "dtype": dtype,
+    }

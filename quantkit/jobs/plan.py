@@ -2,8 +2,9 @@
 
     >>> print(*quantkit.plan.quantize("model", "model-int4", "int4-g128").lines(), sep="\\n")
 
-`convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what those check, and write
-nothing. `generate` and `training` do the same for generation and for steps of `refine` on a TPU slice.
+`convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what those
+check, and write nothing. `generate` and `training` do the same for generation and for steps of
+`refine` on a TPU slice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import require_space
 from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
-from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
+from quantkit.jobs.estimate import (
+    Estimate,
+    estimate_conversion,
+    estimate_quantization,
+    require_buildable,
+)
 from quantkit.jobs.existing import is_finished
 from quantkit.jobs.formats import Formats
 from quantkit.jobs.option_fields import called_with
@@ -62,7 +68,8 @@ def convert(options: ConvertOptions) -> Estimate:
 
 @called_with(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> Estimate:
-    """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no samples are drawn.
+    """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no
+    samples are drawn.
 
     Returns:
         Memory, disk and time, and what becomes of the layers.
@@ -108,24 +115,30 @@ def refine(options: RefineOptions) -> Estimate:
 
 
 def generate(
-    model: str | Path | Checkpoint, target: str, *, batch: int = 1, context: int | None = None,
+    model: str | Path | Checkpoint,
+    target: str,
+    *,
+    batch: int = 1,
+    context: int | None = None,
     dtype: FloatName | torch.dtype | None = None,
-) -> SliceEstimate:  # fmt: skip
-    """What generation takes of each chip of a TPU slice, as the compiler for that slice says; no TPU is needed.
+) -> SliceEstimate:
+    """What generation takes of each chip of a TPU slice, as the compiler for that slice says; no
+    TPU is needed.
 
     Args:
         model: a folder, or an open checkpoint; only its shapes are looked at.
         target: kind and number of chips, such as ``v5e-16``.
         batch: texts at once.
         context: tokens of a sequence, prompt included; None is the model's maximum.
-        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's own.
+        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is
+            the checkpoint's own.
 
     Returns:
         What each chip holds and exchanges.
 
     Raises:
-        RequestError: for an unknown slice, or one that the model does not fit; if jax, torchax or the compiler for
-            TPUs is not installed.
+        RequestError: for an unknown slice, or one that the model does not fit; if jax, torchax or
+            the compiler for TPUs is not installed.
     """
     float_dtype = float_type(dtype)
     target, batch = as_string("target", target), as_integer("batch", batch)
@@ -141,16 +154,23 @@ def generate(
 
 
 def training(
-    model: str | Path | Checkpoint, target: str, *, mesh: str | None = None, batch: int | None = None,
-    length: int | None = None, train_norms: bool = False, progress: Progress | None = None,
-) -> TrainingEstimate:  # fmt: skip
-    """What a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler says; no TPU is needed.
+    model: str | Path | Checkpoint,
+    target: str,
+    *,
+    mesh: str | None = None,
+    batch: int | None = None,
+    length: int | None = None,
+    train_norms: bool = False,
+    progress: Progress | None = None,
+) -> TrainingEstimate:
+    """What a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler says; no
+    TPU is needed.
 
     Args:
         model: the quantized model: a folder, or an open checkpoint; only its shapes are looked at.
         target: kind and number of chips, such as ``v5e-64``; ``2xv5e-64`` for two slices.
-        mesh: how many parts the samples have in each slice, and how many the model, such as ``8x8``; None compares
-            one dimension, the samples, with two.
+        mesh: how many parts the samples have in each slice, and how many the model, such as
+            ``8x8``; None compares one dimension, the samples, with two.
         batch: samples of a step; None is one for each part of the samples, and at least 4.
         length: tokens of a sample; None is as `quantkit.refine` draws them.
         train_norms: as in `quantkit.refine`.
@@ -160,14 +180,15 @@ def training(
         What each chip holds, computes and exchanges, by mesh.
 
     Raises:
-        RequestError: for an unknown slice, or one that the model does not fit on any mesh; if jax, torchax or the
-            compiler for TPUs is not installed.
+        RequestError: for an unknown slice, or one that the model does not fit on any mesh; if jax,
+            torchax or the compiler for TPUs is not installed.
         UnsupportedError: if the model has no scales that can be trained, or XLA does not serve it.
     """
     target, shape = as_string("target", target), mesh_shape(mesh)
     require_flags(train_norms=train_norms)
     batch, length = (
-        None if value is None else as_integer(name, value, 1) for name, value in (("batch", batch), ("length", length))
+        None if value is None else as_integer(name, value, 1)
+        for name, value in (("batch", batch), ("length", length))
     )
     if not hasattr(model, "config"):
         model = as_path("model", model)
@@ -178,13 +199,20 @@ def training(
     require_runnable(checkpoint)
     names = TrainedNames.of(checkpoint, norms=train_norms, codes=False)
     return estimate_training(
-        checkpoint, target, names=names, meshes=[] if shape is None else [shape], batch=batch, least=BATCH,
+        checkpoint,
+        target,
+        names=names,
+        meshes=[] if shape is None else [shape],
+        batch=batch,
+        least=BATCH,
         length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
         progress=deduplicated(progress),
-    )  # fmt: skip
+    )
 
 
-def _require_room(dst: Path, encoder: Encoder, estimate: Estimate, options: ConvertOptions | QuantizeOptions) -> None:
+def _require_room(
+    dst: Path, encoder: Encoder, estimate: Estimate, options: ConvertOptions | QuantizeOptions
+) -> None:
     if is_finished(dst, options.if_exists):
         estimate.notes.append(f"{dst}: exists already; it would only be compared")
         return

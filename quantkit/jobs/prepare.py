@@ -1,4 +1,6 @@
-"""What `quantize` does before it writes: checks from headers alone, and the scheme of each layer."""
+"""What `quantize` does before it writes: checks from headers alone, and the scheme of each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
-from quantkit.jobs.scheme_map import SchemeMap, mixed_recipe, of_embedding, requested_recipe, with_head_on_disk
+from quantkit.jobs.scheme_map import (
+    SchemeMap,
+    mixed_recipe,
+    of_embedding,
+    requested_recipe,
+    with_head_on_disk,
+)
 from quantkit.jobs.settings import GptqSettings, gptq_settings
 from quantkit.jobs.source_folder import check_side_files, note_left_behind, require_causal_model
 from quantkit.jobs.target import (
@@ -71,7 +79,9 @@ if TYPE_CHECKING:
     from quantkit.via_transformers.passage import Survey
 
 BIT_ALLOCATION = "bit_allocation"
-"""The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
+"""The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted
+run.
+"""
 _INT4_BITS = 4
 
 
@@ -80,11 +90,15 @@ class Prepared:
     """A source of floats, and what is to be written of it.
 
     Attributes:
-        linears_by: how the linear layers of a model known by its tensors only were found; None for others.
-        unread: why transformers does not load the result as it is; None before that is known, and if it does.
-        survey: how samples reach the linears of a model that transformers runs; None before that, and for others.
+        linears_by: how the linear layers of a model known by its tensors only were found; None for
+            others.
+        unread: why transformers does not load the result as it is; None before that is known, and
+            if it does.
+        survey: how samples reach the linears of a model that transformers runs; None before that,
+            and for others.
         settings: of GPTQ; None for rounding.
-        certified: the text on which the loss by position is measured; None if this was not requested.
+        certified: the text on which the loss by position is measured; None if this was not
+            requested.
         notes: for the user.
         allocation: the schemes chosen for a size; None before that, and if a scheme was given.
         adapters: what the manifest records of adapters that are merged; empty if there are none.
@@ -117,9 +131,17 @@ class Prepared:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether errors are weighted by the importance of inputs: of fewer bits than 8, if the model can be run."""
-        schemes = (scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING)
-        return self.settings is None and self.source.config.measurable and any(scheme.bits < 8 for scheme in schemes)
+        """Whether errors are weighted by the importance of inputs: of fewer bits than 8, if the
+        model can be run.
+        """
+        schemes = (
+            scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING
+        )
+        return (
+            self.settings is None
+            and self.source.config.measurable
+            and any(scheme.bits < 8 for scheme in schemes)
+        )
 
     @property
     def inputs(self) -> dict[str, InputRounding]:
@@ -127,18 +149,23 @@ class Prepared:
         method = self.target.method
         if not isinstance(method, CompressedTensors):
             return {}
-        found = {module: method.inputs(scheme) for module, scheme in self.scheme_map.linears.items()}
+        found = {
+            module: method.inputs(scheme) for module, scheme in self.scheme_map.linears.items()
+        }
         return {module: one for module, one in found.items() if one is not None}
 
     @property
     def measured_inputs(self) -> dict[str, InputRounding]:
-        """The inputs that are rounded where the result is measured; none by transformers, which runs the weights."""
+        """The inputs that are rounded where the result is measured; none by transformers, which
+        runs the weights.
+        """
         return self.inputs if self.source.config.runnable else {}
 
     @property
     def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
-        """The solver's kernels of a device. Scales stay positive where readers round the inputs of int4: vLLM's kernels
-        for that were seen to take no others (vllm-project/vllm#48905)."""
+        """The solver's kernels of a device. Scales stay positive where readers round the inputs of
+        int4: vLLM's kernels for that were seen to take no others (vllm-project/vllm#48905).
+        """
         schemes = [self.scheme_map.schemes[module] for module in self.inputs]
         if not any(scheme.bits == _INT4_BITS and not scheme.of_small_floats for scheme in schemes):
             return column_kernels
@@ -162,21 +189,31 @@ class Prepared:
         `carried_templates`."""
         options, target = self.options, self.target
         return Output(
-            self.source, self.source.config, [spec for block in self.blocks for spec in block.tensors],
-            shard_bytes(options.split_max_size, target.container), self.tokenizer, method=target.method,
+            self.source,
+            self.source.config,
+            [spec for block in self.blocks for spec in block.tensors],
+            shard_bytes(options.split_max_size, target.container),
+            self.tokenizer,
+            method=target.method,
             templates=carried_templates(self.source, self.tokenizer, options.template),
-            name=model_name(self.source, options.base_model), authorship=self.authorship, dst=self.dst,
+            name=model_name(self.source, options.base_model),
+            authorship=self.authorship,
+            dst=self.dst,
             kv_cache=None if options.kv_cache is None else calibrated(self.source.config, self.dst),
             mix=mix_named(options.scheme),
-        )  # fmt: skip
+        )
 
     @cached_property
     def authorship(self) -> dict[str, Any]:
-        """Who made the model and under which licence: what the source states, and options where they say otherwise."""
+        """Who made the model and under which licence: what the source states, and options where
+        they say otherwise.
+        """
         stated = read_authorship(self.source.path)
         license, base = self.options.license, self.options.base_model
         if license is not None and license != stated.get("license"):
-            stated = {"license": license} | {key: stated[key] for key in stated if not key.startswith("license")}
+            stated = {"license": license} | {
+                key: stated[key] for key in stated if not key.startswith("license")
+            }
         if base is not None and base != stated.get("base_model"):
             stated = {**stated, "base_model": base, "base_model_relation": "quantized"}
         return stated
@@ -191,9 +228,12 @@ class Prepared:
         return self.target.container.side_files(self.output)
 
     def in_format(self, target: Target) -> Prepared:
-        """The same in one of several formats, in the format's folder in `dst`. Raises `UnsupportedError` if it does not
-        support a scheme."""
-        options = replace(self.options, to=cast(TargetName, target.name), dst=self.dst / target.name)
+        """The same in one of several formats, in the format's folder in `dst`. Raises
+        `UnsupportedError` if it does not support a scheme.
+        """
+        options = replace(
+            self.options, to=cast(TargetName, target.name), dst=self.dst / target.name
+        )
         recipe = self.scheme_map.recipe
         _, notes_before = assigned_schemes(self.source, recipe, self.dst, self.target)
         scheme_map, more = assigned_schemes(self.source, recipe, Path(options.dst), target)
@@ -203,7 +243,9 @@ class Prepared:
         return replace(self, options=options, scheme_map=scheme_map, notes=notes)
 
     def recorded_allocation(self, found: Any) -> Allocation | None:
-        """A choice from a journal or a manifest; None if it is for another size, or has another form."""
+        """A choice from a journal or a manifest; None if it is for another size, or has another
+        form.
+        """
         try:
             allocation = Allocation.from_json(found)
         except (AttributeError, LookupError, TypeError):
@@ -214,7 +256,9 @@ class Prepared:
         """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
         source, before = self.source, self.scheme_map.recipe
         _, notes_before = assigned_schemes(source, before, self.dst, self.target)
-        scheme_map, more = assigned_schemes(source, allocation.recipe(before.overrides), self.dst, self.target)
+        scheme_map, more = assigned_schemes(
+            source, allocation.recipe(before.overrides), self.dst, self.target
+        )
         notes = [*(note for note in self.notes if note not in notes_before), *more]
         return replace(self, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
@@ -239,19 +283,28 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += note_left_behind(source, target.container, dst, has_card=target.method is not None)
     source = with_adapters(
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
-    )  # fmt: skip
+    )
     adapters = recorded_adapters(source)
     source, more = _as_floats(source, options)
     notes += more
     if options.tensors_only and target.name != NATIVE:
-        raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
+        raise RequestError(
+            f'`tensors_only=True` does not go with `to="{target.name}"`',
+            expected=f'`to="{NATIVE}"`',
+        )
     if options.kv_cache is not None:
         require_kv_cache_run(source)
     linears_by = None
     if not source.config.runnable:
-        source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
+        source.config, linears_by, more = with_linears(
+            source.config, source.extra_config, source.path
+        )
         notes += more
-    if source.config.run_by is not None and (named := of_embedding(recipe)) is not None and named.scheme is not None:
+    if (
+        source.config.run_by is not None
+        and (named := of_embedding(recipe)) is not None
+        and named.scheme is not None
+    ):
         from quantkit.via_transformers.embedding import with_embedding
 
         source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
@@ -260,11 +313,17 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
     if options.trust_remote_code and source.config.code is None:
-        why = "config.json names no code" if source.config.run_by is not None else "quantkit runs the model itself"
+        why = (
+            "config.json names no code"
+            if source.config.run_by is not None
+            else "quantkit runs the model itself"
+        )
         notes.append(f"{source.path}: `trust_remote_code=True` has no effect: {why}")
     if not source.config.runnable:
         if recurrent := kept_recurrent(source.config, scheme_map.schemes):
-            notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
+            notes.append(
+                f"{source.path}: {recurrent}; a recipe that names them alone may give them int8"
+            )
         if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
@@ -273,43 +332,66 @@ def prepare(options: QuantizeOptions) -> Prepared:
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
     prepared = Prepared(
-        options, source, scheme_map, tokenizer, linears_by, settings, certified, notes, adapters=adapters
-    )  # fmt: skip
+        options,
+        source,
+        scheme_map,
+        tokenizer,
+        linears_by,
+        settings,
+        certified,
+        notes,
+        adapters=adapters,
+    )
     if options.imatrix is not None and not prepared.is_weighted:
         raise RequestError(
-            "`imatrix` would not be used: it weights errors of fewer than 8 bits, in models that can be run",
+            "`imatrix` would not be used: it weights errors of fewer than 8 bits, in models that"
+            " can be run",
             path=source.path,
-        )  # fmt: skip
+        )
     return prepared
 
 
 def _opened(options: QuantizeOptions) -> StoredCheckpoint:
-    """The source, run by our decoder, or else by transformers. Raises `QuantkitError` as `quantize` does."""
+    """The source, run by our decoder, or else by transformers.
+
+    Raises `QuantkitError` as `quantize` does.
+    """
     path, weights = as_path("src", options.src), options.weights
     if options.tensors_only:
         source = open_checkpoint(path, weights, tensors_only=True)
         unstack(source)
         return source
     source = open_to_run(path, weights, options.via, trust_remote_code=options.trust_remote_code)
-    if options.trust_remote_code and source.config.runnable and (file := named_code(source.path)) is not None:
+    if (
+        options.trust_remote_code
+        and source.config.runnable
+        and (file := named_code(source.path)) is not None
+    ):
         raise RequestError(
-            "the folder's code is not run for a model that quantkit runs itself", path=source.path, found=file,
+            "the folder's code is not run for a model that quantkit runs itself",
+            path=source.path,
+            found=file,
             hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
-        )  # fmt: skip
+        )
     if source.config.run_by is not None:
         _ = replace(options, via="transformers")  # raises for options that do not go with it
     return source
 
 
-def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[StoredCheckpoint, list[str]]:
-    """A source whose weights are floats, and a note if it is quantized. Raises an `UnsupportedError` if it is
-    quantized, and not to be dequantized."""
+def _as_floats(
+    source: StoredCheckpoint, options: QuantizeOptions
+) -> tuple[StoredCheckpoint, list[str]]:
+    """A source whose weights are floats, and a note if it is quantized. Raises an
+    `UnsupportedError` if it is quantized, and not to be dequantized.
+    """
     if not (schemes(source) or read_as_floats(source)):
         return source, []
     found = stored_format(source)
     if not options.dequantize:
         names = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
-        given = {name: getattr(options, name) for name in names} | {"keep": as_strings("keep", options.keep)}
+        given = {name: getattr(options, name) for name in names} | {
+            "keep": as_strings("keep", options.keep)
+        }
         if isinstance(options.scheme, Recipe):
             given |= {"scheme": None, "recipe": "FILE"}
         if not isinstance(options.calibration, str | Path | None):
@@ -318,21 +400,33 @@ def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[Stor
             given["to"] = ",".join(options.to)
         words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(given)]
         raise UnsupportedError(
-            "the source is quantized already", path=source.path, found=found,
-            hint=f"start from the float model, or read this one as floats: {shlex.join(words)} `dequantize=True`",
-        )  # fmt: skip
+            "the source is quantized already",
+            path=source.path,
+            found=found,
+            hint=(
+                f"start from the float model, or read this one as floats: {shlex.join(words)}"
+                " `dequantize=True`"
+            ),
+        )
     read = f"its weights are read as {source.config.dtype}, and rounded again"
-    return DequantizedCheckpoint(source), [f"{source.path}: the source is quantized already ({found}); {read}"]
+    return DequantizedCheckpoint(source), [
+        f"{source.path}: the source is quantized already ({found}); {read}"
+    ]
 
 
 def tensor_blocks(
-    source: Checkpoint, schemes: Mapping[str, QuantScheme], target: Target, *, kv_cache: bool = False
+    source: Checkpoint,
+    schemes: Mapping[str, QuantScheme],
+    target: Target,
+    *,
+    kv_cache: bool = False,
 ) -> list[TensorBlock]:
     """The tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
-        kv_cache: whether each layer ends with the scales of its part of a KV cache, in the source's type.
+        kv_cache: whether each layer ends with the scales of its part of a KV cache, in the source's
+            type.
     """
     assert target.codes is not None
     scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
@@ -366,29 +460,42 @@ def size_fit(prepared: Prepared) -> Fit | None:
 
     def total_bytes(schemes: Mapping[str, QuantScheme]) -> int:
         """Of all files of weights, given the scheme of each module that gets one."""
-        return replace(prepared, scheme_map=replace(prepared.scheme_map, schemes=dict(schemes))).encoder.total_bytes()
+        return replace(
+            prepared, scheme_map=replace(prepared.scheme_map, schemes=dict(schemes))
+        ).encoder.total_bytes()
 
     assert target.codes is not None
-    return Fit(prepared.source, size, target.codes, target.method, _not_chosen(prepared), total_bytes)
+    return Fit(
+        prepared.source, size, target.codes, target.method, _not_chosen(prepared), total_bytes
+    )
 
 
 def choose_schemes(
     prepared: Prepared, fit: Fit, drawn: Calibration, *, group: ProcessGroup, progress: Progress
 ) -> Prepared:
-    """The source with the schemes chosen on samples; a resumed run keeps the choice of the interrupted one. Raises
-    `QuantkitError` as `quantize` does."""
+    """The source with the schemes chosen on samples; a resumed run keeps the choice of the
+    interrupted one. Raises `QuantkitError` as `quantize` does.
+    """
     settings = prepared.settings
     assert settings is not None  # a size goes with GPTQ only
-    allocation = group.broadcast_from_rank0(_of_interrupted(prepared, drawn) if prepared.options.resume else None)
+    allocation = group.broadcast_from_rank0(
+        _of_interrupted(prepared, drawn) if prepared.options.resume else None
+    )
     if allocation is None:
         allocation = fit.chosen(
-            drawn.tokens, device=settings.device, memory_bytes=settings.memory_bytes, group=group, progress=progress
+            drawn.tokens,
+            device=settings.device,
+            memory_bytes=settings.memory_bytes,
+            group=group,
+            progress=progress,
         )
     return prepared.with_allocation(allocation)
 
 
 def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
-    """The choice of an interrupted run for the same size and samples; the writer compares all other options."""
+    """The choice of an interrupted run for the same size and samples; the writer compares all
+    other options.
+    """
     fingerprint = interrupted_fingerprint(prepared.dst)
     if fingerprint.get(option_key("calibration")) != drawn.to_json():
         return None
@@ -396,10 +503,16 @@ def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None
 
 
 def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
-    """The modules whose schemes are not chosen: named ones, and linears of blocks that keep their floats."""
+    """The modules whose schemes are not chosen: named ones, and linears of blocks that keep
+    their floats.
+    """
     source, schemes = prepared.source, prepared.scheme_map.schemes
     free = {module for unit in units(source.config) for module in unit.modules}
-    kept = [module for module in linear_columns(source.config) if module in free and module not in schemes]
+    kept = [
+        module
+        for module in linear_columns(source.config)
+        if module in free and module not in schemes
+    ]
     named = {module: scheme for module, scheme in schemes.items() if module not in free}
     return {**named, **dict.fromkeys(kept)}
 
@@ -409,4 +522,7 @@ def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     tokens, width = math.prod(shape), max(group.columns for group, _ in every_group(config))
     if tokens >= width:
         return []
-    return [f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs; give more `samples`"]
+    return [
+        f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs; give more"
+        " `samples`"
+    ]

@@ -1,4 +1,6 @@
-"""A completion of a prompt as plain values: a line of a file, or what an answer of OpenAI's API is made of."""
+"""A completion of a prompt as plain values: a line of a file, or what an answer of OpenAI's API
+is made of.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,23 @@ from quantkit.text.tokenizer import Tokenizer
 def line_of(
     number: int, prompt: Prompt, found: Completion, texts: TokenTexts, *, key: str | None = None
 ) -> dict[str, Any]:
-    """What is written of a completion; see `quantkit.jobs.generate_file`. Identifiers of calls are made of `key`, by
-    default the number of the prompt."""
+    """What is written of a completion; see `quantkit.jobs.generate_file`. Identifiers of calls are
+    made of `key`, by default the number of the prompt.
+    """
     echoed = len(prompt.request.prompt) if prompt.request.echo else 0
     text = found.text or ""
     if prompt.begins_answer and not texts.tokenizer.byte_level:
         text = text.removeprefix(" ")  # sentencepiece puts it before a word
     line: dict[str, Any] = {
-        "index": number, **prompt.known_by, "sample": found.sample, "text": text,
-        "finish_reason": found.finish_reason, "stop": found.stop, "prompt_tokens": found.prompt_tokens,
+        "index": number,
+        **prompt.known_by,
+        "sample": found.sample,
+        "text": text,
+        "finish_reason": found.finish_reason,
+        "stop": found.stop,
+        "prompt_tokens": found.prompt_tokens,
         "completion_tokens": len(found.token_ids) - echoed,
-    }  # fmt: skip
+    }
     if prompt.form is not None:
         parts, parser = Parts(), prompt.form.parser()
         parts.add([*parser.feed(text), *parser.close()])
@@ -69,8 +77,9 @@ def finish_reason(found: Completion, *, called: bool) -> str:
 def entries_of(
     tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts, batch: BatchRequest | None
 ) -> list[dict[str, Any]]:
-    """Return tokens with their log-probabilities, and those of the likeliest in their places; `batch` is of a request
-    in OpenAI's format."""
+    """Return tokens with their log-probabilities, and those of the likeliest in their places;
+    `batch` is of a request in OpenAI's format.
+    """
     entries = []
     for token, logprob, top in zip(tokens, logprobs.tokens, logprobs.top, strict=True):
         entry = texts.entry(token, logprob, batch)
@@ -79,11 +88,14 @@ def entries_of(
     return entries
 
 
-def end_entries(completion: Completion, texts: TokenTexts, batch: BatchRequest) -> list[dict[str, Any]]:
+def end_entries(
+    completion: Completion, texts: TokenTexts, batch: BatchRequest
+) -> list[dict[str, Any]]:
     """Return the entry of the token that ended a completion; none if something else did.
 
-    OpenAI's completions and vLLM's list this token with its log-probability. lm-eval drops the last entry of a prompt
-    that it scores with one new token: without this entry it would drop a token of the prompt.
+    OpenAI's completions and vLLM's list this token with its log-probability. lm-eval drops the last
+    entry of a prompt that it scores with one new token: without this entry it would drop a token of
+    the prompt.
     """
     if completion.end_token is None or completion.end_logprobs is None:
         return []
@@ -100,18 +112,31 @@ class TokenTexts(dict[int, str]):
 
     def __missing__(self, token: int) -> str:
         alone = self.tokenizer.decode([token])
-        text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]  # it keeps the space before it
+        text = self[token] = self.tokenizer.decode([token, token])[
+            len(alone) :
+        ]  # it keeps the space before it
         return text
 
-    def entry(self, token: int, logprob: float | None, batch: BatchRequest | None) -> dict[str, Any]:
-        """Return a token with its log-probability, and for a request in OpenAI's format with its bytes."""
+    def entry(
+        self, token: int, logprob: float | None, batch: BatchRequest | None
+    ) -> dict[str, Any]:
+        """Return a token with its log-probability, and for a request in OpenAI's format with its
+        bytes.
+        """
         if batch is None:
             return {"token": self[token], "token_id": token, "logprob": logprob}
         text = spell_token_id(token) if batch.tokens_as_ids else self[token]
-        return {"token": text, "token_id": token, "logprob": logprob, "bytes": self._bytes_of(token)}
+        return {
+            "token": text,
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": self._bytes_of(token),
+        }
 
     def _bytes_of(self, token: int) -> list[int] | None:
-        """Return the bytes that a token adds to the text; None if they depend on the tokens before it."""
+        """Return the bytes that a token adds to the text; None if they depend on the tokens
+        before it.
+        """
         text, known = self[token], self.tokenizer.token_bytes
         if known is not None and token not in self._spelled:
             return list(known.of(token) or b"")

@@ -42,26 +42,39 @@ _log = logging.getLogger(__name__)
 
 
 def push(
-    path: str | Path, name: str, *, public: bool = False, base_model: str | None = None, license: str | None = None,
-    revision: str | None = None, message: str | None = None, delete_others: bool = False, dry_run: bool = False,
-    on_steps: Callable[[Mapping[str, float]], object] | None = None, progress: Progress = silent,
-) -> PushResult:  # fmt: skip
-    """Send a model to a repository of the Hugging Face hub, in one commit, and compare what the hub lists with it.
+    path: str | Path,
+    name: str,
+    *,
+    public: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+    delete_others: bool = False,
+    dry_run: bool = False,
+    on_steps: Callable[[Mapping[str, float]], object] | None = None,
+    progress: Progress = silent,
+) -> PushResult:
+    """Send a model to a repository of the Hugging Face hub, in one commit, and compare what the hub
+    lists with it.
 
-    Nothing is sent of a model in which `quantkit.diagnose` finds an error, or whose files are not those of its
-    manifest. Files that the hub has already are not sent again, also those that an interrupted call has sent: the same
-    call continues it. The model itself is not changed.
+    Nothing is sent of a model in which `quantkit.diagnose` finds an error, or whose files are not
+    those of its manifest. Files that the hub has already are not sent again, also those that an
+    interrupted call has sent: the same call continues it. The model itself is not changed.
 
     Args:
         path: a folder, or a GGUF file, of which all parts are sent; not hidden files.
         name: ``owner/name``. The repository is created if it is not there.
         public: create a public repository, not a private one; one that exists keeps its visibility.
-        base_model: for the model card, if neither it nor the manifest states it: the source's name on the hub.
-        license: for the model card: its licence as hubs name it; required for a public repository if the card has none.
+        base_model: for the model card, if neither it nor the manifest states it: the source's name
+            on the hub.
+        license: for the model card: its licence as hubs name it; required for a public repository
+            if the card has none.
         revision: the branch to commit to; created from the default one if it is not there.
         message: of the commit.
         delete_others: delete all other files of the repository in the same commit.
-        dry_run: check the model, list what would be sent, and send nothing; this needs no access token.
+        dry_run: check the model, list what would be sent, and send nothing; this needs no access
+            token.
         on_steps: is called with the seconds that each phase is estimated to take.
         progress: is called while files are read and sent.
 
@@ -69,9 +82,11 @@ def push(
         The commit, and the state of each file.
 
     Raises:
-        RequestError: for an invalid argument; if there is no access token or it may not write there; if a public
-            repository would have no licence, or if files in the repository would be loaded with the model's.
-        CheckpointError: if something is wrong with the model; if the hub does not hold what was sent.
+        RequestError: for an invalid argument; if there is no access token or it may not write
+            there; if a public repository would have no licence, or if files in the repository would
+            be loaded with the model's.
+        CheckpointError: if something is wrong with the model; if the hub does not hold what was
+            sent.
         UnreachableError: if the hub cannot be reached or is overloaded; the same call continues.
 
     Example:
@@ -113,14 +128,24 @@ def push(
             validate_model_card(card.content.decode("utf-8-sig"), name)
         there = _destination(name, revision, there, private=not public)
         if changed or deleted:
-            commit = commit_files(changed, deleted, there, message or f"Upload {name} with quantkit", progress)
+            commit = commit_files(
+                changed, deleted, there, message or f"Upload {name} with quantkit", progress
+            )
             _compare(list(files.values()), name, commit)
             there = replace(there, commit=commit)
     return PushResult(
-        name, f"{HfApi().endpoint}/{name}", revision, None if there is None else there.commit, private, created,
+        name,
+        f"{HfApi().endpoint}/{name}",
+        revision,
+        None if there is None else there.commit,
+        private,
+        created,
         [PushedFile(one, files[one].size, states[one]) for one in sorted(files)],
-        deleted, [] if delete_others else others, dry_run, notes.lines,
-    )  # fmt: skip
+        deleted,
+        [] if delete_others else others,
+        dry_run,
+        notes.lines,
+    )
 
 
 class _Notes:
@@ -138,33 +163,42 @@ class _Notes:
 def _repository_name(name: str) -> str:
     plain = as_string("name", name).removeprefix(PREFIX)
     if not HUB_NAME.fullmatch(plain) or "/" not in plain:
-        raise RequestError("is not the name of a repository of models", found=shown(name), expected="owner/name")
+        raise RequestError(
+            "is not the name of a repository of models", found=shown(name), expected="owner/name"
+        )
     require_repository_name(plain)
     return plain
 
 
 def _require_valid(
     base_model: str | None, license: str | None, revision: str | None, message: str | None
-) -> None:  # fmt: skip
+) -> None:
     for value, pattern, option, expected in (
         (base_model, HUB_NAME, "base_model", "owner/name"),
         (license, LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
         (revision, re.compile(REVISION, re.ASCII), "revision", "the name of a branch"),
     ):
         if value is not None and not pattern.fullmatch(as_string(option, value)):
-            raise RequestError(f"`{option}` is none that a hub knows", found=shown(value), expected=expected)
+            raise RequestError(
+                f"`{option}` is none that a hub knows", found=shown(value), expected=expected
+            )
     if base_model is not None and "/" not in base_model:
         raise RequestError("`base_model` has no owner", found=base_model, expected="owner/name")
     if revision is not None and COMMIT.fullmatch(revision):
-        raise RequestError("`revision` is a commit, which does not change", found=revision, expected="a branch")
+        raise RequestError(
+            "`revision` is a commit, which does not change", found=revision, expected="a branch"
+        )
     if message is not None and not as_string("message", message).strip():
         raise RequestError("`message` is empty", expected="the message of a commit")
 
 
 def _before(
     name: str, branch: str | None, public: bool, dry_run: bool, notes: _Notes
-) -> tuple[Repository | None, bool | None]:  # fmt: skip
-    """The repository, None if it is not there, and whether it is private or will be. A dry run continues without it."""
+) -> tuple[Repository | None, bool | None]:
+    """The repository, None if it is not there, and whether it is private or will be.
+
+    A dry run continues without it.
+    """
     try:
         there = read_repository(name, branch)
     except QuantkitError as error:
@@ -182,21 +216,40 @@ def _before(
 
 
 def _local_files(
-    model: Path, paths: Mapping[str, Path], dry_run: bool, on_steps: Callable[[Mapping[str, float]], object] | None,
-    notes: _Notes, progress: Progress,
-) -> dict[str, LocalFile]:  # fmt: skip
+    model: Path,
+    paths: Mapping[str, Path],
+    dry_run: bool,
+    on_steps: Callable[[Mapping[str, float]], object] | None,
+    notes: _Notes,
+    progress: Progress,
+) -> dict[str, LocalFile]:
     """The files with their hashes, compared with the manifests."""
     if on_steps is not None and not dry_run:
         size = sum(path.stat().st_size for path in paths.values())
-        on_steps({"sha256": size / _HASH_SPEED, "upload": size / _UPLOAD_SPEED, "commit": _COMMIT_SECONDS})
+        on_steps(
+            {
+                "sha256": size / _HASH_SPEED,
+                "upload": size / _UPLOAD_SPEED,
+                "commit": _COMMIT_SECONDS,
+            }
+        )
     files = hashed(paths, progress)
     digests = {paths[name]: file.sha256 for name, file in files.items()}
     found = manifests(model)
     for one in found:
-        _, edited = require_as_written(one, sha256=lambda path: digests.get(path) or SourceFile(path).sha256())
-        notes.extend([f"{file} was {what} since quantkit wrote it" for file, what in edited.items()])
+        _, edited = require_as_written(
+            one, sha256=lambda path: digests.get(path) or SourceFile(path).sha256()
+        )
+        notes.extend(
+            [f"{file} was {what} since quantkit wrote it" for file, what in edited.items()]
+        )
         if one.is_file() and manifest_path(one) not in digests:
-            notes.extend([f"{manifest_path(one)} is of the whole folder, and not sent: pass the folder to send it"])
+            notes.extend(
+                [
+                    f"{manifest_path(one)} is of the whole folder, and not sent: pass the folder to"
+                    " send it"
+                ]
+            )
     if not found:
         notes.extend([f"{model} has no manifest of quantkit to compare its files with"])
     return files
@@ -207,12 +260,16 @@ def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
     if not card.license:
         problem = "the model card states no licence"
         if private is False:
-            raise RequestError(problem, found=README, hint="`license` states it, such as apache-2.0 or other")
+            raise RequestError(
+                problem, found=README, hint="`license` states it, such as apache-2.0 or other"
+            )
         notes.extend([f"{problem}: `license` states it"])
     if card.lacks_base:
         notes.extend(["the model card states no base model: `base_model` states it"])
     if card.changed and not card.is_new:
-        notes.extend([f"the model card is sent with {_and(card.changed)} added; the folder is not changed"])
+        notes.extend(
+            [f"the model card is sent with {_and(card.changed)} added; the folder is not changed"]
+        )
 
 
 def _state(file: LocalFile, there: Repository | None) -> State:
@@ -223,19 +280,29 @@ def _state(file: LocalFile, there: Repository | None) -> State:
 
 
 def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]) -> None:
-    """Refuse to leave files of another model among those that readers load; GGUF files are independent of them."""
+    """Refuse to leave files of another model among those that readers load; GGUF files are
+    independent of them.
+    """
     if all(not is_loaded(one) or one.endswith(".gguf") for one in files):
         return
-    mixed = [one for one in others if "/" not in one and is_loaded(one) and not one.endswith(".gguf")]
+    mixed = [
+        one for one in others if "/" not in one and is_loaded(one) and not one.endswith(".gguf")
+    ]
     if mixed:
         raise RequestError(
-            "the repository has files that readers would load with the model's", path=PREFIX + name,
+            "the repository has files that readers would load with the model's",
+            path=PREFIX + name,
             found=some_names(mixed),
-            hint="`delete_others=True` deletes them in the same commit; or push to another repository",
-        )  # fmt: skip
+            hint=(
+                "`delete_others=True` deletes them in the same commit; or push to another"
+                " repository"
+            ),
+        )
 
 
-def _destination(name: str, branch: str | None, there: Repository | None, *, private: bool) -> Repository:
+def _destination(
+    name: str, branch: str | None, there: Repository | None, *, private: bool
+) -> Repository:
     """The repository at the branch, which are created if they are not there."""
     if there is None:
         create_repository(name, private=private)
@@ -257,7 +324,9 @@ def _compare(files: list[LocalFile], name: str, commit: str) -> None:
         require_sent(files, name, commit)
     except RequestError as error:
         problem = f"commit {commit} was made, but not compared with the files: {error.problem}"
-        raise type(error)(problem, path=error.path, hint="repeat the command, which compares them") from error
+        raise type(error)(
+            problem, path=error.path, hint="repeat the command, which compares them"
+        ) from error
 
 
 def _and(names: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""The model card that `push` sends: the folder's README.md, with what hubs read of it and it lacks; or a short new one.
+"""The model card that `push` sends: the folder's README.md, with what hubs read of it and it lacks;
+or a short new one.
 
 It is made in memory, since the manifest of the folder has the sha256 of its files.
 """
@@ -47,20 +48,23 @@ class Card:
 
 def model_card(
     model: Path, files: Mapping[str, Path], name: str, base_model: str | None, license: str | None
-) -> Card:  # fmt: skip
+) -> Card:
     """The model card of a model.
 
     Args:
         files: what is sent, by name.
         name: of the repository.
-        base_model, license: what it is to state; None leaves what it states, or what the manifest records.
+        base_model, license: what it is to state; None leaves what it states, or what the manifest
+            records.
 
     Raises:
         RequestError: if README.md is not UTF-8, or its metadata is not what a hub reads.
     """
     readme, made = files.get(CARD), manifest_or_empty(model)
     if readme is None and any(name.startswith(f"{CARD}/") for name in files):
-        raise RequestError("is a folder, and the place of the model card", path=model / CARD, hint="rename it")
+        raise RequestError(
+            "is a folder, and the place of the model card", path=model / CARD, hint="rename it"
+        )
     original = b"" if readme is None else readme.read_bytes()
     card = _read(original, readme or model / CARD)
     before = card.data.to_dict()
@@ -92,7 +96,9 @@ def model_card(
 
 
 def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
-    """What the metadata of GGUF files states; several files of a folder are one model in several types."""
+    """What the metadata of GGUF files states; several files of a folder are one model in several
+    types.
+    """
     paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
     return read_authorship(paths[0] if paths else model)
 
@@ -104,42 +110,69 @@ def _read(content: bytes, path: Path) -> Any:
     try:
         text = content.decode("utf-8-sig")
         if _BEGUN.match(text) and not _ENDED.search(text):
-            raise RequestError("its metadata does not end", path=path, expected="a line ---", hint=hint)
+            raise RequestError(
+                "its metadata does not end", path=path, expected="a line ---", hint=hint
+            )
         with quietly():
             return ModelCard(text)
     except UnicodeDecodeError as error:
-        raise RequestError("is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise RequestError("its metadata cannot be read", path=path, found=short(error), hint=hint) from error
+        raise RequestError(
+            "is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8"
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:
+        raise RequestError(
+            "its metadata cannot be read", path=path, found=short(error), hint=hint
+        ) from error
 
 
 def _text(card: Any, original: bytes) -> str:
-    """The text of a card, with the line ends and the order of the metadata that it had; older versions of the library
-    have no fixed order for new metadata."""
+    """The text of a card, with the line ends and the order of the metadata that it had; older
+    versions of the library have no fixed order for new metadata.
+    """
     if not card.data.to_dict():
         return str(card.text)
     end = "\r\n" if b"\r\n" in original else "\n"
     order = list(dict.fromkeys([*getattr(card, "_original_order", ()), *vars(card.data)]))
-    return f"---{end}{card.data.to_yaml(line_break=end, original_order=order)}{end}---{end}{card.text}"
+    return (
+        f"---{end}{card.data.to_yaml(line_break=end, original_order=order)}{end}---{end}{card.text}"
+    )
 
 
-def _described(model: Path, files: Mapping[str, Path], made: Mapping[str, Any], tags: list[str]) -> dict[str, Any]:
-    """The metadata of a new model card but for base model and licence, without what is not known; `tags` are the
-    model's own."""
+def _described(
+    model: Path, files: Mapping[str, Path], made: Mapping[str, Any], tags: list[str]
+) -> dict[str, Any]:
+    """The metadata of a new model card but for base model and licence, without what is not known;
+    `tags` are the model's own.
+    """
     floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
     config = read_json(model / "config.json") if "config.json" in files else {}
     classes = config.get("architectures")
     causal = isinstance(classes, list) and any(str(one).endswith("ForCausalLM") for one in classes)
     facts = {
-        "library_name": "transformers" if floats and classes and made.get("job") != "quantize" else None,
+        "library_name": (
+            "transformers" if floats and classes and made.get("job") != "quantize" else None
+        ),
         "pipeline_tag": "text-generation" if causal or (made and _has_gguf(files)) else None,
-        "tags": list(dict.fromkeys([*tags, *(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])])),
+        "tags": list(
+            dict.fromkeys(
+                [*tags, *(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])]
+            )
+        ),
     }
     return {key: value for key, value in facts.items() if value}
 
 
 def _relation(made: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
-    """How hubs call the relation of what quantkit made to the base model; None leaves it to the hub."""
+    """How hubs call the relation of what quantkit made to the base model; None leaves it to the
+    hub.
+    """
     if made.get("job") == "quantize" or _has_gguf(files):
         return "quantized"
     return "finetune" if made.get("lora") else None
@@ -154,5 +187,8 @@ def _body(name: str, made: Mapping[str, Any], base: object) -> str:
     if isinstance(base, str):
         lines.append(f"Base model: [{base}](https://huggingface.co/{base}).")
     if made:
-        lines.append(f"Made with quantkit {made.get('quantkit_version', '')}: `quantkit {made.get('job', '')}`.")
+        lines.append(
+            f"Made with quantkit {made.get('quantkit_version', '')}: `quantkit"
+            f" {made.get('job', '')}`."
+        )
     return "\n" + "\n\n".join(lines) + "\n"

@@ -31,18 +31,24 @@ _log = logging.getLogger(__name__)
 
 
 def require_sound(model: Path) -> Path:
-    """The path of a model in which `quantkit.diagnose` finds no error, a folder or a GGUF file; its warnings are
-    logged.
+    """The path of a model in which `quantkit.diagnose` finds no error, a folder or a GGUF file; its
+    warnings are logged.
 
     Raises:
         RequestError: if it is neither.
         CheckpointError: if it is unfinished, or something is wrong with it.
     """
     if str(model).startswith(PREFIX) and not model.exists():
-        raise RequestError("is a name on the hub", found=shown(str(model)), expected="a folder or a GGUF file to push")
+        raise RequestError(
+            "is a name on the hub",
+            found=shown(str(model)),
+            expected="a folder or a GGUF file to push",
+        )
     found = require_there(model)
     if not found.is_dir() and found.suffix.lower() != GGUF:
-        raise RequestError("is one file of a model", path=model, expected="its folder, or a GGUF file")
+        raise RequestError(
+            "is one file of a model", path=model, expected="its folder, or a GGUF file"
+        )
     require_finished(found, manifest.NAME)
     if found.resolve().name.endswith(PARTIAL):
         raise _unfinished(found)
@@ -54,13 +60,15 @@ def require_sound(model: Path) -> Path:
 
 
 def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files to send by their names in the repository; and the hidden files and folders, which are not sent.
+    """The files to send by their names in the repository; and the hidden files and folders, which
+    are not sent.
 
-    All files of a folder, also in folders in it; or all files of a GGUF model, with its own manifest.
+    All files of a folder, also in folders in it; or all files of a GGUF model, with its own
+    manifest.
 
     Raises:
-        CheckpointError: if one cannot be read, is unfinished, is no file, its weights are damaged, or a link leads out
-            of the folder.
+        CheckpointError: if one cannot be read, is unfinished, is no file, its weights are damaged,
+            or a link leads out of the folder.
         RequestError: if a folder in it is a link.
     """
     hidden: list[str] = []
@@ -74,7 +82,8 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
     root = model if model.is_dir() else model.parent
     for name, path in files.items():
         _require_readable(name, path)
-        # The header of safetensors and GGUF files was read: they are weights, which may be on another disk.
+        # The header of safetensors and GGUF files was read: they are weights, which may be on
+        # another disk.
         if path.suffix.lower() not in _PARSED:
             require_inside(path, root)
     return files, hidden
@@ -102,14 +111,21 @@ def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
             elif name in names:
                 yield relative, path
             elif path.is_symlink():
-                problem, hint = "is a link to a folder, whose files would not be sent", "copy the folder, or remove it"
+                problem, hint = (
+                    "is a link to a folder, whose files would not be sent",
+                    "copy the folder, or remove it",
+                )
                 raise RequestError(problem, path=path, hint=hint)
-        folders[:] = sorted(name for name in folders if not (name.startswith(".") or name == _CACHE))
+        folders[:] = sorted(
+            name for name in folders if not (name.startswith(".") or name == _CACHE)
+        )
 
 
 def _require_readable(name: str, path: Path) -> None:
     if not is_file_name(name):
-        raise RequestError("has a name that the hub does not accept", path=shown(str(path)), found=shown(name))
+        raise RequestError(
+            "has a name that the hub does not accept", path=shown(str(path)), found=shown(name)
+        )
     if path.is_symlink() and not path.exists():
         raise CheckpointError("is a link to a file that is missing", path=path)
     SourceFile(path).require_content()
@@ -129,12 +145,18 @@ def _require_no_errors(found: Diagnosis, model: Path) -> None:
     errors = [one for one in found.findings if found.severity(one) == "error"]
     if errors:
         first, more = errors[0], len(errors) - 1
-        hint = first.rule.remedy + (f"; there are {more} more errors, run the doctor" if more else "")
-        raise CheckpointError(f"{first.rule.name}: {first.where}: {first.what}", path=model, hint=hint)
+        hint = first.rule.remedy + (
+            f"; there are {more} more errors, run the doctor" if more else ""
+        )
+        raise CheckpointError(
+            f"{first.rule.name}: {first.where}: {first.what}", path=model, hint=hint
+        )
     for one in found.findings:
         if found.severity(one) == "warning":
             _log.warning("%s: %s: %s: %s", model, one.rule.name, one.where, one.what)
 
 
 def _unfinished(path: Path) -> CheckpointError:
-    return CheckpointError("is unfinished", path=path, hint="finish the command that writes it, or remove it")
+    return CheckpointError(
+        "is unfinished", path=path, hint="finish the command that writes it, or remove it"
+    )

@@ -14,7 +14,9 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class PushedFile:
-    """A file of the model, and its state: ``new`` or ``changed`` compared with the repository, or the ``same``."""
+    """A file of the model, and its state: ``new`` or ``changed`` compared with the repository,
+    or the ``same``.
+    """
 
     name: str
     size: int
@@ -28,7 +30,8 @@ class PushResult:
     Attributes:
         url: of the repository.
         branch: None for the default one.
-        commit: the head of the branch, with these files and those that stay; None if it is not there yet.
+        commit: the head of the branch, with these files and those that stay; None if it is not
+            there yet.
         private: whether the repository is private; None if the hub does not state it.
         created: whether the repository was created, or would be.
         files: of the model, by name.
@@ -66,12 +69,23 @@ class PushResult:
         others += [f"{len(self.kept)} other {stay}: {some_names(self.kept)}"] if self.kept else []
         if self.dry_run:
             width = max((len(file.name) for file in self.files), default=0)
-            rows = [f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}" for file in self.files]
+            rows = [
+                f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}"
+                for file in self.files
+            ]
             rows += [f"  {'delete':<8}{name}" for name in self.deleted]
             made = "would create" if self.created else "would send to"
-            return [f"{made} {where}", *rows, "; ".join([f"{amount} to send", *there, *others]), "nothing was sent"]
+            return [
+                f"{made} {where}",
+                *rows,
+                "; ".join([f"{amount} to send", *there, *others]),
+                "nothing was sent",
+            ]
         if not sent and not self.deleted:
-            return [f"{where}: nothing to send", "; ".join(["every file there is the same", *others])]
+            return [
+                f"{where}: nothing to send",
+                "; ".join(["every file there is the same", *others]),
+            ]
         made = "created, " if self.created else ""
         done = "; ".join([f"sent {amount}", *there, *others, "the hub's list of files is as here"])
         return [f"{where}: {made}commit {self.commit}", done]

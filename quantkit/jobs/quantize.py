@@ -44,10 +44,11 @@ class QuantizeArguments(QuantizeOptions):
     """The arguments of `quantize`: the options, and who takes part.
 
     Attributes:
-        group: the processes that share the calibration. Each makes the same call; rank 0 writes, and the others wait
-            for it.
+        group: the processes that share the calibration. Each makes the same call; rank 0 writes,
+            and the others wait for it.
         on_estimate: called with the estimate of memory, disk and time before anything takes long.
-        on_note: called with what the user should know while the job still runs: a scheme that will hardly pass.
+        on_note: called with what the user should know while the job still runs: a scheme that will
+            hardly pass.
         progress: as in `convert`.
     """
 
@@ -60,28 +61,30 @@ class QuantizeArguments(QuantizeOptions):
 
 @called_with(QuantizeArguments)
 def quantize(options: QuantizeArguments) -> QuantizeResult:
-    """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
+    """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the
+    gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
     unless the recipe names them. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
-    A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
-    and all other tensors stay as they are.
+    A model known by its tensors only is not run: its linears are rounded, those that lose too much
+    keep their floats, and all other tensors stay as they are.
 
     Args:
 
     Returns:
-        What was written: path, size, bits per weight, what the gate measured, notes; the same in each process of a
-        group.
+        What was written: path, size, bits per weight, what the gate measured, notes; the same in
+        each process of a group.
 
     Raises:
-        RequestError: for a scheme, method or option that is invalid, or a size that no choice of schemes has.
-        CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized, or `to` does not
-            hold the scheme.
+        RequestError: for a scheme, method or option that is invalid, or a size that no choice of
+            schemes has.
+        CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be
+            quantized, or `to` does not hold the scheme.
         DestinationError, ResumeError: if `dst` exists, cannot be written, or is being written.
-        NonFiniteError, QualityError: if the weights hold NaN or Inf, or the result is too far from its source.
-            After any of them there is no `dst`.
+        NonFiniteError, QualityError: if the weights hold NaN or Inf, or the result is too far from
+            its source. After any of them there is no `dst`.
 
     Example:
         >>> made = quantkit.quantize("model", "model-int4", "int4-g128")
@@ -93,18 +96,29 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     prepared = prepare(options)
     if prepared.source.config.run_by is not None and group.size > 1:
         raise RequestError(
-            "models that transformers runs are quantized by one process", found=f"{group.size} processes"
+            "models that transformers runs are quantized by one process",
+            found=f"{group.size} processes",
         )
     if options.refine:
         return _refined(options, prepared, began, progress)
-    there = is_finished(prepared.dst, options.if_exists) if group.is_rank0 else group.receive_from_rank0()
+    there = (
+        is_finished(prepared.dst, options.if_exists)
+        if group.is_rank0
+        else group.receive_from_rank0()
+    )
     if group.is_rank0:
         group.send_from_rank0(there)
     if there:
-        return _skipped(prepared, group, began, progress) if group.is_rank0 else group.receive_from_rank0()
+        return (
+            _skipped(prepared, group, began, progress)
+            if group.is_rank0
+            else group.receive_from_rank0()
+        )
     fit, formats = size_fit(prepared), Formats.of(prepared)
     if group.is_rank0:
-        require_buildable(prepared.dst, formats.encoder, resume=options.resume)  # before anything takes long
+        require_buildable(
+            prepared.dst, formats.encoder, resume=options.resume
+        )  # before anything takes long
         _ = formats.side_files
         if options.on_estimate is not None:
             options.on_estimate(estimate_quantization(formats, fit))
@@ -117,11 +131,17 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     source, settings, dst = prepared.source, prepared.settings, prepared.dst
     quantizer = quantizer_of(prepared, drawn, group, progress)
     if not group.is_rank0:
-        return _follow_rank0(group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst)))
+        return _follow_rank0(
+            group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst))
+        )
     works = {folder: work_of(one, drawn, group) for folder, one in formats.each.items()}
     work = formats.work(works)
-    report = progress if settings is None else without_phase(progress, work.job)  # GPTQ reports its linears
-    with writing(work, dst, resume=options.resume, source_check=options.source_check, progress=report) as writer:
+    report = (
+        progress if settings is None else without_phase(progress, work.job)
+    )  # GPTQ reports its linears
+    with writing(
+        work, dst, resume=options.resume, source_check=options.source_check, progress=report
+    ) as writer:
         if is_probed(prepared) and not writer.written.names:
             note = probe_rounding(prepared, progress)
             if note is not None and options.on_note is not None:
@@ -140,10 +160,14 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     return found
 
 
-def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progress: Progress) -> QuantizeResult:
+def _refined(
+    options: QuantizeArguments, prepared: Prepared, began: float, progress: Progress
+) -> QuantizeResult:
     """Quantize to a folder next to the output, and refine what is there."""
     if options.group.size > 1:
-        raise RequestError("`refine=True` is for one process", found=f"{options.group.size} processes")
+        raise RequestError(
+            "`refine=True` is for one process", found=f"{options.group.size} processes"
+        )
     require_buildable(prepared.dst, prepared.encoder, resume=options.resume)
     estimate = estimate_refined_quantization(prepared)
     if options.on_estimate is not None:
@@ -153,11 +177,22 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
     if is_several(calibration) and not hasattr(calibration, "__getitem__"):
         calibration = list(calibration)  # it is read twice
     plain = replace(
-        options, dst=between, refine=False, train_codes=False, train_norms=False, epochs=None, on_estimate=None,
-        calibration=calibration, accept_quality_loss=True, if_exists="skip" if is_there and options.resume else "fail",
-        resume=options.resume and partial_folder(between).exists(), progress=progress,
-    )  # fmt: skip
-    fields = {name: getattr(plain, name) for name in inspect.signature(QuantizeArguments).parameters}
+        options,
+        dst=between,
+        refine=False,
+        train_codes=False,
+        train_norms=False,
+        epochs=None,
+        on_estimate=None,
+        calibration=calibration,
+        accept_quality_loss=True,
+        if_exists="skip" if is_there and options.resume else "fail",
+        resume=options.resume and partial_folder(between).exists(),
+        progress=progress,
+    )
+    fields = {
+        name: getattr(plain, name) for name in inspect.signature(QuantizeArguments).parameters
+    }
     try:
         first = quantize(**fields)
         return refined(prepared, first, calibration, began, progress)
@@ -167,36 +202,55 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
         raise
 
 
-def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Progress) -> QuantizeResult:
-    """The result that exists. Raises `DestinationError` if it is another one than this job would write."""
+def _skipped(
+    prepared: Prepared, group: ProcessGroup, began: float, progress: Progress
+) -> QuantizeResult:
+    """The result that exists.
+
+    Raises `DestinationError` if it is another one than this job would write.
+    """
     options, formats = prepared.options, Formats.of(prepared)
     require_folders(prepared.dst, formats.each)
     there = {folder: Existing.read(one.dst, progress) for folder, one in formats.each.items()}
     if options.size is not None:
         existing = there[""]  # a size goes with one format
-        if (allocation := prepared.recorded_allocation(existing.manifest.get(BIT_ALLOCATION))) is None:
+        if (
+            allocation := prepared.recorded_allocation(existing.manifest.get(BIT_ALLOCATION))
+        ) is None:
             raise existing.differs(BIT_ALLOCATION)
         prepared = prepared.with_allocation(allocation)
     for folder, one in Formats.of(prepared).each.items():
         known = {"job": "quantize", **work_of(one, None, group).options}
-        there[folder].require({key: there[folder].manifest.get(key) for key in known}, known)  # first, as it is fast
+        there[folder].require(
+            {key: there[folder].manifest.get(key) for key in known}, known
+        )  # first, as it is fast
     prepared, drawn = settled(prepared, None, SINGLE, progress)  # rank 0 draws for all
     each = Formats.of(prepared).each.items()
-    results = {folder: _kept(one, drawn, there[folder], group, began, progress) for folder, one in each}
+    results = {
+        folder: _kept(one, drawn, there[folder], group, began, progress) for folder, one in each
+    }
     found = together(results, prepared.dst, time.monotonic() - began)
     group.send_from_rank0(found)
     return found
 
 
 def _kept(
-    prepared: Prepared, drawn: Calibration | None, there: Existing, group: ProcessGroup, began: float,
+    prepared: Prepared,
+    drawn: Calibration | None,
+    there: Existing,
+    group: ProcessGroup,
+    began: float,
     progress: Progress,
-) -> QuantizeResult:  # fmt: skip
+) -> QuantizeResult:
     """One result that exists, with samples that were drawn; see `_skipped`."""
     options, work = prepared.options, work_of(prepared, drawn, group)
-    there.require_inputs(work, planned(prepared, work), source_check=options.source_check, progress=progress)
+    there.require_inputs(
+        work, planned(prepared, work), source_check=options.source_check, progress=progress
+    )
     accepted, certificate, text = options.accept_quality_loss, None, prepared.certified
-    gate = there.passed(Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted)
+    gate = there.passed(
+        Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted
+    )
     if ("positions" in there.manifest) != (text is not None):
         raise there.differs("certify_positions")
     if text is not None:
@@ -204,14 +258,21 @@ def _kept(
         certificate = there.passed(PositionCertificate, "positions", accepted=accepted, **stated)
     opened = there.opened(work)
     if prepared.source.config.run_by is not None:
-        prepared = with_loading(prepared, run_by_transformers(opened, code=prepared.source.config.code))
+        prepared = with_loading(
+            prepared, run_by_transformers(opened, code=prepared.source.config.code)
+        )
     size = weight_size(opened)
     there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
     return result_of(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
 
 
 def _write(
-    blocks: Sequence[TensorBlock], quantizer: RtnQuantizer, writer: Writer, there: Written, *, durable: bool
+    blocks: Sequence[TensorBlock],
+    quantizer: RtnQuantizer,
+    writer: Writer,
+    there: Written,
+    *,
+    durable: bool,
 ) -> None:
     """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
     with quantizer.running(blocks, there):
@@ -228,7 +289,9 @@ def _write(
 def _follow_rank0(
     group: ProcessGroup, quantizer: RtnQuantizer, blocks: Sequence[TensorBlock], there: Written
 ) -> QuantizeResult:
-    """What another process than the first does: it solves with the others, and waits for the one that writes."""
+    """What another process than the first does: it solves with the others, and waits for the one
+    that writes.
+    """
     with quantizer.running(blocks, there):
         for block in blocks:
             quantizer.solve(block)  # the first process writes it
@@ -251,7 +314,11 @@ def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelC
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
     none = f", {never} of them none" if never else ""
     rounded = sum(record["solver"] in ROUNDED for own in found.values() for record in own)
-    last = f", and {rounded} of their linears {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
+    last = (
+        f", and {rounded} of their linears {'was' if rounded == 1 else 'were'} rounded to nearest"
+        if rounded
+        else ""
+    )
     return [
         f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
         f"all tokens calibrated them{last}"

@@ -47,9 +47,14 @@ def unrefined_path(dst: Path) -> Path:
 
 
 def refined(
-    prepared: Prepared, first: QuantizeResult, calibration: TextSource | None, began: float, progress: Progress
+    prepared: Prepared,
+    first: QuantizeResult,
+    calibration: TextSource | None,
+    began: float,
+    progress: Progress,
 ) -> QuantizeResult:
-    """Train the result that was quantized first, write it to the requested output, and remove it where it is now.
+    """Train the result that was quantized first, write it to the requested output, and remove it
+    where it is now.
 
     If training does not bring it closer to its source, it is written as it is, with a note.
 
@@ -62,19 +67,33 @@ def refined(
     assert settings is not None  # refining goes with GPTQ
     planned = plan_refinement(
         RefineOptions(
-            first.path, as_path("dst", options.dst), against=prepared.source.path, calibration=calibration,
-            text_column=options.text_column, samples=settings.samples, length=settings.length, seed=settings.seed,
-            train_codes=options.train_codes, train_norms=options.train_norms, epochs=options.epochs,
-            activation_memory=settings.memory_bytes, device=settings.device, resume=options.resume,
+            first.path,
+            as_path("dst", options.dst),
+            against=prepared.source.path,
+            calibration=calibration,
+            text_column=options.text_column,
+            samples=settings.samples,
+            length=settings.length,
+            seed=settings.seed,
+            train_codes=options.train_codes,
+            train_norms=options.train_norms,
+            epochs=options.epochs,
+            activation_memory=settings.memory_bytes,
+            device=settings.device,
+            resume=options.resume,
         )
-    )  # fmt: skip
+    )
     drawn = planned.settings.draw(planned.reference, progress=progress)
     try:
-        with training_of(planned, drawn, prepared.dst, resume=options.resume, progress=progress) as (trained, state):
+        with training_of(
+            planned, drawn, prepared.dst, resume=options.resume, progress=progress
+        ) as (trained, state):
             final = _write_refined(prepared, first, planned, drawn, trained, state, began, progress)
     except NoImprovementError as error:
         final = _write_unrefined(prepared, first, planned, drawn, began, progress)
-        final.notes.append(f"{prepared.dst}: {error.problem} ({error.found}); it is written as it was quantized")
+        final.notes.append(
+            f"{prepared.dst}: {error.problem} ({error.found}); it is written as it was quantized"
+        )
     remove_model(first.path)
     return final
 
@@ -89,7 +108,10 @@ def _write_refined(
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """Write the trained model, and compare it with its source. Raises `QualityError` if it does not pass the gate."""
+    """Write the trained model, and compare it with its source.
+
+    Raises `QualityError` if it does not pass the gate.
+    """
     options = prepared.options
     work = work_of(prepared, drawn, SINGLE)
     work = replace(work, options={**work.options, "refine": planned.options.recorded()})
@@ -98,7 +120,9 @@ def _write_refined(
     records = _records(first.manifest["modules"], records_of(planned, trained, changed))
     # Under a phase of its own: a bar that returned to "quantize" would start the whole job again.
     observed = in_phase(progress, REFINED_WRITING)
-    with writing(work, prepared.dst, resume=options.resume, source_check=False, progress=observed) as writer:
+    with writing(
+        work, prepared.dst, resume=options.resume, source_check=False, progress=observed
+    ) as writer:
         result = put_all(writer, trained, records)
         require_written(trained, result, None if planned.names.codes else planned.quantized)
         gate = run_gate(
@@ -128,16 +152,21 @@ def _write_unrefined(
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """Write the model as it was quantized, as `quantize` does without `refine`. Raises `QualityError` if it has not
-    passed the gate, which measured it when it was quantized."""
-    plain_options = replace(prepared.options, refine=False, train_codes=False, train_norms=False, epochs=None)
+    """Write the model as it was quantized, as `quantize` does without `refine`. Raises
+    `QualityError` if it has not passed the gate, which measured it when it was quantized.
+    """
+    plain_options = replace(
+        prepared.options, refine=False, train_codes=False, train_norms=False, epochs=None
+    )
     plain = replace(prepared, options=plain_options)
     work = work_of(plain, drawn, SINGLE)
     records = _records(first.manifest["modules"], {})
     gate = first.quality
     assert isinstance(gate, Gate)  # a model that is refined can be run
     observed = in_phase(progress, REFINED_WRITING)
-    with writing(work, plain.dst, resume=plain_options.resume, source_check=False, progress=observed) as writer:
+    with writing(
+        work, plain.dst, resume=plain_options.resume, source_check=False, progress=observed
+    ) as writer:
         result = put_all(writer, planned.quantized, records)
         require_written(planned.quantized, result, planned.quantized)
         if not plain_options.accept_quality_loss:

@@ -1,4 +1,6 @@
-"""How a quantization is run: its final schemes and samples, its quantizer, and all that decides the bytes."""
+"""How a quantization is run: its final schemes and samples, its quantizer, and all that decides
+the bytes.
+"""
 
 from __future__ import annotations
 
@@ -54,40 +56,67 @@ def settled(
 def quantizer_of(
     prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress
 ) -> RtnQuantizer:
-    source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
+    source, settings, allow_nonfinite = (
+        prepared.source,
+        prepared.settings,
+        prepared.options.allow_nonfinite,
+    )
     shared, kernels_of = SharedScales(source, prepared.scheme_map.schemes), prepared.kernels_of
     if settings is None or drawn is None:
         quantizer = RtnQuantizer(
-            source, allow_nonfinite=allow_nonfinite, shared=shared, kernels_of=kernels_of, progress=progress
+            source,
+            allow_nonfinite=allow_nonfinite,
+            shared=shared,
+            kernels_of=kernels_of,
+            progress=progress,
         )
         if prepared.is_weighted and group.is_rank0:
             observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
-            importance = partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed)
+            importance = partial(
+                input_importance, source, prepared.tokenizer, linears=linears, progress=observed
+            )
             if prepared.options.imatrix is not None:
-                importance = partial(importance_from, as_path("imatrix", prepared.options.imatrix), source)
+                importance = partial(
+                    importance_from, as_path("imatrix", prepared.options.imatrix), source
+                )
             quantizer.importance = cache(importance)
         if prepared.options.kv_cache is not None and group.is_rank0:
-            quantizer.cache_sample = partial(sample_tokens, source, prepared.tokenizer, *scale_tokens(source))
+            quantizer.cache_sample = partial(
+                sample_tokens, source, prepared.tokenizer, *scale_tokens(source)
+            )
         return quantizer
     if source.config.run_by is not None:
         from quantkit.jobs.lockstep import lockstep_quantizer
 
         return lockstep_quantizer(prepared, settings, drawn, progress)
-    effort = settings.effort_on(source.config, drawn.tokens.shape, prepared.scheme_map.linears.values())
+    effort = settings.effort_on(
+        source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+    )
     return GptqQuantizer(
-        source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-        effort=effort, allow_nonfinite=allow_nonfinite, group=group,
-        progress=progress, shared=shared, kernels_of=kernels_of,
-    )  # fmt: skip
+        source,
+        drawn,
+        prepared.scheme_map.schemes,
+        device=settings.device,
+        memory_bytes=settings.memory_bytes,
+        effort=effort,
+        allow_nonfinite=allow_nonfinite,
+        group=group,
+        progress=progress,
+        shared=shared,
+        kernels_of=kernels_of,
+    )
 
 
 def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) -> Work:
-    """What is to be written, with all that decides its bytes: for the manifest, and for runs that resume."""
+    """What is to be written, with all that decides its bytes: for the manifest, and for runs
+    that resume.
+    """
     options, settings, source = prepared.options, prepared.settings, prepared.source
     recorded: dict[str, object] = {
-        "recipe": prepared.scheme_map.recipe.to_json(), "method": prepared.method,
+        "recipe": prepared.scheme_map.recipe.to_json(),
+        "method": prepared.method,
         "allow_nonfinite": options.allow_nonfinite,
-    }  # fmt: skip
+    }
     if not source.config.runnable:
         recorded |= {"tensors_only": True, "linears_by": prepared.linears_by}
     if source.config.run_by is not None:
@@ -115,22 +144,31 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
         device = settings.device
         computed_by = machine(device) | {
-            "number of processes": group.size, "samples multiplied in": str(compute_dtype(device)),
-            "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        }  # fmt: skip
-        if settings.text is None or drawn.documents is not None:  # a model or a template has made or chosen them
+            "number of processes": group.size,
+            "samples multiplied in": str(compute_dtype(device)),
+            "kind of device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else device.type,
+        }
+        if (
+            settings.text is None or drawn.documents is not None
+        ):  # a model or a template has made or chosen them
             computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(
             source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
         )
     if options.template is not None:
         recorded["template"] = Path(options.template).name
-    return Work("quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch)
+    return Work(
+        "quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch
+    )
 
 
 def machine(device: torch.device) -> dict[str, object]:
     """What sums of floats depend on, and so do solved and weighted codes."""
     return {
-        "torch": torch.__version__, "number of threads": torch.get_num_threads(),
-        "instruction set": torch.backends.cpu.get_cpu_capability(), "column kernels": kernels_name(device),
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "number of threads": torch.get_num_threads(),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "column kernels": kernels_name(device),
+    }

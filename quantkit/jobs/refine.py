@@ -45,9 +45,10 @@ class RefineArguments(RefineOptions):
     """The arguments of `refine`: the options, who takes part, and where progress is reported.
 
     Attributes:
-        group: the processes of the mesh. Each makes the same call; rank 0 writes, and the others wait for it.
-        on_estimate: called with the estimate of memory, disk and time before anything takes long, except with
-            `backend`.
+        group: the processes of the mesh. Each makes the same call; rank 0 writes, and the others
+            wait for it.
+        on_estimate: called with the estimate of memory, disk and time before anything takes long,
+            except with `backend`.
         progress: as in `convert`.
     """
 
@@ -61,8 +62,8 @@ class RefineArguments(RefineOptions):
 def refine(options: RefineArguments) -> RefineResult:
     """Train the scales of a quantized model against the logits of the float model it was made from.
 
-    The result has the same format and size, and with `train_codes` unset the same codes. It is kept if its KL from the
-    float model is lower on text that was held back.
+    The result has the same format and size, and with `train_codes` unset the same codes. It is kept
+    if its KL from the float model is lower on text that was held back.
 
     Args:
 
@@ -71,7 +72,8 @@ def refine(options: RefineArguments) -> RefineResult:
 
     Raises:
         RequestError: for an option that is invalid, or models that do not belong together.
-        CheckpointError, UnsupportedError: if a model is damaged, or has no scales that can be trained.
+        CheckpointError, UnsupportedError: if a model is damaged, or has no scales that can be
+            trained.
         DestinationError, ResumeError: as in `quantize`.
         QualityError: if the result is not better, or too far from the float model.
             After any of them there is no output; what the last one refuses can be kept with
@@ -89,7 +91,9 @@ def refine(options: RefineArguments) -> RefineResult:
         options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
     drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
     check = checked_source(planned, progress) if group.is_rank0 else None
-    training = training_of(planned, drawn, options.output, resume=options.resume, progress=progress, mesh=mesh)
+    training = training_of(
+        planned, drawn, options.output, resume=options.resume, progress=progress, mesh=mesh
+    )
     with training as (trained, state):
         if group.is_rank0:
             write = _write_model if options.delta is None else _write_delta
@@ -112,22 +116,26 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     options = planned.options
     if options.backend is not None:
         if group.size > 1:
-            raise RequestError('`backend="xla"` is for one process', found=f"{group.size} processes")
+            raise RequestError(
+                '`backend="xla"` is for one process', found=f"{group.size} processes"
+            )
         parts = (options.mesh_shape or (1, 1))[0]
         if options.step_samples % parts:
             raise RequestError(
-                "`batch` can't be divided among the parts of the samples in `mesh`", found=options.step_samples,
+                "`batch` can't be divided among the parts of the samples in `mesh`",
+                found=options.step_samples,
                 expected=f"a multiple of {parts}",
-            )  # fmt: skip
+            )
         require_trainable(planned.quantized)
         require_packages()
         return ALONE
     data, model = shape = options.mesh_shape or (1, group.size)
     if data * model != group.size:
         raise RequestError(
-            "`mesh` has another number of processes than there are", found=f"{options.mesh} for {group.size}",
+            "`mesh` has another number of processes than there are",
+            found=f"{options.mesh} for {group.size}",
             hint="start as many with torchrun",
-        )  # fmt: skip
+        )
     samples = planned.settings.samples
     if data > (most := min(options.step_samples, samples - held_back(samples))):
         problem = "`mesh` has more processes for samples than a step has samples"
@@ -142,9 +150,14 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
 
 
 def _write_delta(
-    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float, check: object,
+    planned: Refinement,
+    trained: TrainedCheckpoint,
+    state: State,
+    drawn: Calibration,
+    began: float,
+    check: object,
     progress: Progress,
-) -> RefineResult:  # fmt: skip
+) -> RefineResult:
     """Write what was changed to the file of a delta."""
     source, output = planned.plan.work.source, planned.options.output
     changed = changes(planned.quantized, trained, sorted(trained.factors))
@@ -161,35 +174,54 @@ def _write_delta(
         staging.discard()
         raise
     return RefineResult(
-        output, len(content), None, state.curve, len(changed), gate, time.monotonic() - began, planned.plan.notes,
-        details, is_delta=True,
-    )  # fmt: skip
+        output,
+        len(content),
+        None,
+        state.curve,
+        len(changed),
+        gate,
+        time.monotonic() - began,
+        planned.plan.notes,
+        details,
+        is_delta=True,
+    )
 
 
 def _write_model(
-    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float, check: object,
+    planned: Refinement,
+    trained: TrainedCheckpoint,
+    state: State,
+    drawn: Calibration,
+    began: float,
+    check: object,
     progress: Progress,
-) -> RefineResult:  # fmt: skip
+) -> RefineResult:
     """Write the refined model, and compare it with the float model."""
     plan, options = planned.plan, planned.options
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
     changed = changes(planned.quantized, trained, sorted(trained.factors))
     details = refined_details(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
-    with writing(work, plan.dst, resume=options.resume, source_check=False, progress=progress) as writer:
+    with writing(
+        work, plan.dst, resume=options.resume, source_check=False, progress=progress
+    ) as writer:
         result = put_all(writer, trained, records)
         require_written(trained, result, None if planned.names.codes else planned.quantized)
         gate = checked(planned, result, records, progress)
         size = weight_size(result)
         details |= _measured(planned, gate, records)
-        made = writer.commit({**carried_details(planned.quantized.path), **details, "source_check": check})
+        made = writer.commit(
+            {**carried_details(planned.quantized.path), **details, "source_check": check}
+        )
     notes = [*plan.notes, *writer.notes]
-    return RefineResult(plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, made)
+    return RefineResult(
+        plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, made
+    )
 
 
 def _measured(
     planned: Refinement, gate: Gate, records: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the manifest states of the gate, and of each quantized module."""
     return {
         "quality": gate.to_json(accepted=planned.options.accept_quality_loss),
@@ -197,12 +229,13 @@ def _measured(
             module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
             for module, scheme in schemes(planned.quantized).items()
         },
-    }  # fmt: skip
+    }
 
 
 def checked_source(planned: Refinement, progress: Progress) -> object:
-    """The manifest's entry on the check of the quantized model on a sample text, before it is trained. Raises
-    `CheckpointError` or `NonFiniteError` as `check_source` does."""
+    """The manifest's entry on the check of the quantized model on a sample text, before it is
+    trained. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
+    """
     if not planned.options.source_check:
         return NOT_CHECKED
     observed = in_phase(progress, SOURCE_CHECK)
@@ -211,15 +244,25 @@ def checked_source(planned: Refinement, progress: Progress) -> object:
 
 
 def checked(
-    planned: Refinement, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
+    planned: Refinement,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
     progress: Progress,
-) -> Gate:  # fmt: skip
-    """The gate's figures of a result. Raises `QualityError` if it is too far from the float model."""
+) -> Gate:
+    """The gate's figures of a result.
+
+    Raises `QualityError` if it is too far from the float model.
+    """
     made = manifest_or_empty(planned.quantized.path)
     inputs = measured_inputs(made, result, planned.quantized.path)
-    gate = run_gate(planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate"))
+    gate = run_gate(
+        planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate")
+    )
     if not planned.options.accept_quality_loss:
-        remedy = "refine with more text or `train_codes=True`, or keep it with `accept_quality_loss=True`"
+        remedy = (
+            "refine with more text or `train_codes=True`, or keep it with"
+            " `accept_quality_loss=True`"
+        )
         require_passed(gate, planned.reference, result, planned.plan.dst, remedy=remedy)
     return gate
 
@@ -236,22 +279,28 @@ def records_of(
             found[weight] = {"solver": Solver.CARRIED}
             continue
         error = trained_error(trained.quantized(weight), planned.reference.load(weight))
-        found[weight] = {"solver": solver} | ({} if error is None else {"relative_error": float(f"{error:.4g}")})
+        found[weight] = {"solver": solver} | (
+            {} if error is None else {"relative_error": float(f"{error:.4g}")}
+        )
     return found
 
 
 def refined_details(
     planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
-) -> dict[str, Any]:  # fmt: skip
-    """What the manifest states of a refinement, with the tensors that an earlier one has changed."""
+) -> dict[str, Any]:
+    """What the manifest states of a refinement, with the tensors that an earlier one has
+    changed.
+    """
     reference = planned.reference
     tensors = merged(recorded_changes(planned.quantized.path), changed)
     return {
         REFINED: {
             **planned.options.recorded(),
             "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
-            "calibration": drawn.to_json(), "held_back": f"1 of {HELD_BACK} samples",
-            "curve": [asdict(one) for one in state.curve], "kept_step": state.best.step,
+            "calibration": drawn.to_json(),
+            "held_back": f"1 of {HELD_BACK} samples",
+            "curve": [asdict(one) for one in state.curve],
+            "kept_step": state.best.step,
             "tensors": {name: asdict(one) for name, one in tensors.items()},
         }
-    }  # fmt: skip
+    }

@@ -37,7 +37,9 @@ from quantkit.training.training import TARGETS, TRAINING, held_back
 
 _PASSES = 4  # forward, forward again, and gradients by inputs and by weights
 _OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
-_OF_BLOCK = 3  # of the size of a block: its weights, their gradients, and what is computed from these
+_OF_BLOCK = (
+    3  # of the size of a block: its weights, their gradients, and what is computed from these
+)
 _OF_LOGITS = 6  # copies
 REFINED_WRITING = "refine"
 """The phase in which the trained values are written."""
@@ -48,7 +50,9 @@ _STEP_SECONDS = 0.004  # of a block, to load and set up, twice in a step
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What training takes: bytes of memory, bytes on disk while it runs, and the seconds of its phases, in order."""
+    """What training takes: bytes of memory, bytes on disk while it runs, and the seconds of its
+    phases, in order.
+    """
 
     memory_bytes: int
     scratch_bytes: int
@@ -56,9 +60,16 @@ class TrainingCost:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, settings: GptqSettings, trained: Mapping[str, tuple[tuple[int, ...], QuantScheme]],
-        *, epochs: int, batch: int, codes: bool, mesh: tuple[int, int] = (1, 1),
-    ) -> TrainingCost:  # fmt: skip
+        cls,
+        config: ModelConfig,
+        settings: GptqSettings,
+        trained: Mapping[str, tuple[tuple[int, ...], QuantScheme]],
+        *,
+        epochs: int,
+        batch: int,
+        codes: bool,
+        mesh: tuple[int, int] = (1, 1),
+    ) -> TrainingCost:
         """Of a model, for each process.
 
         Args:
@@ -77,19 +88,33 @@ class TrainingCost:
         together = min(own, batch_samples(config, settings.length)) * settings.length
         offsets = OFFSET_BYTES * weights if codes else 0
         targets = 4 * settings.samples * settings.length * config.hidden_size
-        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(budget // 2, weights // model)
+        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(
+            budget // 2, weights // model
+        )
         states = 4 * (config.num_layers + 2) * tokens * config.hidden_size
-        block = 4 * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config)) // model
-        head = 4 * config.vocab_size * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model)
+        block = (
+            4
+            * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config))
+            // model
+        )
+        head = (
+            4
+            * config.vocab_size
+            * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model)
+        )
         memory = process_bytes() + FACTOR_BYTES * factors + kept + states + block + head
         kept_back = held_back(settings.samples)
         training = epochs * (settings.samples - kept_back) * settings.length
         passed = _PASSES * training + (epochs + 1) * kept_back * settings.length
         speed = Speed(config)
-        arithmetic = speed.products(passed * costs.forward_flops(config, 1), device=settings.device) / (data * model)
+        arithmetic = speed.products(
+            passed * costs.forward_flops(config, 1), device=settings.device
+        ) / (data * model)
         steps = {
             TARGETS: speed.forward(settings.samples * settings.length) / (data * model),
-            TRAINING: arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // (data * tokens)),
+            TRAINING: (
+                arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // (data * tokens))
+            ),
         }
         on_disk = max(0, targets - budget // 4) + max(0, offsets - budget // 4)
         return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
@@ -116,7 +141,8 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
         )
     if settings is None:  # schemes of 8 bits are rounded by default
         raise RequestError(
-            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by default",
+            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by"
+            " default",
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),
             hint='add `method="gptq"`, or run `quantkit refine` on the result',
@@ -160,11 +186,19 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         if (info := quantized.info(name)).scheme is not None
     }
     cost = TrainingCost.of(
-        quantized.config, planned.settings, trained, epochs=options.num_epochs, batch=options.step_samples,
-        codes=planned.names.codes, mesh=mesh or options.mesh_shape or (1, 1),
-    )  # fmt: skip
+        quantized.config,
+        planned.settings,
+        trained,
+        epochs=options.num_epochs,
+        batch=options.step_samples,
+        codes=planned.names.codes,
+        mesh=mesh or options.mesh_shape or (1, 1),
+    )
     measured = measured_tokens(source)
-    phases = {"training": cost.memory_bytes, "the gate": forward_bytes(planned.reference, measured, models=3)}
+    phases = {
+        "training": cost.memory_bytes,
+        "the gate": forward_bytes(planned.reference, measured, models=3),
+    }
     phase = max(phases, key=lambda name: phases[name])
     speed, steps = Speed(quantized.config), dict[str, float]()
     checked = checked_tokens(source, options.source_check)
@@ -176,5 +210,14 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
     steps["gate"] = speed.forward(measured, models=3)
     layers = dict(Counter(str(scheme) for scheme in schemes(quantized).values()))
     return Estimate(
-        layers, phases[phase], phase, 0, disk, cost.scratch_bytes, math.fsum(steps.values()), checked, plan.notes, steps
+        layers,
+        phases[phase],
+        phase,
+        0,
+        disk,
+        cost.scratch_bytes,
+        math.fsum(steps.values()),
+        checked,
+        plan.notes,
+        steps,
     )

@@ -1,4 +1,6 @@
-"""The options of `refine`: the command, the Python call, the plan and the manifest read them here."""
+"""The options of `refine`: the command, the Python call, the plan and the manifest read them
+here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ TRAINING, CALIBRATION, CHECKS, OUTPUT = "Training", "Calibration text", "Checks"
 
 
 def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
-    """The sizes of the axes "data" and "model"; None for None. Raises `RequestError` if it is no shape."""
+    """The sizes of the axes "data" and "model"; None for None.
+
+    Raises `RequestError` if it is no shape.
+    """
     if mesh is None:
         return None
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
@@ -40,23 +45,26 @@ class RefineOptions:
     """What `refine` is to do; None and False where nothing was requested.
 
     Attributes:
-        src: a quantized model: a folder of quantkit's, GPTQ, AWQ, compressed-tensors or MLX, or a GGUF file, with codes
-            of 4 or 8 bits whose groups have scales in floats.
-        dst: the folder to make, or a file ``*.gguf``, in the format of `src`; it must not exist. None with `delta`.
+        src: a quantized model: a folder of quantkit's, GPTQ, AWQ, compressed-tensors or MLX, or a
+            GGUF file, with codes of 4 or 8 bits whose groups have scales in floats.
+        dst: the folder to make, or a file ``*.gguf``, in the format of `src`; it must not exist.
+            None with `delta`.
         against: the float model that `src` was made from.
         delta: a file to make instead of `dst`, with the changed tensors alone; see `apply_delta`.
         train_codes: also train the codes, which stay as they are by default.
         train_norms: also train the weights of norms.
         batch: samples of a step, 4 by default.
         epochs: passes over the samples, 4 by default.
-        calibration, text_column, samples, length, seed: the text, as in `quantize`. An eighth of the samples is held
-            back, and decides which step's result is kept.
+        calibration, text_column, samples, length, seed: the text, as in `quantize`. An eighth of
+            the samples is held back, and decides which step's result is kept.
         activation_memory: bytes of states and codes kept in memory, as in `quantize`.
         device: where the model is trained, as torch spells it; None is a GPU if there is one.
-        mesh: of several processes, or of the devices of XLA: how many have other samples, and how many share the model,
-            such as ``2x4``; by default all of them share the model.
-        backend: ``xla`` trains on the devices that JAX finds, in the shape of `mesh`; None is torch.
-        accept_quality_loss: keep a result that does not pass the gate; one that is no better than `src` is not kept.
+        mesh: of several processes, or of the devices of XLA: how many have other samples, and how
+            many share the model, such as ``2x4``; by default all of them share the model.
+        backend: ``xla`` trains on the devices that JAX finds, in the shape of `mesh`; None is
+            torch.
+        accept_quality_loss: keep a result that does not pass the gate; one that is no better than
+            `src` is not kept.
         source_check, resume: as in `convert`.
     """
 
@@ -65,39 +73,61 @@ class RefineOptions:
     _: KW_ONLY
     against: str | Path
     delta: str | Path | None = option(
-        OUTPUT, "Write the changed tensors alone, to this file; see apply-delta.", "path", metavar="FILE"
+        OUTPUT,
+        "Write the changed tensors alone, to this file; see apply-delta.",
+        "path",
+        metavar="FILE",
     )
-    train_codes: bool = option(TRAINING, "Also train the codes. Default: only scales.", bool, default=False)
+    train_codes: bool = option(
+        TRAINING, "Also train the codes. Default: only scales.", bool, default=False
+    )
     train_norms: bool = option(TRAINING, "Also train the weights of norms.", bool, default=False)
     batch: int | None = option(TRAINING, f"Samples of a step. Default: {BATCH}.", int)
     epochs: int | None = option(TRAINING, f"Passes over the samples. Default: {EPOCHS}.", int)
     calibration: str | Path | Iterable[object] | None = option(CALIBRATION, TEXT_HELP, "file")
     text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
     samples: int | None = option(CALIBRATION, f"Number of samples. Default: {SAMPLES}.", int)
-    length: int | None = option(CALIBRATION, "Tokens in each sample. Default: by the model's width.", int)
-    seed: int | None = option(CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int)
+    length: int | None = option(
+        CALIBRATION, "Tokens in each sample. Default: by the model's width.", int
+    )
+    seed: int | None = option(
+        CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int
+    )
     activation_memory: int | None = option(
-        TRAINING, "States and codes kept in memory; the rest goes to the disk of the output. Default: as quantize.",
-        "memory", metavar="AMOUNT", changes_result=False,
-    )  # fmt: skip
+        TRAINING,
+        "States and codes kept in memory; the rest goes to the disk of the output. Default: as"
+        " quantize.",
+        "memory",
+        metavar="AMOUNT",
+        changes_result=False,
+    )
     device: str | torch.device | None = option(TRAINING, changes_result=False)
     mesh: str | None = option(
-        TRAINING, "Processes of torchrun, or devices of XLA, by samples and by parts of the model. Default: 1xN.",
-        metavar="DxM", changes_result=False,
-    )  # fmt: skip
-    backend: str | None = option(
-        TRAINING, "xla: train on the devices that JAX finds, such as TPU chips. Default: torch.", choices=(XLA,),
+        TRAINING,
+        "Processes of torchrun, or devices of XLA, by samples and by parts of the model. Default:"
+        " 1xN.",
+        metavar="DxM",
         changes_result=False,
-    )  # fmt: skip
+    )
+    backend: str | None = option(
+        TRAINING,
+        "xla: train on the devices that JAX finds, such as TPU chips. Default: torch.",
+        choices=(XLA,),
+        changes_result=False,
+    )
     accept_quality_loss: bool = option(
-        CHECKS, "Keep a result that is better than SRC and yet too far from its float model.", bool, default=False
+        CHECKS,
+        "Keep a result that is better than SRC and yet too far from its float model.",
+        bool,
+        default=False,
     )
     source_check: bool = option(CHECKS, default=True, changes_result=False)
     resume: bool = option(OUTPUT, default=False, changes_result=False)
 
     def __post_init__(self) -> None:
-        """Raise a `RequestError` for a value of the wrong type or out of range, and unless there is one of `dst` and
-        `delta`."""
+        """Raise a `RequestError` for a value of the wrong type or out of range, and unless there is
+        one of `dst` and `delta`.
+        """
         names = ("train_codes", "train_norms", "accept_quality_loss", "source_check", "resume")
         require_flags(**{name: getattr(self, name) for name in names})
         if (self.dst is None) == (self.delta is None):
@@ -139,8 +169,12 @@ class RefineOptions:
         return EPOCHS if self.epochs is None else self.epochs
 
     def recorded(self) -> dict[str, object]:
-        """What the manifest and the resume fingerprint record: what determines the result, apart from the samples."""
+        """What the manifest and the resume fingerprint record: what determines the result, apart
+        from the samples.
+        """
         return {
-            "epochs": self.num_epochs, "batch": self.step_samples, "train_codes": self.train_codes,
+            "epochs": self.num_epochs,
+            "batch": self.step_samples,
+            "train_codes": self.train_codes,
             "train_norms": self.train_norms,
-        }  # fmt: skip
+        }

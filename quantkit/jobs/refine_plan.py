@@ -1,4 +1,6 @@
-"""What `refine` checks before it takes long: the two models, what is trained, and how the result is written."""
+"""What `refine` checks before it takes long: the two models, what is trained, and how the result
+is written.
+"""
 
 from __future__ import annotations
 
@@ -42,36 +44,60 @@ class Refinement:
 
 
 def plan_refinement(options: RefineOptions) -> Refinement:
-    """Open both models and check that they can be refined. Raises `QuantkitError` as `refine` does."""
+    """Open both models and check that they can be refined.
+
+    Raises `QuantkitError` as `refine` does.
+    """
     output = options.output
     require_name(output)
     src = as_path("src", options.src)
     require_absent(output)
-    dst = output if options.delta is None else output.with_name(f"{output.name}.applied{src.suffix}")
+    dst = (
+        output if options.delta is None else output.with_name(f"{output.name}.applied{src.suffix}")
+    )
     plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
     reference = open_checkpoint(as_path("against", options.against))
     require_runnable(reference)
     if schemes(reference) or read_as_floats(reference):
-        raise RequestError("the model to refine against is quantized itself", path=reference.path, expected="floats")
+        raise RequestError(
+            "the model to refine against is quantized itself",
+            path=reference.path,
+            expected="floats",
+        )
     quantized = InOutputTypes(plan)
-    configs = [replace(one.config, tied_embeddings=False, dtype="float32") for one in (reference, quantized)]
+    configs = [
+        replace(one.config, tied_embeddings=False, dtype="float32")
+        for one in (reference, quantized)
+    ]
     if difference := next(iter(configs[0].differences(configs[1])), None):
         raise RequestError(
-            "the quantized model is not made from this float model", path=quantized.path,
-            found=f"{difference} differs", expected=f"the config of {reference.path}",
-        )  # fmt: skip
+            "the quantized model is not made from this float model",
+            path=quantized.path,
+            found=f"{difference} differs",
+            expected=f"the config of {reference.path}",
+        )
     tokenizer, _ = checked_tokenizer(quantized)
     if tokenizer is None:
         tokenizer, _ = checked_tokenizer(reference)
     if tokenizer is None:
-        raise RequestError("training needs a tokenizer, and the model has none", path=quantized.path)
+        raise RequestError(
+            "training needs a tokenizer, and the model has none", path=quantized.path
+        )
     names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
     require_scales_change(plan, names.weights)
     settings = sample_settings(
-        tokenizer, reference, calibration=options.calibration, text_column=options.text_column,
-        samples=options.samples, length=options.length, seed=options.seed,
-        activation_memory=options.activation_memory, device=usable_device(options.device),
-    )  # fmt: skip
+        tokenizer,
+        reference,
+        calibration=options.calibration,
+        text_column=options.text_column,
+        samples=options.samples,
+        length=options.length,
+        seed=options.seed,
+        activation_memory=options.activation_memory,
+        device=usable_device(options.device),
+    )
     if settings.samples < _MIN_SAMPLES:
-        raise RequestError("too few samples to hold some back", found=settings.samples, expected=f"{_MIN_SAMPLES}")
+        raise RequestError(
+            "too few samples to hold some back", found=settings.samples, expected=f"{_MIN_SAMPLES}"
+        )
     return Refinement(options, plan, quantized, reference, names, settings)

@@ -21,9 +21,11 @@ class RefineResult:
         path: the new folder or file.
         weight_bytes: what the tensors occupy on disk; of a delta, its size.
         bits_per_weight: their average over all parameters; None for a delta.
-        curve: the KL from the float model on text that was held back, as it fell; the first one is before training.
+        curve: the KL from the float model on text that was held back, as it fell; the first one is
+            before training.
         changed: how many tensors differ from the model before.
-        quality: what the gate measured; None for a delta, and for a model that a delta was applied to.
+        quality: what the gate measured; None for a delta, and for a model that a delta was applied
+            to.
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds; of a delta, what its metadata state.
@@ -64,7 +66,9 @@ class RefineResult:
         facts.append(f"{self.changed} tensors changed")
         curve = []
         if self.curve:
-            falling = ", ".join(f"{one.held_back:.4g} after {one.step} steps" for one in self.curve[1:])
+            falling = ", ".join(
+                f"{one.held_back:.4g} after {one.step} steps" for one in self.curve[1:]
+            )
             curve = [f"KL on text that was held back: {self.before:.4g} before, {falling}"]
             facts.append(f"KL on text that was held back {self.after / self.before - 1:+.1%}")
         facts += [] if self.quality is None else quality_texts(self.quality)

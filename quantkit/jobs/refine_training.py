@@ -1,4 +1,6 @@
-"""The training that `refine` does: in a folder next to the output, from which an interrupted one continues."""
+"""The training that `refine` does: in a folder next to the output, from which an interrupted one
+continues.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,19 @@ _TRAINING = ".training"
 
 @contextlib.contextmanager
 def training_of(
-    planned: Refinement, drawn: Calibration, output: Path, *, resume: bool, progress: Progress, mesh: Mesh = ALONE
+    planned: Refinement,
+    drawn: Calibration,
+    output: Path,
+    *,
+    resume: bool,
+    progress: Progress,
+    mesh: Mesh = ALONE,
 ) -> Iterator[tuple[TrainedCheckpoint, State]]:
-    """Train, or continue an interrupted training: the model with the lowest KL on the samples that are held back. The
-    state of training is removed if the body succeeds.
+    """Train, or continue an interrupted training: the model with the lowest KL on the samples that
+    are held back. The state of training is removed if the body succeeds.
 
-    Of several processes, rank 0 keeps the state and has that model; the others have the one after the last step.
+    Of several processes, rank 0 keeps the state and has that model; the others have the one after
+    the last step.
 
     Raises:
         NoImprovementError: if no step has a lower KL than the model before.
@@ -56,15 +65,18 @@ def training_of(
         model.begin(planned.reference)
         samples = Samples(drawn.tokens, targets, planned.options.step_samples)
         engine = _engine(planned, model, samples, mesh, progress)
-        training = Training(model, samples, engine, epochs=planned.options.num_epochs, seed=planned.settings.seed)
+        training = Training(
+            model, samples, engine, epochs=planned.options.num_epochs, seed=planned.settings.seed
+        )
         saved = None if staging is None else SavedTraining(training, staging)
         if saved is not None:
             saved.restore()
         training.share_state(mesh.world)
         state = training.run(
             evaluated=_nothing if saved is None else saved.evaluated,
-            stepped=_nothing if saved is None else saved.stepped, progress=progress,
-        )  # fmt: skip
+            stepped=_nothing if saved is None else saved.stepped,
+            progress=progress,
+        )
         useful = _is_better(state)
         if not useful:
             raise _not_better(state, planned.quantized.path)
@@ -87,7 +99,9 @@ def training_of(
         staging.discard()
 
 
-def _engine(planned: Refinement, model: TrainedCheckpoint, samples: Samples, mesh: Mesh, progress: Progress) -> Engine:
+def _engine(
+    planned: Refinement, model: TrainedCheckpoint, samples: Samples, mesh: Mesh, progress: Progress
+) -> Engine:
     """What trains, once the float model has given its states for the samples."""
     schedule = Schedule(planned.options.num_epochs * samples.steps)
     if planned.options.backend is None:
@@ -111,18 +125,26 @@ def _is_better(state: State) -> bool:
 
 
 def _not_better(state: State, path: Path) -> NoImprovementError:
-    start, lowest = state.curve[0].held_back, min((one.held_back for one in state.curve[1:]), default=math.nan)
+    start, lowest = (
+        state.curve[0].held_back,
+        min((one.held_back for one in state.curve[1:]), default=math.nan),
+    )
     return NoImprovementError(
-        "training did not bring the model closer to its float model", path=path,
+        "training did not bring the model closer to its float model",
+        path=path,
         found=f"a KL of {lowest:.4g} on text that was held back, {lowest / start - 1:+.1%}",
-        expected=f"less than {start:.4g}", hint="use more samples, or take the quantized model as it is",
-    )  # fmt: skip
+        expected=f"less than {start:.4g}",
+        hint="use more samples, or take the quantized model as it is",
+    )
 
 
 def _fingerprint(planned: Refinement, drawn: Calibration) -> dict[str, object]:
     """What an interrupted training must have in common with the one that continues it."""
     return {
-        "job": "refine", **planned.options.recorded(), "source": manifest.identity(planned.plan.work.source.files()),
-        "against": manifest.identity(planned.reference.files()), "samples": drawn.fingerprint(),
+        "job": "refine",
+        **planned.options.recorded(),
+        "source": manifest.identity(planned.plan.work.source.files()),
+        "against": manifest.identity(planned.reference.files()),
+        "samples": drawn.fingerprint(),
         **machine(planned.settings.device),
-    }  # fmt: skip
+    }

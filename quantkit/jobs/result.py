@@ -25,10 +25,11 @@ class ConvertResult:
         path: the new folder.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
-        exact: what of a quantized source was read back and found equal, or equal but for the type of its scales; None
-            where no codes were carried.
+        exact: what of a quantized source was read back and found equal, or equal but for the type
+            of its scales; None where no codes were carried.
         rounded: how many quantized tensors were rounded anew, as `requantize` allows.
-        quality: what the gate measured of them, and of those whose scales were cast; None where there are none.
+        quality: what the gate measured of them, and of those whose scales were cast; None where
+            there are none.
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
@@ -57,7 +58,10 @@ class ConvertResult:
         if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
         if self.quality is not None:
-            facts += [*([f"{self.rounded} rounded anew"] if self.rounded else []), *quality_texts(self.quality)]
+            facts += [
+                *([f"{self.rounded} rounded anew"] if self.rounded else []),
+                *quality_texts(self.quality),
+            ]
         return [f"{_outcome(self)}: {', '.join([*facts, time_text(self.seconds)])}"]
 
 
@@ -84,9 +88,11 @@ class QuantizeResult:
         skipped: as in `ConvertResult`.
         effort: of GPTQ; None for rounding.
         kv_cache: of which its scales are written, such as ``fp8``; None for none.
-        refined: with `refine`, the KL on samples that were held back, as it fell: evaluations with their ``step``.
-        formats: the result in each format by name, if several were requested; empty for one. `path` is then the folder
-            of all, `notes` and `seconds` are those of all, and the other fields those of the first.
+        refined: with `refine`, the KL on samples that were held back, as it fell: evaluations with
+            their ``step``.
+        formats: the result in each format by name, if several were requested; empty for one. `path`
+            is then the folder of all, `notes` and `seconds` are those of all, and the other fields
+            those of the first.
     """
 
     path: Path
@@ -115,40 +121,56 @@ class QuantizeResult:
         own = {
             "path": str(self.path),
             "quality": self.quality.to_json(accepted=self.accepted),
-            "positions": None if self.positions is None else self.positions.to_json(accepted=self.accepted),
+            "positions": None
+            if self.positions is None
+            else self.positions.to_json(accepted=self.accepted),
             "allocation": None if self.allocation is None else self.allocation.to_json(),
             "formats": {name: one.to_json() for name, one in self.formats.items()},
         }
         return asdict(replace(self, allocation=None, formats={})) | own
 
     def lines(self) -> list[str]:
-        """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together, and those of a certificate; of a size to fit before it what was chosen; and last what would make
-        the model smaller. Of several formats those of each, and last the size of all."""
+        """The report for people: one line, with the divergence and the growth of perplexity over
+        all texts of the gate together, and those of a certificate; of a size to fit before it what
+        was chosen; and last what would make the model smaller. Of several formats those of each,
+        and last the size of all.
+        """
         if self.formats:
             each = [line for one in self.formats.values() for line in one._lines()]
             size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
-            return [*each, f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}"]
+            return [
+                *each,
+                f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}",
+            ]
         return self._lines(time_text(self.seconds))
 
     def _lines(self, *more: str) -> list[str]:
         facts = [
-            _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
+            _schemes(self.schemes),
+            *([f"embedding {self.embedding}"] if self.embedding else []),
             *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
-            self.weights.text(), _bits(self.bits_per_weight), *quality_texts(self.quality),
-        ]  # fmt: skip
+            self.weights.text(),
+            _bits(self.bits_per_weight),
+            *quality_texts(self.quality),
+        ]
         if self.refined is not None:
-            start, best = self.refined[0]["held_back"], min(one["held_back"] for one in self.refined)
+            start, best = (
+                self.refined[0]["held_back"],
+                min(one["held_back"] for one in self.refined),
+            )
             facts.append(f"refined: KL on text that was held back {best / start - 1:+.1%}")
-        chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
+        chosen = (
+            [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
+        )
         by_position = [] if self.positions is None else self.positions.lines()
         wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
         return [*chosen, wrote, *by_position, *self.weights.hints()]
 
 
 def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
-    """The result of a run that took some seconds, given that in each folder of `path`; the key of a single one is
-    ``""``."""
+    """The result of a run that took some seconds, given that in each folder of `path`; the key of a
+    single one is ``""``.
+    """
     first = next(iter(results.values()))
     if "" in results:
         return replace(first, seconds=seconds)
@@ -163,13 +185,19 @@ def growth_text(ratio: Estimate) -> str:
 
 
 def _outcome(made: ConvertResult | QuantizeResult) -> str:
-    return f"{made.path} exists already, from the same inputs and options" if made.skipped else f"wrote {made.path}"
+    return (
+        f"{made.path} exists already, from the same inputs and options"
+        if made.skipped
+        else f"wrote {made.path}"
+    )
 
 
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
-    return " and ".join(f"{scheme} ({count} linear{'s' * (count > 1)})" for scheme, count in schemes.items())
+    return " and ".join(
+        f"{scheme} ({count} linear{'s' * (count > 1)})" for scheme, count in schemes.items()
+    )
 
 
 def _bits(bits_per_weight: float) -> str:

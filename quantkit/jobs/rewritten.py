@@ -27,17 +27,31 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _TRIED = 1.001  # times a scale
 _CARRIED = (
-    "model", "run_by", "recipe", "method", "calibration", "effort", "scheme", "head", "embedding", "activations",
-    "modules", "schemes", "lora", "bit_allocation",
-)  # fmt: skip
+    "model",
+    "run_by",
+    "recipe",
+    "method",
+    "calibration",
+    "effort",
+    "scheme",
+    "head",
+    "embedding",
+    "activations",
+    "modules",
+    "schemes",
+    "lora",
+    "bit_allocation",
+)
 
 
-def plan_rewriting(src: Path, dst: Path, *, resume: bool = False, source_check: bool = True) -> Conversion:
+def plan_rewriting(
+    src: Path, dst: Path, *, resume: bool = False, source_check: bool = True
+) -> Conversion:
     """How to write a quantized model again in the format that it has.
 
     Raises:
-        QuantkitError: as `convert` does before it writes; also if it is not quantized, or of an architecture that has
-            no decoder here.
+        QuantkitError: as `convert` does before it writes; also if it is not quantized, or of an
+            architecture that has no decoder here.
     """
     to = None
     if dst.suffix == f".{GGUF.name}" or src.suffix == f".{GGUF.name}":
@@ -45,11 +59,15 @@ def plan_rewriting(src: Path, dst: Path, *, resume: bool = False, source_check: 
         if dst.suffix != src.suffix:
             expected = "a name in .gguf" if src.suffix == f".{GGUF.name}" else "a folder"
             raise RequestError("the format of the source is kept", found=dst, expected=expected)
-    plan = plan_conversion(ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check))  # type: ignore[arg-type]
+    plan = plan_conversion(
+        ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check)
+    )  # type: ignore[arg-type]
     source = plan.work.source
     require_runnable(source)
     if not schemes(source):
-        raise RequestError("the source is not quantized", path=source.path, hint="quantize it with `refine=True`")
+        raise RequestError(
+            "the source is not quantized", path=source.path, hint="quantize it with `refine=True`"
+        )
     return plan
 
 
@@ -58,7 +76,9 @@ class InOutputTypes(CheckpointView):
 
     def __init__(self, plan: Conversion) -> None:
         super().__init__(plan.work.source)
-        self._types = {spec.name: spec.dtype for spec in plan.work.encoder.planned if spec.scheme is not None}
+        self._types = {
+            spec.name: spec.dtype for spec in plan.work.encoder.planned if spec.scheme is not None
+        }
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         value = self._source.load(name, part)
@@ -68,7 +88,9 @@ class InOutputTypes(CheckpointView):
 
 
 def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
-    """Raise `NotRepresentableError` if the format cannot hold other scales for a weight than it has."""
+    """Raise `NotRepresentableError` if the format cannot hold other scales for a weight than it
+    has.
+    """
     codes, tried = plan.target.codes, set()
     assert codes is not None
     for name in names:
@@ -83,14 +105,22 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
         if isinstance(found, Reason):
             raise NotRepresentableError(
                 f"tensor '{name}' cannot get other scales in {plan.target.name}: {found.problem}",
-                path=plan.work.source.path, found=found.found, expected=found.expected,
-                hint='convert it to another format first: quantkit convert, `to="compressed-tensors"`',
-            )  # fmt: skip
+                path=plan.work.source.path,
+                found=found.found,
+                expected=found.expected,
+                hint=(
+                    "convert it to another format first: quantkit convert,"
+                    ' `to="compressed-tensors"`'
+                ),
+            )
 
 
-def put_all(writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[str, object]]) -> StoredCheckpoint:
-    """Write all tensors of a model, with the records of some; the result, opened. Raises `NonFiniteError` if a scale
-    is NaN or Inf."""
+def put_all(
+    writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[str, object]]
+) -> StoredCheckpoint:
+    """Write all tensors of a model, with the records of some; the result, opened. Raises
+    `NonFiniteError` if a scale is NaN or Inf.
+    """
     writer.report_progress()
     for spec in writer.missing:
         value = changed.load(spec.name)
@@ -102,7 +132,8 @@ def put_all(writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[s
 
 
 def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoint | None) -> None:
-    """Compare a result, as it is read back, with what was to be written, and its codes with those of another model.
+    """Compare a result, as it is read back, with what was to be written, and its codes with those
+    of another model.
 
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
@@ -116,12 +147,17 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
                 assert isinstance(before, QuantTensor)
                 same = same and before.codes.equal(expected.codes)
         else:
-            same = isinstance(found, Tensor) and isinstance(expected, Tensor) and bool((found == expected).all())
+            same = (
+                isinstance(found, Tensor)
+                and isinstance(expected, Tensor)
+                and bool((found == expected).all())
+            )
         if not same or tensor_hash(found) != tensor_hash(expected):
             raise QuantkitError(
-                f"tensor '{name}' is not what was to be written, as it is read back", path=result.path,
+                f"tensor '{name}' is not what was to be written, as it is read back",
+                path=result.path,
                 hint="a bug in quantkit, or a disk that fails",
-            )  # fmt: skip
+            )
 
 
 def carried_details(model: Path) -> dict[str, Any]:
@@ -131,14 +167,16 @@ def carried_details(model: Path) -> dict[str, Any]:
 
 
 def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
-    """The sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by their number, as users
-    rename them.
+    """The sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by their
+    number, as users rename them.
 
     Raises:
         CheckpointError: if one cannot be read.
     """
     found = source_hashes(source).result()
     if not source.path.is_dir():
-        return {f"file {number}": digest for number, (_, digest) in enumerate(sorted(found.items()))}
+        return {
+            f"file {number}": digest for number, (_, digest) in enumerate(sorted(found.items()))
+        }
     settings = source.path / "generation_config.json"
     return found if not settings.is_file() else {**found, settings.name: content_hash(settings)}

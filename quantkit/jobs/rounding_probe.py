@@ -1,7 +1,9 @@
-"""Probe a scheme by rounding, before GPTQ: a note that the result will hardly pass the gate comes within seconds.
+"""Probe a scheme by rounding, before GPTQ: a note that the result will hardly pass the gate comes
+within seconds.
 
-GPTQ lowers the KL of rounding, but not without limit. If rounding exceeds the gate's bound by more than GPTQ has ever
-been seen to gain, the user can choose another scheme at once, not after the whole calibration.
+GPTQ lowers the KL of rounding, but not without limit. If rounding exceeds the gate's bound by more
+than GPTQ has ever been seen to gain, the user can choose another scheme at once, not after the
+whole calibration.
 """
 
 from __future__ import annotations
@@ -24,17 +26,23 @@ PROBE = "rounding probe"
 """The name of the phase in reports of progress."""
 
 GPTQ_GAIN = 6.0
-"""What GPTQ divides the KL of rounding by, at most, with a margin. Measured by the gate: 2.5 to 3.4 on the included
-model (int4-g128, int4-g32, int8, q3_k), 4.3 on SmolLM2-135M (int4-g128), 4.6 where the schemes were chosen for a size,
-and 1.7 to 2.4 on Qwen2.5-Coder-0.5B. A lower factor would warn of schemes that pass."""
+"""What GPTQ divides the KL of rounding by, at most, with a margin. Measured by the gate: 2.5 to 3.4
+on the included model (int4-g128, int4-g32, int8, q3_k), 4.3 on SmolLM2-135M (int4-g128), 4.6 where
+the schemes were chosen for a size, and 1.7 to 2.4 on Qwen2.5-Coder-0.5B. A lower factor would warn
+of schemes that pass.
+"""
 
 _CALIBRATION_SHARE = 64
-"""Calibration tokens for each token of the probe, at least. A probe runs two models on one window and rounds all
-weights, which then is 1 to 4 % of the job; the default number of samples suffices for it."""
+"""Calibration tokens for each token of the probe, at least. A probe runs two models on one window
+and rounds all weights, which then is 1 to 4 % of the job; the default number of samples suffices
+for it.
+"""
 
 
 def is_probed(prepared: Prepared) -> bool:
-    """Decide whether a job is long enough for a probe; from counts, so that forecast and job always agree."""
+    """Decide whether a job is long enough for a probe; from counts, so that forecast and job
+    always agree.
+    """
     settings, source = prepared.settings, prepared.source
     if settings is None or not source.config.measurable:
         return False
@@ -42,7 +50,8 @@ def is_probed(prepared: Prepared) -> bool:
 
 
 def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
-    """Round the weights to nearest as they are loaded, and compare the result with the source on a window of the gate.
+    """Round the weights to nearest as they are loaded, and compare the result with the source on a
+    window of the gate.
 
     Returns:
         A note if GPTQ cannot be expected to bring the KL within the gate's bound; None if it can.
@@ -50,7 +59,9 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
     source = prepared.source
     schemes = prepared.scheme_map.schemes
     _, windows = next(iter(measured_windows(source).values()))
-    scale_dtype = next(spec.dtype for block in prepared.blocks for spec in block.tensors if spec.scheme is not None)
+    scale_dtype = next(
+        spec.dtype for block in prepared.blocks for spec in block.tensors if spec.scheme is not None
+    )
     rounded: Checkpoint = RtnBaseline(source, schemes, scale_dtype)
     if source.config.runnable and prepared.inputs:
         rounded = RoundedInputs(rounded, prepared.inputs)
@@ -68,15 +79,17 @@ def _describe(prepared: Prepared, *, kl: float, bound: float) -> str:
     """Write the note: what rounding loses, the bound, and which schemes are finer."""
     scheme = coarsest(prepared.scheme_map.schemes.values())
     note = (
-        f"{prepared.dst}: {scheme} will hardly pass the gate: rounding to nearest gives a KL of {kl:.2g},"
-        f" GPTQ lowers it {GPTQ_GAIN:g} times at most, and the bound is {bound:g}"
+        f"{prepared.dst}: {scheme} will hardly pass the gate: rounding to nearest gives a KL of"
+        f" {kl:.2g}, GPTQ lowers it {GPTQ_GAIN:g} times at most, and the bound is {bound:g}"
     )
     finer = ", ".join(str(candidate) for candidate in _list_finer_schemes(prepared, scheme))
     return f"{note}; consider {finer}" if finer else note
 
 
 def _list_finer_schemes(prepared: Prepared, scheme: QuantScheme) -> list[QuantScheme]:
-    """List the schemes that the format holds with more bits than `scheme`, or as many in shorter groups."""
+    """List the schemes that the format holds with more bits than `scheme`, or as many in shorter
+    groups.
+    """
     codes = prepared.target.codes
     assert codes is not None
     finer = []

@@ -1,4 +1,6 @@
-"""The recipe that the options of `quantize` describe, and the scheme that each linear layer of a model gets from it."""
+"""The recipe that the options of `quantize` describe, and the scheme that each linear layer of a
+model gets from it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import CANONICAL, EMBEDDING, expert_bank
-from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
+from quantkit.architectures.topology import (
+    kept_unless_named,
+    linear_columns,
+    parameters,
+    recurrent_linears,
+)
 from quantkit.arguments import as_strings
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
@@ -32,7 +39,8 @@ _FINE = 8  # bits that linears may have which change a state
 def requested_recipe(options: QuantizeOptions) -> Recipe:
     """The scheme, with overrides for head, embedding and the layers to keep.
 
-    If schemes are to be chosen for a size, the finest one that the target holds stands for them until then.
+    If schemes are to be chosen for a size, the finest one that the target holds stands for them
+    until then.
 
     Raises:
         RequestError: for no scheme, one that does not exist, or options that contradict each other.
@@ -41,21 +49,31 @@ def requested_recipe(options: QuantizeOptions) -> Recipe:
     recipe = _recipe(options.scheme if options.size is None else _stand_in(options.target))
     if options.head is not None:
         if isinstance(options.scheme, Recipe):
-            raise RequestError("`head` does not go with a recipe", hint=f"name {_HEAD} among its overrides")
+            raise RequestError(
+                "`head` does not go with a recipe", hint=f"name {_HEAD} among its overrides"
+            )
         recipe = _with_override(recipe, _HEAD, options.head)
     if options.embedding is not None:
         recipe = _with_override(recipe, EMBEDDING, options.embedding)
-        if (pattern := next((one for one in kept if Override(one, None).matches(EMBEDDING)), None)) is not None:
+        if (
+            pattern := next((one for one in kept if Override(one, None).matches(EMBEDDING)), None)
+        ) is not None:
             raise RequestError(
-                "`embedding` quantizes what `keep` leaves as floats", found=f"{shown(pattern)} matches '{EMBEDDING}'",
-                hint="leave `embedding` out, which keeps its floats then, or name the linear layers alone",
-            )  # fmt: skip
+                "`embedding` quantizes what `keep` leaves as floats",
+                found=f"{shown(pattern)} matches '{EMBEDDING}'",
+                hint=(
+                    "leave `embedding` out, which keeps its floats then, or name the linear layers"
+                    " alone"
+                ),
+            )
     return recipe.keeping(kept)
 
 
 def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) -> Recipe:
-    """A recipe with the types of llama.cpp's mix for a model, if one was requested by its name: whatever else the
-    options name comes after them. Raises `UnsupportedError` for an architecture that GGUF does not have."""
+    """A recipe with the types of llama.cpp's mix for a model, if one was requested by its name:
+    whatever else the options name comes after them. Raises `UnsupportedError` for an architecture
+    that GGUF does not have.
+    """
     mix = mix_named(options.scheme)
     if mix is None:
         return recipe
@@ -64,19 +82,26 @@ def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) 
 
 
 def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
-    """A recipe with one scheme for all; raises a `RequestError` for anything that is not a scheme."""
+    """A recipe with one scheme for all; raises a `RequestError` for anything that is not a
+    scheme.
+    """
     if isinstance(scheme, Recipe):
         return scheme
     if isinstance(scheme, QuantScheme):
         return Recipe(scheme)
-    if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.strip().lower().endswith(".json")):
+    if isinstance(scheme, Path) or (
+        isinstance(scheme, str) and scheme.strip().lower().endswith(".json")
+    ):
         raise RequestError(
-            "the scheme is the path of a file", found=shown(str(scheme)), expected=f"{SPELLINGS}, or a Recipe",
+            "the scheme is the path of a file",
+            found=shown(str(scheme)),
+            expected=f"{SPELLINGS}, or a Recipe",
             hint="quantkit.Recipe.from_json(path) reads one",
-        )  # fmt: skip
+        )
     if not isinstance(scheme, str):  # callers without types
         raise RequestError(
-            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`", found=shown(scheme)
+            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`",
+            found=shown(scheme),
         )
     mix = mix_named(scheme)
     return Recipe(QuantScheme.parse(scheme) if mix is None else mix.default)
@@ -100,11 +125,12 @@ class SchemeMap:
 
     Attributes:
         recipe: the recipe.
-        modules: every linear module, in layer order; before them the embedding, if it gets a scheme.
+        modules: every linear module, in layer order; before them the embedding, if it gets a
+            scheme.
         schemes: the scheme of each that gets one.
         misfits: the requested scheme of modules whose rows it does not divide.
-        with_others: the requested scheme of experts for which it does not divide the rows of all experts of the layer,
-            which runtimes have as one module.
+        with_others: the requested scheme of experts for which it does not divide the rows of all
+            experts of the layer, which runtimes have as one module.
         reasons: why modules keep their floats, where it is not because the recipe says so.
     """
 
@@ -122,28 +148,49 @@ class SchemeMap:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme] = (EMBEDDING_SCHEME,)
+        cls,
+        recipe: Recipe,
+        config: ModelConfig,
+        embeddings: Collection[QuantScheme] = (EMBEDDING_SCHEME,),
     ) -> SchemeMap:
-        """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches nothing, an override
-        wants what cannot be, or linears that are one module on disk would have several schemes."""
-        columns, kept, recurrent = linear_columns(config), kept_unless_named(config), recurrent_linears(config)
+        """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches
+        nothing, an override wants what cannot be, or linears that are one module on disk would have
+        several schemes.
+        """
+        columns, kept, recurrent = (
+            linear_columns(config),
+            kept_unless_named(config),
+            recurrent_linears(config),
+        )
         if not columns:
-            raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
+            raise RequestError(
+                "nothing would be quantized: no tensor is known for the weight of a linear layer"
+            )
         embedding = _embedding_scheme(recipe, config, embeddings)
         if embedding is not None:
             columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
         _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
         stateless = columns.keys() - recurrent
-        own, others = ({*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless))
+        own, others = (
+            {*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless)
+        )
         named = recipe.naming(own, others)  # of linears that carry a state
         requested = {
-            module: (named if module in recurrent else recipe).requested(module, on_disk.get(module), kept)
+            module: (
+                (named if module in recurrent else recipe).requested(
+                    module, on_disk.get(module), kept
+                )
+            )
             for module in columns
         }
-        changing = (module for module in columns if module in recurrent and may_change_state(module))
+        changing = (
+            module for module in columns if module in recurrent and may_change_state(module)
+        )
         _require_fine(named, {module: requested[module] for module in changing}, on_disk)
-        schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
+        schemes = {
+            module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme
+        }
         with_others = _fit_together(requested, schemes, columns)
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)
@@ -153,25 +200,33 @@ class SchemeMap:
             for module, scheme in requested.items()
             if scheme and scheme != schemes[module] and module not in with_others
         }
-        reasons = dict.fromkeys((module for module in columns if module in recurrent - schemes.keys()), _RECURRENT)
+        reasons = dict.fromkeys(
+            (module for module in columns if module in recurrent - schemes.keys()), _RECURRENT
+        )
         return cls(recipe, tuple(columns), schemes, misfits, with_others, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
-        """The same, but the modules of `too_far` keep their floats, each for a reason. Raises `QualityError` if nothing
-        is left to quantize."""
-        schemes = {module: scheme for module, scheme in self.schemes.items() if module not in too_far}
+        """The same, but the modules of `too_far` keep their floats, each for a reason. Raises
+        `QualityError` if nothing is left to quantize.
+        """
+        schemes = {
+            module: scheme for module, scheme in self.schemes.items() if module not in too_far
+        }
         if not schemes:
             module, reason = next(iter(too_far.items()))
             raise QualityError(
-                "rounding changes every linear layer too much", found=f"'{module}': {reason}",
+                "rounding changes every linear layer too much",
+                found=f"'{module}': {reason}",
                 hint="choose a finer scheme",
-            )  # fmt: skip
+            )
         misfits, with_others = (
             {module: scheme for module, scheme in some.items() if module not in too_far}
             for some in (self.misfits, self.with_others)
         )
         reasons = {**self.reasons, **too_far}
-        return replace(self, schemes=schemes, misfits=misfits, with_others=with_others, reasons=reasons)
+        return replace(
+            self, schemes=schemes, misfits=misfits, with_others=with_others, reasons=reasons
+        )
 
     @property
     def embedding(self) -> QuantScheme | None:
@@ -192,19 +247,23 @@ class SchemeMap:
         return [module for module in self.modules if module not in self.schemes]
 
     def misfit_lines(self) -> list[str]:
-        """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
+        """One line for each scheme that did not fit and the one used instead, on the layers that
+        it concerns.
+        """
         own = [
             f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
             for (requested, used), modules in self._by_change(self.misfits).items()
         ]
         with_others = [
-            f"{requested} does not divide the rows of all experts of a layer, which runtimes have as one module; {used}"
-            f" is used for {_layers(modules)}"
+            f"{requested} does not divide the rows of all experts of a layer, which runtimes have"
+            f" as one module; {used} is used for {_layers(modules)}"
             for (requested, used), modules in self._by_change(self.with_others).items()
         ]
         return own + with_others
 
-    def _by_change(self, requested: Mapping[str, QuantScheme]) -> dict[tuple[QuantScheme, QuantScheme], list[str]]:
+    def _by_change(
+        self, requested: Mapping[str, QuantScheme]
+    ) -> dict[tuple[QuantScheme, QuantScheme], list[str]]:
         """The modules by the requested scheme and the one used instead."""
         changes: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
         for module, scheme in requested.items():
@@ -212,27 +271,37 @@ class SchemeMap:
         return changes
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-        """What the manifest says of every linear layer; `records` hold what was found for each weight."""
+        """What the manifest says of every linear layer; `records` hold what was found for each
+        weight.
+        """
         facts: dict[str, dict[str, object]] = {}
         for module, scheme in self.assigned.items():
             if scheme is None:
-                facts[module] = {"scheme": None, "reason": self.reasons.get(module, "kept as float by the recipe")}
+                facts[module] = {
+                    "scheme": None,
+                    "reason": self.reasons.get(module, "kept as float by the recipe"),
+                }
                 continue
             facts[module] = {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
             if module in self.misfits:
                 facts[module]["reason"] = f"{self.misfits[module]} does not divide the row"
             if module in self.with_others:
-                facts[module]["reason"] = f"{self.with_others[module]} does not divide the rows of all experts"
+                facts[module]["reason"] = (
+                    f"{self.with_others[module]} does not divide the rows of all experts"
+                )
         return facts
 
 
 def _fit_together(
-    requested: Mapping[str, QuantScheme | None], schemes: dict[str, QuantScheme], columns: Mapping[str, int]
+    requested: Mapping[str, QuantScheme | None],
+    schemes: dict[str, QuantScheme],
+    columns: Mapping[str, int],
 ) -> dict[str, QuantScheme]:
-    """Give all experts of a layer for which one scheme was requested a scheme that divides the rows of all.
+    """Give all experts of a layer for which one scheme was requested a scheme that divides the rows
+    of all.
 
-    vLLM has gate, up and down of all experts as one module, with one scheme. Block types of GGUF are not concerned:
-    llama.cpp has a type for each of these.
+    vLLM has gate, up and down of all experts as one module, with one scheme. Block types of GGUF
+    are not concerned: llama.cpp has a type for each of these.
 
     Args:
         requested: the scheme of each module; None for floats.
@@ -245,30 +314,40 @@ def _fit_together(
     banks: dict[tuple[str, QuantScheme], list[str]] = {}
     for module, scheme in requested.items():
         bank = expert_bank(module)
-        if bank is not None and scheme is not None and (scheme.of_small_floats or scheme.scales is Scales.FLOATS):
+        if (
+            bank is not None
+            and scheme is not None
+            and (scheme.of_small_floats or scheme.scales is Scales.FLOATS)
+        ):
             banks.setdefault((bank, scheme), []).append(module)
     changed: dict[str, QuantScheme] = {}
     for (_, scheme), modules in banks.items():
         widths = {columns[module] for module in modules}
         candidates = dict.fromkeys(schemes[module] for module in modules)
         if len(candidates) > 1:
-            fitting = (one for one in candidates if all(one.fitted(width) == one for width in widths))
+            fitting = (
+                one for one in candidates if all(one.fitted(width) == one for width in widths)
+            )
             used = next(fitting, QuantScheme(8, None))
             schemes.update(dict.fromkeys(modules, used))
             changed.update(dict.fromkeys(modules, scheme))
     return changed
 
 
-def _require_fine(recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]) -> None:
+def _require_fine(
+    recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]
+) -> None:
     """Raise a `RequestError` if linears that change a state would get few bits."""
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
             names = (module, on_disk.get(module, module))
             named = next(one for one in reversed(recipe.overrides) if any(map(one.matches, names)))
             raise RequestError(
-                f"'{module}' changes a state that goes from token to token: it takes int8, or keeps its floats",
-                found=f"{scheme} for {shown(named.pattern)}", expected='"int8" or "keep"',
-            )  # fmt: skip
+                f"'{module}' changes a state that goes from token to token: it takes int8, or keeps"
+                " its floats",
+                found=f"{scheme} for {shown(named.pattern)}",
+                expected='"int8" or "keep"',
+            )
 
 
 def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestError:
@@ -278,18 +357,23 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
         pattern = f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
         named = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
         return RequestError(
-            "nothing would be quantized: all linear layers carry a state from token to token, and keep their floats",
+            "nothing would be quantized: all linear layers carry a state from token to token, and"
+            " keep their floats",
             hint=f"a recipe that names them gives them int8: {named}",
         )
     return RequestError("the recipe keeps every linear; nothing would be quantized")
 
 
 def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """A recipe in which ``lm_head`` is the head of a model known by its tensors, if it has one with another name."""
+    """A recipe in which ``lm_head`` is the head of a model known by its tensors, if it has one
+    with another name.
+    """
     heads = [tensor.module for tensor in config.tensors or () if tensor.role == "head"]
     if len(heads) != 1 or heads[0] == _HEAD:
         return recipe
-    renamed = (replace(one, pattern=heads[0]) if one.pattern == _HEAD else one for one in recipe.overrides)
+    renamed = (
+        replace(one, pattern=heads[0]) if one.pattern == _HEAD else one for one in recipe.overrides
+    )
     return Recipe(recipe.default, tuple(renamed))
 
 
@@ -298,28 +382,40 @@ def of_embedding(recipe: Recipe) -> Override | None:
     return next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
 
 
-def _embedding_scheme(recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]) -> QuantScheme | None:
-    """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does not support the
-    requested one, or a head that is tied to it has another."""
+def _embedding_scheme(
+    recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]
+) -> QuantScheme | None:
+    """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does
+    not support the requested one, or a head that is tied to it has another.
+    """
     named = of_embedding(recipe)
     found = None if named is None else named.scheme
     known = config.runnable or any(tensor.role == "embedding" for tensor in config.tensors or ())
     if named is not None and found is not None and not known:
         raise RequestError(
-            "the embedding of a model without a decoder here keeps its floats", found=shown(named.pattern)
+            "the embedding of a model without a decoder here keeps its floats",
+            found=shown(named.pattern),
         )
     if named is not None and found is not None and found not in embeddings:
         raise RequestError(
-            "the embedding cannot be quantized so", found=f"{found} for {shown(named.pattern)}",
+            "the embedding cannot be quantized so",
+            found=f"{found} for {shown(named.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
-        )  # fmt: skip
+        )
     head = next((one for one in reversed(recipe.overrides) if one.matches(_HEAD)), None)
-    if config.tied_embeddings and head is not None and head.scheme is not None and head.scheme != found:
+    if (
+        config.tied_embeddings
+        and head is not None
+        and head.scheme is not None
+        and head.scheme != found
+    ):
         raise RequestError(
-            "lm_head is tied to the embedding" + (", and both are one" if found else " and keeps its floats"),
-            found=f"{head.scheme} for {shown(head.pattern)}", expected=str(found) if found else None,
+            "lm_head is tied to the embedding"
+            + (", and both are one" if found else " and keeps its floats"),
+            found=f"{head.scheme} for {shown(head.pattern)}",
+            expected=str(found) if found else None,
             hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
-        )  # fmt: skip
+        )
     return found
 
 
@@ -335,14 +431,30 @@ def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
 
 def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, str]:
     """What linears are called on disk, where otherwise: users know them by these names."""
-    parts = ((part.removesuffix(".weight"), tensor) for tensor in disk_tensors(config) for part in tensor.parts)
-    return {module: tensor.module for module, tensor in parts if module in modules and module != tensor.module}
+    parts = (
+        (part.removesuffix(".weight"), tensor)
+        for tensor in disk_tensors(config)
+        for part in tensor.parts
+    )
+    return {
+        module: tensor.module
+        for module, tensor in parts
+        if module in modules and module != tensor.module
+    }
 
 
 def _routers(config: ModelConfig) -> set[str]:
     """The names, canonical and on disk, of linears that are never quantized."""
-    routers = {p.name for p in parameters(config) if p.is_linear_weight and p.linear and not p.linear.quantizable}
-    on_disk = {tensor.name for tensor in disk_tensors(config) if routers & set(tensor.parts)} if routers else set()
+    routers = {
+        p.name
+        for p in parameters(config)
+        if p.is_linear_weight and p.linear and not p.linear.quantizable
+    }
+    on_disk = (
+        {tensor.name for tensor in disk_tensors(config) if routers & set(tensor.parts)}
+        if routers
+        else set()
+    )
     return {name.removesuffix(".weight") for name in routers | on_disk}
 
 
@@ -351,13 +463,20 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
     for tensor in disk_tensors(config, schemes):
         if not tensor.quantizable:
             continue
-        found = {part.removesuffix(".weight"): schemes.get(part.removesuffix(".weight")) for part in tensor.parts}
+        found = {
+            part.removesuffix(".weight"): schemes.get(part.removesuffix(".weight"))
+            for part in tensor.parts
+        }
         if len(set(found.values())) > 1:
-            given = (f"{module.rpartition('.')[2]} {scheme or 'kept'}" for module, scheme in found.items())
+            given = (
+                f"{module.rpartition('.')[2]} {scheme or 'kept'}"
+                for module, scheme in found.items()
+            )
             raise RequestError(
-                f"'{tensor.module}' is one module on disk and cannot have several schemes", found=", ".join(given),
+                f"'{tensor.module}' is one module on disk and cannot have several schemes",
+                found=", ".join(given),
                 hint=f"give them all one, by the pattern '*.{tensor.module.rpartition('.')[2]}'",
-            )  # fmt: skip
+            )
 
 
 def _layers(modules: list[str]) -> str:

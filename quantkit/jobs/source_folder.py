@@ -1,7 +1,8 @@
-"""Check the files next to a source's weights before a job begins, and say which of them an output will lack.
+"""Check the files next to a source's weights before a job begins, and say which of them an output
+will lack.
 
-A job copies these files, or carries their content over. Damage in them would be found only when the output is used, by
-quantkit's own `generate`, the doctor or transformers.
+A job copies these files, or carries their content over. Damage in them would be found only when the
+output is used, by quantkit's own `generate`, the doctor or transformers.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ _RULES = (
     "token-out-of-range",
     _TEMPLATE_RULE,
 )
-"""The doctor's rules about side files. Those about config.json and weights have their own checks in readers."""
+"""The doctor's rules about side files.
+
+Those about config.json and weights have their own checks in readers.
+"""
 
 
 def require_causal_model(path: str | Path) -> None:
-    """Raise `UnsupportedError` for the folder of an embedding model, before anything else is said about it.
+    """Raise `UnsupportedError` for the folder of an embedding model, before anything else is said
+    about it.
 
-    Such a folder says in modules.json how hidden states are pooled, in files that no format here carries: the output
-    would be loaded with another pooling, and give other embeddings without a warning.
+    Such a folder says in modules.json how hidden states are pooled, in files that no format here
+    carries: the output would be loaded with another pooling, and give other embeddings without a
+    warning.
     """
     modules = located(path) / _MODULES
     if modules.is_file():
@@ -59,17 +65,21 @@ def require_causal_model(path: str | Path) -> None:
         )
 
 
-def check_side_files(source: StoredCheckpoint, *, template: str | None = None) -> tuple[Tokenizer | None, list[str]]:
+def check_side_files(
+    source: StoredCheckpoint, *, template: str | None = None
+) -> tuple[Tokenizer | None, list[str]]:
     """Check all files of a source that an output takes over, by the doctor's rules.
 
     Args:
-        template: the requested chat template, which replaces those of the source: they may be damaged.
+        template: the requested chat template, which replaces those of the source: they may be
+            damaged.
 
     Returns:
         The tokenizer, compared with the embedding, and notes on it; see `checked_tokenizer`.
 
     Raises:
-        CheckpointError: if a file is damaged, a placeholder or missing, or is a link out of the folder.
+        CheckpointError: if a file is damaged, a placeholder or missing, or is a link out of the
+            folder.
     """
     root = text_folder(source.path)
     config_path = root / _CONFIG
@@ -97,11 +107,14 @@ def check_side_files(source: StoredCheckpoint, *, template: str | None = None) -
     return tokenizer, notes
 
 
-def note_left_behind(source: StoredCheckpoint, container: Container, dst: Path, *, has_card: bool) -> list[str]:
+def note_left_behind(
+    source: StoredCheckpoint, container: Container, dst: Path, *, has_card: bool
+) -> list[str]:
     """Name the files and folders of a source that an output does not have, in one note.
 
-    The note leaves out what a reader of the output cannot miss: the weights that are read, their index and settings,
-    the manifest and the model card of quantkit's own folders, and hidden files and caches.
+    The note leaves out what a reader of the output cannot miss: the weights that are read, their
+    index and settings, the manifest and the model card of quantkit's own folders, and hidden files
+    and caches.
 
     Args:
         container: of the output, at `dst`.

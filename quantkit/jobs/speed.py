@@ -1,4 +1,6 @@
-"""How fast this machine does the work of a job, measured in a fraction of a second on numbers of the model's shapes."""
+"""How fast this machine does the work of a job, measured in a fraction of a second on numbers of
+the model's shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,39 +34,57 @@ _CPU = torch.device("cpu")
 # As measured on small models:
 _SECONDS_OF_LINEAR = 0.0015  # in one pass, to load and set up
 _SECONDS_OF_WEIGHT = 1.5e-9  # in one pass, to read and convert
-_SECONDS_OF_STATE = 3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
+_SECONDS_OF_STATE = (
+    3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
+)
 _GUESSED_DISK_RATE = 1.5e9  # bytes a second through reading, hashing and writing; not measured here
 _SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
 
 
 class Speed:
-    """The seconds that parts of a job take for a model on this machine while it does nothing else."""
+    """The seconds that parts of a job take for a model on this machine while it does nothing
+    else.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def products(self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> float:
+    def products(
+        self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
+    ) -> float:
         """The time of operations in matrix products."""
-        inputs, outputs = (min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config)))
+        inputs, outputs = (
+            min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config))
+        )
         return flops * _seconds_of_operation(inputs, outputs, dtype, device)
 
     def forward(self, tokens: int, *, models: int = 1, passes: int = 1) -> float:
-        """The time of a number of tokens through models on disk, up to their logits, in a number of passes."""
+        """The time of a number of tokens through models on disk, up to their logits, in a number
+        of passes.
+        """
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
         logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
-        together = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))  # tokens through the head
+        together = max(
+            TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size)
+        )  # tokens through the head
         head = config.vocab_size * config.hidden_size * max(1, tokens // together)
         weights = sum(count * group.weights for group, count in every_group(config))
-        loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT)
+        loaded = passes * (
+            self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT
+        )
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
     def head_gradients(self, tokens: int) -> float:
-        """Estimate the time of the gradients of tokens that are drawn from the model, by the inputs of its head."""
+        """Estimate the time of the gradients of tokens that are drawn from the model, by the
+        inputs of its head.
+        """
         return tokens * self.config.vocab_size * _seconds_of_head_gradient(self.config)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
-        """The time to round numbers of weights, by scheme; below 8 bits on scales that are searched or span groups."""
+        """The time to round numbers of weights, by scheme; below 8 bits on scales that are
+        searched or span groups.
+        """
         width = self.config.hidden_size or _WIDTH
         return sum(
             count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits < 8)
@@ -72,7 +92,9 @@ class Speed:
         )
 
     def writing(self, size: int, source: int) -> float:
-        """The time to hash files of a source and write those of an output, of these sizes in bytes."""
+        """The time to hash files of a source and write those of an output, of these sizes in
+        bytes.
+        """
         return _SECONDS_OF_FILES + (source + 2 * size) / _GUESSED_DISK_RATE
 
     @cached_property
@@ -94,7 +116,8 @@ def _seconds_of_logit(vocab_size: int) -> float:
 def _seconds_of_head_gradient(config: ModelConfig) -> float:
     """Measure the gradient of one token by one row of the head."""
     rows = min(config.vocab_size, max(1, _HEAD_WEIGHTS // config.hidden_size))
-    # Logits of about the size of a model's: larger ones give probabilities that are denormal, on which CPUs are slow.
+    # Logits of about the size of a model's: larger ones give probabilities that are denormal, on
+    # which CPUs are slow.
     head = (torch.randn(rows, config.hidden_size) * config.hidden_size**-0.5).bfloat16()
     states = torch.randn(1, HEAD_TOKENS, config.hidden_size)
     return _shortest(lambda: head_gradients(states, head, config, first=0)) / (HEAD_TOKENS * rows)
@@ -114,10 +137,15 @@ def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> 
 
 
 @cache
-def _seconds_of_operation(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> float:
+def _seconds_of_operation(
+    inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
+) -> float:
     """For one of the operations of a matrix product of these widths."""
     rows = TOKENS_THROUGH_A_BLOCK if device.type == "cpu" else _ROWS_ON_GPU
-    a, weight = torch.randn(rows, inputs, device=device), torch.randn(outputs, inputs, device=device)
+    a, weight = (
+        torch.randn(rows, inputs, device=device),
+        torch.randn(outputs, inputs, device=device),
+    )
     narrow = weight.bfloat16()
 
     def multiply() -> None:

@@ -1,4 +1,6 @@
-"""The steps of a quantization, by the names of their phases in reports of progress, and the seconds that each takes."""
+"""The steps of a quantization, by the names of their phases in reports of progress, and the
+seconds that each takes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from quantkit.tensors.scheme import QuantScheme
 SOURCE_CHECK = "check of the source"
 _PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
 _OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
-_SECONDS_OF_CHOICE = 0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
+_SECONDS_OF_CHOICE = (
+    0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
+)
 _TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
 
 
@@ -53,9 +57,13 @@ def quantization_steps(
 
 
 def _steps(
-    formats: Formats, settings: GptqSettings | None, fit: Fit | None, speed: Speed, sizes: Sequence[WeightSizes],
+    formats: Formats,
+    settings: GptqSettings | None,
+    fit: Fit | None,
+    speed: Speed,
+    sizes: Sequence[WeightSizes],
     checked: int,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     prepared = formats.first
     source, certified, config = prepared.source, prepared.certified, prepared.source.config
     weights = _weights(prepared)
@@ -82,21 +90,34 @@ def _steps(
         tokens = math.prod(scale_tokens(source))
         steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
     if settings is None:
-        types = len({spec.dtype for block in formats.blocks for spec in block.tensors if spec.scheme is not None})
+        types = len(
+            {
+                spec.dtype
+                for block in formats.blocks
+                for spec in block.tensors
+                if spec.scheme is not None
+            }
+        )
         steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _calibrated(settings, effort, speed)
     for folder in formats.each:
-        if config.measurable and settings is None:  # which is its own baseline, and so is rounded once more
+        if (
+            config.measurable and settings is None
+        ):  # which is its own baseline, and so is rounded once more
             passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
             steps[phase_of("gate", folder)] = passed
-        elif config.measurable:  # the baseline is rounded, and so is each weight that its error is compared with
+        elif (
+            config.measurable
+        ):  # the baseline is rounded, and so is each weight that its error is compared with
             passed = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
             steps[phase_of("gate", folder)] = passed
         if certified is not None:
             passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
             attention = speed.products(certified.attention_flops(config))
-            steps[phase_of("certificate", folder)] = speed.forward(certified.tokens, passes=passes) + attention
+            steps[phase_of("certificate", folder)] = (
+                speed.forward(certified.tokens, passes=passes) + attention
+            )
     return steps
 
 
@@ -124,8 +145,12 @@ def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
     """The time of GPTQ."""
     config, device, shape = speed.config, settings.device, (settings.samples, settings.length)
     solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
-    samples = speed.products(costs.calibration_flops(config, shape, effort), compute_dtype(device), device)
-    return _OVERHEAD * (solving + samples) + costs.calibration_seconds(config, shape, effort, device)
+    samples = speed.products(
+        costs.calibration_flops(config, shape, effort), compute_dtype(device), device
+    )
+    return _OVERHEAD * (solving + samples) + costs.calibration_seconds(
+        config, shape, effort, device
+    )
 
 
 def _weights(prepared: Prepared) -> Counter[QuantScheme]:

@@ -25,8 +25,11 @@ _NAMED = 4
 _NAMED_RECURRENT = 12
 
 
-def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]) -> list[str]:
-    """Which large parts of a model known by its tensors only are not rounded, in a few words for people.
+def kept_parts(
+    config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]
+) -> list[str]:
+    """Which large parts of a model known by its tensors only are not rounded, in a few words for
+    people.
 
     Args:
         raw: its config.json.
@@ -42,7 +45,11 @@ def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collectio
     for part, tensors in parts.items():
         groups = _by_shared_name(tensors)
         if part == _OTHERS:
-            groups = {name: own for name, own in groups.items() if _parameters(own) >= _SMALL_SHARE * total}
+            groups = {
+                name: own
+                for name, own in groups.items()
+                if _parameters(own) >= _SMALL_SHARE * total
+            }
         count, size = sum(map(len, groups.values())), sum(map(_parameters, groups.values()))
         if count:
             found.append(
@@ -53,9 +60,14 @@ def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collectio
 
 
 def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
-    """Which linears that carry a state are not among the `quantized` modules, and why, in a sentence for people; None
-    if all are."""
-    kept = [one for one in config.tensors or () if one.role == "recurrent" and one.module not in quantized]
+    """Which linears that carry a state are not among the `quantized` modules, and why, in a
+    sentence for people; None if all are.
+    """
+    kept = [
+        one
+        for one in config.tensors or ()
+        if one.role == "recurrent" and one.module not in quantized
+    ]
     if not kept:
         return None
     share = _parameters(kept) / _parameters(config.tensors or ())
@@ -63,8 +75,8 @@ def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | Non
     return (
         f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
         f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
-        f" ({_listed(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as errors there add up"
-        " from token to token"
+        f" ({_listed(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as"
+        " errors there add up from token to token"
     )
 
 
@@ -79,7 +91,9 @@ def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTen
 def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
     """Their names, the largest first."""
     names = sorted(groups, key=lambda name: -_parameters(groups[name]))
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
 
 
 def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
@@ -90,24 +104,32 @@ _OTHERS = "other matrices"
 
 
 def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
-    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no matrix of floats in
-    a layer of the model."""
+    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no
+    matrix of floats in a layer of the model.
+    """
     if tensor.role in _PARTS:
         return _PARTS[tensor.role]
     if is_extra_layer(tensor.name, raw):
         return "further layers for prediction"
     last = tensor.module.rpartition(".")[2]
-    if tensor.role in ("linear", "recurrent") or last in ROUTERS or (tensor.role == "float" and last in HEADS):
+    if (
+        tensor.role in ("linear", "recurrent")
+        or last in ROUTERS
+        or (tensor.role == "float" and last in HEADS)
+    ):
         return None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
         return None
-    return "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
+    return (
+        "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
+    )
 
 
 def within_bounds(
     source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
-) -> tuple[SchemeMap, list[str]]:  # fmt: skip
-    """Round every weight once, before anything is written, and leave out those that lose more than `ROUNDING_BOUNDS`.
+) -> tuple[SchemeMap, list[str]]:
+    """Round every weight once, before anything is written, and leave out those that lose more than
+    `ROUNDING_BOUNDS`.
 
     Returns:
         What is quantized, and notes on what is not.
@@ -121,12 +143,20 @@ def within_bounds(
     too_far = {}
     for index, (module, scheme) in enumerate(schemes.items()):
         progress("rounding errors", index, len(schemes), "weights")
-        spec = TensorSpec(f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme)
+        spec = TensorSpec(
+            f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme
+        )
         for _, _, record in quantizer.solve(TensorBlock(None, (spec,))):
             assert record is not None
-            error, bound = float(str(record["relative_error"])), ROUNDING_BOUNDS[f"int{scheme.bits}"]
+            error, bound = (
+                float(str(record["relative_error"])),
+                ROUNDING_BOUNDS[f"int{scheme.bits}"],
+            )
             if not error <= bound:
-                too_far[module] = f"rounding to {scheme} changes it by {error:.3g} of its norm, more than {bound:g}"
+                too_far[module] = (
+                    f"rounding to {scheme} changes it by {error:.3g} of its norm, more than"
+                    f" {bound:g}"
+                )
     progress("rounding errors", len(schemes), len(schemes), "weights")
     if not too_far:
         return scheme_map, []

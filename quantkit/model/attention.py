@@ -17,7 +17,9 @@ from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import CachedRows, cached_rows
 
 MAX_QUERY_ROWS = 2048
-"""Positions beyond which masks and scores, which grow with their square, are made for a piece of them at a time."""
+"""Positions beyond which masks and scores, which grow with their square, are made for a piece of
+them at a time.
+"""
 SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
 
 
@@ -27,7 +29,8 @@ class Scores:
 
     Attributes:
         scale: what they are multiplied by; None is 1 over the root of the head size.
-        softcap: what they are bent to stay below, softcap * tanh(score / softcap); None for no bound.
+        softcap: what they are bent to stay below, softcap * tanh(score / softcap); None for no
+            bound.
         sinks: a score of each head that takes a share and gives no value, [H]; None for none.
     """
 
@@ -51,11 +54,17 @@ class CachedAttention(Protocol):
     """Attention over a cache."""
 
     def __call__(
-        self, queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
-        window: int | None, scores: Scores = PLAIN,
-    ) -> Tensor:  # fmt: skip
-        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh]; each
-        query sees the positions of its slot up to its own.
+        self,
+        queries: Tensor,
+        keys: CachedRows,
+        values: CachedRows,
+        positions: Tensor,
+        slots: Tensor | None,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
+        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots,
+        K, S, Dh]; each query sees the positions of its slot up to its own.
 
         Args:
             positions: the queries', [T] or [B, T].
@@ -68,15 +77,22 @@ class CachedAttention(Protocol):
 def causal_attention(
     positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
 ) -> Attend:
-    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it, with keys
-    and values as a cache of type `cache_dtype` stores them; None is as they are."""
+    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence
+    before it, with keys and values as a cache of type `cache_dtype` stores them; None is as they
+    are.
+    """
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
     limits = () if long else set(windows)
-    masks = {window: None if window is None else _causal_mask(positions, positions, window) for window in limits}
+    masks = {
+        window: None if window is None else _causal_mask(positions, positions, window)
+        for window in limits
+    }
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
-            keys, values = (cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values))
+            keys, values = (
+                cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values)
+            )
         if long and not (windows[layer] is None and scores.plain):
             return _mixed_in_pieces(queries, keys, values, positions, windows[layer], scores)
         mask = masks.get(windows[layer])
@@ -88,11 +104,18 @@ def causal_attention(
 
 
 def cached_attention(
-    cache: KVCache, positions: Tensor, windows: Sequence[int | None], attention: CachedAttention,
-    slots: Tensor | None = None, *, first: bool = False,
-) -> Attend:  # fmt: skip
-    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence up to it. The
-    `first` tokens, for which the cache holds nothing yet that they should see, attend as in `causal_attention`."""
+    cache: KVCache,
+    positions: Tensor,
+    windows: Sequence[int | None],
+    attention: CachedAttention,
+    slots: Tensor | None = None,
+    *,
+    first: bool = False,
+) -> Attend:
+    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence
+    up to it. The `first` tokens, for which the cache holds nothing yet that they should see, attend
+    as in `causal_attention`.
+    """
     to_each_other = causal_attention(positions, windows) if first else None
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
@@ -105,24 +128,41 @@ def cached_attention(
 
 
 def masked_attention(
-    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor,
+    keys: CachedRows,
+    values: CachedRows,
+    positions: Tensor,
+    slots: Tensor | None,
+    window: int | None,
     scores: Scores = PLAIN,
-) -> Tensor:  # fmt: skip
-    """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what is seen."""
+) -> Tensor:
+    """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what
+    is seen.
+    """
     if _eager_on_cpu(positions):
         seen = int(positions.max()) + 1
         keys, values = keys.up_to(seen), values.up_to(seen)
     if slots is not None:
         keys, values = keys.of_slots(slots), values.of_slots(slots)
-    mask = _causal_mask(positions, torch.arange(keys.rows.shape[2], device=positions.device), window)
+    mask = _causal_mask(
+        positions, torch.arange(keys.rows.shape[2], device=positions.device), window
+    )
     return _mixed(queries, keys.floats(queries.dtype), values.floats(queries.dtype), mask, scores)
 
 
-def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _mixed(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
     """Mixed values [B, T, H * Dh] under a mask, or each token seeing those up to it."""
     if scores.plain:
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=True
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scores.scale,
+            enable_gqa=True,
         )
         return mixed.transpose(1, 2).flatten(2)
     assert mask is not None
@@ -136,41 +176,62 @@ def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, s
     if scores.sinks is None:
         shares = products.softmax(-1)
     else:
-        sinks = scores.sinks.float().view(1, keys.shape[1], -1, 1, 1).expand(*products.shape[:-1], 1)
+        sinks = (
+            scores.sinks.float().view(1, keys.shape[1], -1, 1, 1).expand(*products.shape[:-1], 1)
+        )
         shares = torch.cat((products, sinks), dim=-1).softmax(-1)[..., :-1]
     given: Tensor = shares.to(values.dtype) @ values.unsqueeze(2)
     return given.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def _mixed_in_pieces(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, scores: Scores
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scores: Scores,
 ) -> Tensor:
-    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries of the heads that share
-    keys at a time, with what any of them sees."""
+    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries of
+    the heads that share keys at a time, with what any of them sees.
+    """
     batch, kv_heads, count, _ = keys.shape
     heads = queries.shape[1] // kv_heads
     seen = count if window is None else min(count, window + MAX_QUERY_ROWS)
     size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // (4 * batch * heads * seen)))
-    mixed = torch.empty(batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device)
+    mixed = torch.empty(
+        batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device
+    )
     for start in range(0, count, size):
         stop = min(start + size, count)
-        first = 0 if window is None else max(0, start - window + 1)  # positions rise by one at least
+        first = (
+            0 if window is None else max(0, start - window + 1)
+        )  # positions rise by one at least
         mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
         for head in range(kv_heads):
             own, shared = slice(head * heads, (head + 1) * heads), slice(head, head + 1)
-            parts = queries[:, own, start:stop], keys[:, shared, first:stop], values[:, shared, first:stop]
+            parts = (
+                queries[:, own, start:stop],
+                keys[:, shared, first:stop],
+                values[:, shared, first:stop],
+            )
             sinks = None if scores.sinks is None else scores.sinks[own]
             mixed[:, start:stop, head] = _mixed(*parts, mask, replace(scores, sinks=sinks))
     return mixed.flatten(2)
 
 
 def _eager_on_cpu(positions: Tensor) -> bool:
-    return type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    return (
+        type(positions) is Tensor
+        and positions.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which key positions each query position sees: bool [T, S] for [T] and [S], or [B, 1, T, S] for [B, T] and [S] or
-    [B, S]."""
+    """Which key positions each query position sees: bool [T, S] for [T] and [S], or [B, 1, T, S]
+    for [B, T] and [S] or [B, S].
+    """
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
     seen = distance >= 0
     if window is not None:

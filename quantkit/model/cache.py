@@ -18,16 +18,25 @@ _LAZY_BYTES = 1 << 20
 class KVCache:
     """Keys and values of every layer, allocated once at their final size.
 
-    ``keys[layer]`` and ``values[layer]`` are rows [slots, KV heads, S, head_dim]: each sequence has a slot, and S is
-    the number of positions that one can hold. In int8 each row has a scale, in a separate tensor.
+    ``keys[layer]`` and ``values[layer]`` are rows [slots, KV heads, S, head_dim]: each sequence has
+    a slot, and S is the number of positions that one can hold. In int8 each row has a scale, in a
+    separate tensor.
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self.length = length
         self.keys, self.values = (
-            [_zeros((slots, config.num_kv_heads, length), config.head_dim, dtype, device) for _ in config.layers]
+            [
+                _zeros((slots, config.num_kv_heads, length), config.head_dim, dtype, device)
+                for _ in config.layers
+            ]
             for _ in range(2)
         )
 
@@ -36,10 +45,16 @@ class KVCache:
         return [tensor for rows in (*self.keys, *self.values) for tensor in rows.tensors()]
 
     def update(
-        self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
+        self,
+        layer: int,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor | None = None,
     ) -> tuple[CachedRows, CachedRows]:
-        """Store keys and values [B, KV heads, T, head_dim] at positions [T] or [B, T] of slots [B], None for all slots
-        in order; returns the whole layer's, as stored."""
+        """Store keys and values [B, KV heads, T, head_dim] at positions [T] or [B, T] of slots [B],
+        None for all slots in order; returns the whole layer's, as stored.
+        """
         for stored, floats in ((self.keys[layer], keys), (self.values[layer], values)):
             new = cached_rows(floats, stored.rows.dtype)
             for into, rows in zip(stored.tensors(), new.tensors(), strict=True):
@@ -57,7 +72,9 @@ def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype
     return 2 * config.num_layers * slots * config.num_kv_heads * length * row
 
 
-def _zeros(shape: tuple[int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str) -> CachedRows:
+def _zeros(
+    shape: tuple[int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> CachedRows:
     rows = zeros((*shape, head_dim), dtype, device)
     return CachedRows(rows, zeros(shape, torch.float32, device) if dtype == torch.int8 else None)
 

@@ -1,4 +1,5 @@
-"""Keys and values as a quantized cache holds them, see `formats.kv_scales`, and the scales that such a cache needs.
+"""Keys and values as a quantized cache holds them, see `formats.kv_scales`, and the scales that
+such a cache needs.
 
 B batch, T positions, K KV heads, Dh head size.
 """
@@ -12,10 +13,11 @@ from quantkit.tensors.float8 import rounded_to_e4m3
 
 
 class Fp8Rounding(nn.Module):
-    """Rounds keys and values [B, K, T, Dh] to float8_e4m3fn times a scale of each, computed in float32.
+    """Rounds keys and values [B, K, T, Dh] to float8_e4m3fn times a scale of each, computed in
+    float32.
 
-    In float32 this is compressed-tensors' `fake_quantize`; 16-bit values are divided in float32 too, as in vLLM's
-    kernels.
+    In float32 this is compressed-tensors' `fake_quantize`; 16-bit values are divided in float32
+    too, as in vLLM's kernels.
     """
 
     k_scale: Tensor
@@ -24,7 +26,9 @@ class Fp8Rounding(nn.Module):
     def __init__(self, scales: tuple[float, float], device: torch.device | str) -> None:
         super().__init__()
         for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-            self.register_buffer(name, torch.tensor([scale], dtype=torch.float32, device=device), persistent=False)
+            self.register_buffer(
+                name, torch.tensor([scale], dtype=torch.float32, device=device), persistent=False
+            )
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Both in their own type."""
@@ -32,8 +36,9 @@ class Fp8Rounding(nn.Module):
 
 
 class CacheMaxima(nn.Module):
-    """Leaves keys and values as they are, and remembers the largest absolute value of each: `largest`, [2], float32,
-    NaN once one was NaN."""
+    """Leaves keys and values as they are, and remembers the largest absolute value of each:
+    `largest`, [2], float32, NaN once one was NaN.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The device's kernels for the solver's loops over columns, checked on a small layer before they are used."""
+"""The device's kernels for the solver's loops over columns, checked on a small layer before they
+are used.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,23 @@ _CPU_COLUMNS, _GPU_COLUMNS = 128, 32  # in one call
 _ROWS = 40  # more than one program has
 _COLUMNS = 288  # more than a panel has
 _SCHEMES = ("int4-g32", "int4-g32-asym")
-_TOLERANCE = 0.01  # of the output error; codes may differ where two are equally good, and later ones follow
+_TOLERANCE = (
+    0.01  # of the output error; codes may differ where two are equally good, and later ones follow
+)
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """The kernels of a device; if torch replaces them, a warning is logged. An unknown variant of the CPU kernels is a
-    `RequestError`."""
+    """The kernels of a device; if torch replaces them, a warning is logged. An unknown variant of
+    the CPU kernels is a `RequestError`.
+    """
     on_cpu = device.type == "cpu"
-    wrong = None if on_cpu else TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32)
+    wrong = (
+        None
+        if on_cpu
+        else TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32)
+    )
     if wrong is None:
         try:
             kernels = cpu_kernels() if on_cpu else gpu_kernels()
@@ -60,9 +69,15 @@ def cpu_kernels() -> ColumnKernels:
         weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         return cpu_gptq.search_scales(
-            weight.contiguous(), importance.contiguous(), len(weight) // scheme.groups(len(weight)), scheme.levels,
-            scheme.symmetric, scale_dtype, signed_steps(scheme), FINE,
-        )  # fmt: skip
+            weight.contiguous(),
+            importance.contiguous(),
+            len(weight) // scheme.groups(len(weight)),
+            scheme.levels,
+            scheme.symmetric,
+            scale_dtype,
+            signed_steps(scheme),
+            FINE,
+        )
 
     return ColumnKernels(search, cpu_gptq.round_in_turn, cpu_gptq.improve_in_turn, _CPU_COLUMNS)
 
@@ -71,7 +86,9 @@ def gpu_kernels() -> ColumnKernels:
     """The Triton kernels; scales are searched by torch."""
     from quantkit.kernels import triton_gptq
 
-    return ColumnKernels(search_scales, triton_gptq.round_in_turn, triton_gptq.improve_in_turn, _GPU_COLUMNS)
+    return ColumnKernels(
+        search_scales, triton_gptq.round_in_turn, triton_gptq.improve_in_turn, _GPU_COLUMNS
+    )
 
 
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
@@ -86,5 +103,8 @@ def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
             solve(weight, hessian, scheme, torch.bfloat16, kernels=one) for one in (kernels, TORCH)
         )
         if not abs(found.output_error / expected.output_error - 1) <= _TOLERANCE:
-            return f"their output error is {found.output_error:.4g}, that of torch {expected.output_error:.4g}"
+            return (
+                f"their output error is {found.output_error:.4g}, that of torch"
+                f" {expected.output_error:.4g}"
+            )
     return None

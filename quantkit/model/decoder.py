@@ -1,8 +1,8 @@
 """The decoder, from the whole model down to its norms.
 
-B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward size, V vocabulary.
-Modules are named as Hugging Face names their tensors, so a checkpoint's canonical names are its state's. What a
-block does follows from the config's features; nothing here knows a family.
+B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward size, V
+vocabulary. Modules are named as Hugging Face names their tensors, so a checkpoint's canonical names
+are its state's. What a block does follows from the config's features; nothing here knows a family.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What every block gets in one pass through the decoder: the angles of the tokens' positions, and attention."""
+    """What every block gets in one pass through the decoder: the angles of the tokens'
+    positions, and attention.
+    """
 
     angles: Angles
     attend: Attend
@@ -50,11 +52,12 @@ class DecoderOps:
     Attributes:
         cached_attention: attention over a cache.
         float_linear: the product with a head whose weight is floats.
-        blocks: all blocks, in place of the modules, for the steps that they serve; None runs the modules.
-        ragged: whether that attention takes rows [N, 1] of any sequences, several of one among them, as fast as
-            rectangles [B, T].
-        single_threaded: keeps torch's operations to the calling thread while in it; for what is small compared with the
-            kernels, such as drawing a token.
+        blocks: all blocks, in place of the modules, for the steps that they serve; None runs the
+            modules.
+        ragged: whether that attention takes rows [N, 1] of any sequences, several of one among
+            them, as fast as rectangles [B, T].
+        single_threaded: keeps torch's operations to the calling thread while in it; for what is
+            small compared with the kernels, such as drawing a token.
     """
 
     cached_attention: CachedAttention = masked_attention
@@ -67,14 +70,17 @@ class DecoderOps:
 class Decoder(nn.Module):
     """A causal language model. Code that loads a decoder may replace `ops` to install kernels.
 
-    Positions are tensors and the cache is static, so no step depends on data: the whole forward can be compiled.
+    Positions are tensors and the cache is static, so no step depends on data: the whole forward can
+    be compiled.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head: nn.Module | None = None  # the embedding's weight, or where its codes are the head's, that head
+        self.lm_head: nn.Module | None = (
+            None  # the embedding's weight, or where its codes are the head's, that head
+        )
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -90,7 +96,10 @@ class Decoder(nn.Module):
         return self.model.norm.weight.dtype
 
     def forward(
-        self, tokens: Tensor | Sequence[int], positions: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens: Tensor | Sequence[int],
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Logits [..., T, V] for token ids [T] or [B, T].
 
@@ -99,7 +108,8 @@ class Decoder(nn.Module):
             cache: as for `hidden`.
 
         Raises:
-            RequestError: if the tokens are no ids of the vocabulary; a tensor with positions is not checked.
+            RequestError: if the tokens are no ids of the vocabulary; a tensor with positions is not
+                checked.
         """
         if not isinstance(tokens, Tensor) or positions is None:
             tokens = checked_ids(tokens, self.config.vocab_size).to(self.device)
@@ -110,15 +120,21 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens, positions, cache))
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, slots: Tensor | None = None,
-        lengths: Tensor | None = None, first: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        *,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
+        first: bool = False,
+    ) -> Tensor:
         """Hidden states [B, T, D] after the final norm, for tokens [B, T].
 
         Args:
             positions: rising in each sequence: [T], the same for all, or [B, T].
-            cache: stores keys and values; attention sees all positions stored so far in a sequence's slot.
-                Without one it sees the given tokens only.
+            cache: stores keys and values; attention sees all positions stored so far in a
+                sequence's slot. Without one it sees the given tokens only.
             slots: the sequences' places in the cache, [B]; None is all of them in order.
             lengths: for rotary positions, see `Rotary`.
             first: the cache holds nothing yet that the tokens should see.
@@ -139,8 +155,9 @@ class Decoder(nn.Module):
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks in
-        it, else the model's."""
+        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute
+        whole blocks in it, else the model's.
+        """
         if self.lm_head is None:
             logits = self.ops.float_linear(hidden, self.model.embed_tokens.weight)
         elif isinstance(self.lm_head, nn.Linear):
@@ -181,16 +198,19 @@ def scaled_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
     """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
     if multiplier == 1:
         return embeddings
-    if embeddings.is_cuda and not torch.compiler.is_compiling():  # a recorded step must not copy a number to the GPU
+    if (
+        embeddings.is_cuda and not torch.compiler.is_compiling()
+    ):  # a recorded step must not copy a number to the GPU
         return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype).item()
     return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 
 
 class Block(nn.Module):
-    """One decoder layer: residual branches one after the other, with norms before them, after them or both.
+    """One decoder layer: residual branches one after the other, with norms before them, after them
+    or both.
 
-    A branch has two halves: `inner` leads up to its last linear, or to its experts; `finish` applies that and adds
-    the output to the hidden states.
+    A branch has two halves: `inner` leads up to its last linear, or to its experts; `finish`
+    applies that and adds the output to the hidden states.
     """
 
     BRANCHES: ClassVar = ("attention", "mlp")
@@ -223,19 +243,28 @@ class Block(nn.Module):
         return normed
 
     def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
-        """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for hidden states
-        [B, T, D]."""
+        """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for
+        hidden states [B, T, D].
+        """
         states = self.normed(branch, x)
-        return self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states)
+        return (
+            self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states)
+        )
 
     def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
-        """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
+        """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for
+        them.
+        """
         module = self.self_attn if branch == "attention" else self.mlp
         return self.add(branch, x, module.output(inner))
 
     def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
-        """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts, [B, T, D]."""
-        norm = self.attention_output_layernorm if branch == "attention" else self.mlp_output_layernorm
+        """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts,
+        [B, T, D].
+        """
+        norm = (
+            self.attention_output_layernorm if branch == "attention" else self.mlp_output_layernorm
+        )
         if norm is not None:
             out = norm(out)
         return x + out if self._multiplier == 1 else x + out * self._multiplier
@@ -258,13 +287,17 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
-        self.shared_norms: nn.Module | None = None  # takes the place of both where processes share the width
+        self.shared_norms: nn.Module | None = (
+            None  # takes the place of both where processes share the width
+        )
         if config.qk_norm is not None:
             self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
             self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
         self.clip = config.clip_qkv
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
-        self.as_cached: nn.Module | None = None  # what a quantized cache makes of keys and values [B, K, T, Dh]
+        self.as_cached: nn.Module | None = (
+            None  # what a quantized cache makes of keys and values [B, K, T, Dh]
+        )
         self._scale, self._softcap = config.attention_scale, config.attention_softcap
 
     @property
@@ -284,13 +317,19 @@ class Attention(nn.Module):
         queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
         if self.norms_heads:
             queries, keys, values = self._normed(queries, keys, values)
-        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        queries, keys, values = (
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+        )
         if self.config.rotary:
             turn = step.angles.of(self.config)
             queries, keys = rotate(queries, *turn), rotate(keys, *turn)
         if step.angles.query_scale is not None:
             scale = step.angles.query_scale.unsqueeze(-1)
-            queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(queries.dtype)
+            queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(
+                queries.dtype
+            )
         if self.as_cached is not None:
             keys, values = self.as_cached(keys, values)
         return step.attend(self.layer, queries, keys, values, self.scores)
@@ -318,7 +357,9 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square() / x.shape[-1])
+        return self.scaled(
+            x, torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square() / x.shape[-1]
+        )
 
     def scaled(self, x: Tensor, mean_square: Tensor) -> Tensor:
         """Normed values of x [..., N], given the mean of their squares, [..., 1]."""

@@ -14,7 +14,8 @@ from quantkit.tensors.dtypes import FloatName, float_name
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """A device by torch's name for it, checked by writing and reading a number; for None a GPU if there is one.
+    """A device by torch's name for it, checked by writing and reading a number; for None a GPU if
+    there is one.
 
     Raises:
         RequestError: if not.
@@ -27,7 +28,9 @@ def usable_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:  # torch raises any of these
-        raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
+        raise RequestError(
+            "the device cannot be used", found=name, expected="cpu, or cuda with a GPU"
+        ) from error
     return device
 
 
@@ -35,7 +38,9 @@ def free_bytes(device: torch.device) -> int:
     """Memory that a device has left for tensors."""
     if device.type != "cuda":
         return available_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later tensors
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+        device
+    )  # by torch, for later tensors
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
@@ -48,7 +53,11 @@ def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """Integers on a device, without waiting for a GPU."""
     found = torch.tensor(values, dtype=torch.long)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+    return (
+        found.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else found.to(device)
+    )
 
 
 def checked_ids(tokens: object, vocab_size: int) -> Tensor:
@@ -62,12 +71,18 @@ def checked_ids(tokens: object, vocab_size: int) -> Tensor:
         raise wrong_type("tokens", tokens, expected)
     for one in (ids.min(), ids.max()) if ids.numel() else ():
         if not 0 <= one < vocab_size:
-            raise RequestError("`tokens` holds an id outside the vocabulary", found=int(one), expected=expected)
+            raise RequestError(
+                "`tokens` holds an id outside the vocabulary", found=int(one), expected=expected
+            )
     return ids
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A tensor on the host; one from a GPU holds its values once an event that is recorded later has happened."""
+    """A tensor on the host; one from a GPU holds its values once an event that is recorded later
+    has happened.
+    """
     if tensor.device.type != "cuda":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )

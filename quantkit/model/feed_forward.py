@@ -26,7 +26,9 @@ class MLP(nn.Module):
         self.config = config
         self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
-        self.gate_up_proj: nn.Module | None = None  # takes the place of the two where they are fused
+        self.gate_up_proj: nn.Module | None = (
+            None  # takes the place of the two where they are fused
+        )
         self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
 
     def inner(self, x: Tensor) -> Tensor:
@@ -49,8 +51,8 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts (1701.06538): each token goes to the few that a router chooses for it, weighted by their
-    shares, and to shared ones if there are any.
+    """A mixture of experts (1701.06538): each token goes to the few that a router chooses for it,
+    weighted by their shares, and to shared ones if there are any.
 
     Its `inner` gives the states as they are: the branch ends with the experts.
     """
@@ -60,8 +62,12 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.config = experts = config.experts
         self.gate = nn.Linear(config.hidden_size, experts.count, bias=experts.router_bias)
-        self.experts = nn.ModuleList(MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count))
-        self.sum: Callable[[Tensor], Tensor] | None = None  # of what the processes give that share the experts
+        self.experts = nn.ModuleList(
+            MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count)
+        )
+        self.sum: Callable[[Tensor], Tensor] | None = (
+            None  # of what the processes give that share the experts
+        )
         self.bank: ExpertBank | None = None  # a kernel for `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
@@ -76,17 +82,22 @@ class Experts(nn.Module):
     def output(self, x: Tensor) -> Tensor:
         """What is added to the hidden states, [B, T, D], of normed hidden states [B, T, D]."""
         weights, chosen = self.route(x)
-        out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
+        out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(
+            x.shape
+        )
         if self.shared_experts is not None:
             shared, gate = self.shared_experts(x), self.shared_expert_gate
             out = out + (shared if gate is None else shared * torch.sigmoid(_product(x, gate)))
         return out if self.sum is None else self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]; of equal ones
-        those of the lower numbers."""
+        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [...,
+        D]; of equal ones those of the lower numbers.
+        """
         shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights, chosen = (found[..., : self.config.per_token].contiguous() for found in (shares, numbers))
+        weights, chosen = (
+            found[..., : self.config.per_token].contiguous() for found in (shares, numbers)
+        )
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
@@ -100,7 +111,9 @@ class Experts(nn.Module):
         if self.bank is not None:
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        if rows.is_cuda or torch.compiler.is_compiling():  # where what is computed cannot depend on the choice
+        if (
+            rows.is_cuda or torch.compiler.is_compiling()
+        ):  # where what is computed cannot depend on the choice
             shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
             for number, expert in enumerate(self.experts):
                 out += expert(rows).float() * shares[:, number : number + 1]
@@ -123,8 +136,9 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """The experts of a layer, their quantized weights side by side, for a kernel that reads those of the chosen ones
-    in one call."""
+    """The experts of a layer, their quantized weights side by side, for a kernel that reads those
+    of the chosen ones in one call.
+    """
 
     kernel: ExpertKernel
     gate_up: PreparedLinear
@@ -138,8 +152,8 @@ class ExpertBank:
 
 
 def stack_experts(module: nn.Module, config: ModelConfig) -> None:
-    """Give each mixture of experts in a loaded module its bank, if its linears have one scheme and a backend with a
-    kernel for experts.
+    """Give each mixture of experts in a loaded module its bank, if its linears have one scheme and
+    a backend with a kernel for experts.
 
     The experts' own linears then hold views of the bank, so that there is one copy of the weights.
     """
@@ -150,8 +164,16 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
 
 def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide, narrow = _same_kind([mlp.gate_up_proj for mlp in mlps]), _same_kind([mlp.down_proj for mlp in mlps])
-    if not wide or not narrow or wide[0].backend != narrow[0].backend or config.activation_alpha != OAI_ALPHA:
+    wide, narrow = (
+        _same_kind([mlp.gate_up_proj for mlp in mlps]),
+        _same_kind([mlp.down_proj for mlp in mlps]),
+    )
+    if (
+        not wide
+        or not narrow
+        or wide[0].backend != narrow[0].backend
+        or config.activation_alpha != OAI_ALPHA
+    ):
         return None
     operations = wide[0].backend.operations()
     if operations is None or operations.experts is None:
@@ -163,7 +185,9 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
 def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     """All of them; none where one is not quantized, or not as the others."""
     found = [linear for linear in linears if isinstance(linear, QuantLinear)]
-    kinds = {(linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None) for linear in found}
+    kinds = {
+        (linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None) for linear in found
+    }
     return found if len(found) == len(linears) and len(kinds) == 1 else []
 
 

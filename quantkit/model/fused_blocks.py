@@ -24,13 +24,16 @@ from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
 from quantkit.model.rope import Angles
 
-_OUTSIDE = frozenset({"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"})
+_OUTSIDE = frozenset(
+    {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
+)
 """Features that blocks have no part in, or that their weights and angles already hold."""
 
 
 def block_features(config: ModelConfig) -> frozenset[str]:
-    """What blocks of a config do beyond the plainest. A feature that is new is one that no kernel serves until it
-    says so."""
+    """What blocks of a config do beyond the plainest. A feature that is new is one that no kernel
+    serves until it says so.
+    """
     inner = {"query_scaling_beta"} if config.rope.query_scaling_beta is not None else set()
     if config.experts is not None and config.experts.score_correction:
         inner.add("score_correction")
@@ -39,8 +42,9 @@ def block_features(config: ModelConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of a decoder in one call: `run` is what the kernel prepared, `layers` what the blocks do, by their
-    numbers, and `dtype` that of hidden states."""
+    """Blocks of a decoder in one call: `run` is what the kernel prepared, `layers` what the blocks
+    do, by their numbers, and `dtype` that of hidden states.
+    """
 
     kernel: BlockKernel
     run: RunBlocks
@@ -48,32 +52,49 @@ class FusedBlocks:
     dtype: torch.dtype
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
-        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else the modules run."""
+        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else
+        the modules run.
+        """
         limit, tokens = self.kernel.max_tokens, x.shape[0] * x.shape[1]
-        return (limit is None or tokens <= limit) and (cache is not None or not self.kernel.needs_cache)
+        return (limit is None or tokens <= limit) and (
+            cache is not None or not self.kernel.needs_cache
+        )
 
     def __call__(
-        self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
-        slots: Tensor | None = None, *, first: bool,
-    ) -> Tensor:  # fmt: skip
-        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after all blocks, which
-        may be float32 where the model is not; `cache`, `slots` and `first` as for `Decoder.hidden`."""
+        self,
+        x: Tensor,
+        positions: Tensor,
+        angles: Angles,
+        cache: KVCache | None,
+        slots: Tensor | None = None,
+        *,
+        first: bool,
+    ) -> Tensor:
+        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after
+        all blocks, which may be float32 where the model is not; `cache`, `slots` and `first` as for
+        `Decoder.hidden`.
+        """
         cached = None
         if cache is not None:
             cached = [(cache.keys[number], cache.values[number]) for number in self.layers]
         turned = [angles.of(layer) for layer in self.layers.values()]
-        step = BlockStep(positions, slots, angles.query_scale, first or cache is None, turned, cached)
+        step = BlockStep(
+            positions, slots, angles.query_scale, first or cache is None, turned, cached
+        )
         return self.run(x.to(self.dtype), step)
 
 
-def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None) -> FusedBlocks | None:
+def fused_blocks(
+    model: Decoder, layers: Mapping[int, LayerConfig] | None = None
+) -> FusedBlocks | None:
     """A model's blocks through a kernel.
 
-    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve what
-    the model does.
+    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel
+    does not serve what the model does.
 
     Args:
-        layers: by their numbers those to take, and what they do; None is all, as the config has them.
+        layers: by their numbers those to take, and what they do; None is all, as the config has
+            them.
     """
     config = model.config
     layers = dict(enumerate(config.layers)) if layers is None else layers
@@ -101,8 +122,9 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
 
 
 def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
-    """The linears in the order of the data's flow, one for each site; None where a site's are not fused. Those of a
-    mixture of experts are the shared ones'."""
+    """The linears in the order of the data's flow, one for each site; None where a site's are not
+    fused. Those of a mixture of experts are the shared ones'.
+    """
     mlp = block.mlp if isinstance(block.mlp, MLP) else block.mlp.shared_experts
     feed_forward = () if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
     return block.self_attn.qkv_proj, block.self_attn.o_proj, *feed_forward
@@ -110,32 +132,57 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
 
 def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
     qkv, out, *rest = (
-        PreparedLinear(one.prepared, one.scheme, None if one.bias is None else one.bias.detach()) for one in linears
+        PreparedLinear(one.prepared, one.scheme, None if one.bias is None else one.bias.detach())
+        for one in linears
     )
     gate_up, down = rest or (None, None)
     own = block.self_attn
     return BlockWeights(
-        _norm(block.input_layernorm), qkv, _norm(own.q_norm), _norm(own.k_norm), _floats(own.sinks), out,
-        _norm(block.attention_output_layernorm), _norm(block.post_attention_layernorm), gate_up, down,
-        _norm(block.mlp_output_layernorm), _routed(block.mlp) if isinstance(block.mlp, Experts) else None,
-    )  # fmt: skip
+        _norm(block.input_layernorm),
+        qkv,
+        _norm(own.q_norm),
+        _norm(own.k_norm),
+        _floats(own.sinks),
+        out,
+        _norm(block.attention_output_layernorm),
+        _norm(block.post_attention_layernorm),
+        gate_up,
+        down,
+        _norm(block.mlp_output_layernorm),
+        _routed(block.mlp) if isinstance(block.mlp, Experts) else None,
+    )
 
 
 def _routed(experts: Experts) -> RoutedExperts:
     bank, gate = experts.bank, experts.shared_expert_gate
     assert bank is not None
     return RoutedExperts(
-        experts.gate.weight.detach(), _floats(experts.gate.bias), bank.gate_up, bank.down,
-        None if gate is None else _floats(gate.weight), experts.config.per_token, experts.config.normalized,
-    )  # fmt: skip
+        experts.gate.weight.detach(),
+        _floats(experts.gate.bias),
+        bank.gate_up,
+        bank.down,
+        None if gate is None else _floats(gate.weight),
+        experts.config.per_token,
+        experts.config.normalized,
+    )
 
 
 def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
     return BlockSettings(
-        config.num_heads, config.num_kv_heads, config.head_dim, layer.window, layer.rotary, config.attention_scale,
-        config.attention_softcap, config.clip_qkv, config.activation, config.activation_limit, config.activation_alpha,
-        config.norm_eps, config.residual_multiplier,
-    )  # fmt: skip
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        layer.window,
+        layer.rotary,
+        config.attention_scale,
+        config.attention_softcap,
+        config.clip_qkv,
+        config.activation,
+        config.activation_limit,
+        config.activation_alpha,
+        config.norm_eps,
+        config.residual_multiplier,
+    )
 
 
 def _floats(values: Tensor | None) -> Tensor | None:

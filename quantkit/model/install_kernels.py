@@ -1,4 +1,6 @@
-"""Put the kernels that a backend offers besides its linears into a loaded model, each after a self-test."""
+"""Put the kernels that a backend offers besides its linears into a loaded model, each after a
+self-test.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
 _MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
-_FLOATS = 1e-3  # share of a result that float32 arithmetic in another order may be off by, through a whole block
+# share of a result that float32 arithmetic in another order may be off by, through a whole block
+_FLOATS = 1e-3
 _FEW = 10  # the widest window that blocks are tried with
 _STEPS = 2  # of a 16-bit dtype that a block may be off by, besides twice what its modules are
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
 _WINDOW = 100  # the widest window that attention is tried with
-_BENT = 0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
+_BENT = (
+    0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
+)
 
 _log = logging.getLogger(__name__)
 
@@ -46,19 +51,34 @@ _log = logging.getLogger(__name__)
 def install_kernels(model: Decoder) -> None:
     """Put the backend's kernels for attention, float products and whole blocks into `model.ops`.
 
-    Each is tried against what it replaces; where one is wrong, the rest of the model stays with torch's.
+    Each is tried against what it replaces; where one is wrong, the rest of the model stays with
+    torch's.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    offered = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
+    offered = (
+        linears[0].backend.operations()
+        if linears
+        else operations_for_floats(model.device, model.dtype)
+    )
     if offered is None:
         return
     linear, max_tokens = offered.float_linear, offered.cached_attention_max_tokens
-    attention = None if offered.cached_attention is None else _by_kernel(offered.cached_attention, max_tokens)
+    attention = (
+        None
+        if offered.cached_attention is None
+        else _by_kernel(offered.cached_attention, max_tokens)
+    )
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
-    dtypes = {model.dtype} if offered.block is None else {model.dtype, offered.block.dtype or model.dtype}
+    dtypes = (
+        {model.dtype}
+        if offered.block is None
+        else {model.dtype, offered.block.dtype or model.dtype}
+    )
     with torch.inference_mode():
-        if linear is not None and not _passes("float products", lambda: _same_linear(model, linear, dtypes)):
+        if linear is not None and not _passes(
+            "float products", lambda: _same_linear(model, linear, dtypes)
+        ):
             return
         if attention is not None and not _passes(
             "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
@@ -68,7 +88,11 @@ def install_kernels(model: Decoder) -> None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
             model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
-        banked = [module for module in model.modules() if isinstance(module, Experts) and module.bank is not None]
+        banked = [
+            module
+            for module in model.modules()
+            if isinstance(module, Experts) and module.bank is not None
+        ]
         if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
             for experts in banked:
                 experts.bank = None
@@ -79,13 +103,19 @@ def install_kernels(model: Decoder) -> None:
 
 
 def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
-    """The `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for any number, with torch's for
-    more."""
+    """The `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for any
+    number, with torch's for more.
+    """
 
     def attention(
-        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
-        window: int | None, scores: Scores = PLAIN,
-    ) -> Tensor:  # fmt: skip
+        queries: Tensor,
+        keys: CachedRows,
+        values: CachedRows,
+        positions: Tensor,
+        slots: Tensor | None,
+        window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:
         given = queries, keys, values, positions, slots, window
         if max_tokens is not None and queries.shape[2] > max_tokens:
             return masked_attention(*given, scores)
@@ -111,7 +141,9 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
         rows = some[:count].to(dtype)
         x, w = rows.double(), weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
-        if not within(linear(rows, weight), x @ w.t(), torch.finfo(torch.float32).eps * columns * sizes):
+        if not within(
+            linear(rows, weight), x @ w.t(), torch.finfo(torch.float32).eps * columns * sizes
+        ):
             return False
     return True
 
@@ -119,8 +151,10 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 def _same_attention(
     model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
-    """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
-    many of those that it is used for, of sequences in separate slots and at separate positions."""
+    """Whether attention is the same for queries of these dtypes, over either kind of cache, for one
+    token and for many of those that it is used for, of sequences in separate slots and at separate
+    positions.
+    """
     many = _MANY if max_tokens is None else min(max_tokens, _MANY)
     config = replace(model.config, layers=model.config.layers[:1])
     first = model.model.layers[0]
@@ -137,11 +171,14 @@ def _same_attention(
         cache = KVCache(config, 3, _POSITIONS, cached, model.device)
         keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
         for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
-            queries = (_drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch).to(dtype)
+            queries = (
+                _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch
+            ).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             given = keys, values, positions, slots, window, scores
             found, right = attention(queries, *given), masked_attention(queries.double(), *given)
-            # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
+            # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a
+            # few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
             vectors = -1, config.head_dim
             if not _is_close(found.reshape(vectors), right.reshape(vectors), share):
@@ -170,8 +207,9 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
 
 
 def _same_blocks(model: Decoder) -> bool:
-    """Whether the first block of each kind is the same through the kernels; and the head for what comes out, which may
-    be of another dtype than the model."""
+    """Whether the first block of each kind is the same through the kernels; and the head for what
+    comes out, which may be of another dtype than the model.
+    """
     kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
     for layer, number in kinds.items():
         layer = layer if layer.window is None else replace(layer, window=min(layer.window, _FEW))
@@ -190,31 +228,40 @@ def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
-    """Whether a block is the same through the kernels, for the first tokens, for one after them, and for many; in 16
-    bits as close to exact products as the modules are, but for little, and over either kind of cache."""
+    """Whether a block is the same through the kernels, for the first tokens, for one after them,
+    and for many; in 16 bits as close to exact products as the modules are, but for little, and over
+    either kind of cache.
+    """
     config, block = model.config, model.model.layers[number]
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
-    far = config.rope.original_context or 0  # where factors of positions are others than at the start
+    far = (
+        config.rope.original_context or 0
+    )  # where factors of positions are others than at the start
     max_tokens = blocks.kernel.max_tokens
     # Below the limit, kernels may differ for each number of tokens.
     stops = (3, 4, 4 + _MANY) if max_tokens is None else (max_tokens, max_tokens + 1)
     wide = blocks.dtype == torch.float32
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
-    # Both round the same activations, but for those between two integers: at worst each of four products differs.
-    rounding = _FLOATS + 4 * max(linear.backend.rounding(torch.float32).activations for linear in linears)
+    # Both round the same activations, but for those between two integers: at worst each of four
+    # products differs.
+    rounding = _FLOATS + 4 * max(
+        linear.backend.rounding(torch.float32).activations for linear in linears
+    )
     x = _drawn(model, 1, stops[-1], config.hidden_size)
     if not wide:
         x = _small(model, block, x, far, windows).to(blocks.dtype).float()
     for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
         found, rough, exact = (
-            KVCache(config, 1, stops[-1], dtype, model.device) for dtype in (cached, cached, torch.float32)
+            KVCache(config, 1, stops[-1], dtype, model.device)
+            for dtype in (cached, cached, torch.float32)
         )
         for start, stop in zip((0, *stops), stops, strict=False):
             positions = torch.arange(start, stop, device=model.device)
             angles, states = model.rotary(positions + far), x[:, start:stop]
             steps = [
-                Step(angles, cached_attention(cache, positions, windows, masked_attention)) for cache in (exact, rough)
+                Step(angles, cached_attention(cache, positions, windows, masked_attention))
+                for cache in (exact, rough)
             ]
             share = rounding
             if wide:
@@ -230,7 +277,9 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                 tiny = torch.finfo(torch.float64).tiny  # a block may add nothing
                 off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
                 share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
-            out = blocks(states.to(blocks.dtype, copy=True), positions, angles, found, first=start == 0)
+            out = blocks(
+                states.to(blocks.dtype, copy=True), positions, angles, found, first=start == 0
+            )
             given = out.float() - states
             close = _close_choices(block, states, steps[0], share)
             for row in range(stop - start):
@@ -240,11 +289,14 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
 
 
 def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]) -> Tensor:
-    """Hidden states [1, T, D] of half the size of what the block adds to them: what it adds is not to drown in their
-    rounding. A norm sees little of their size."""
+    """Hidden states [1, T, D] of half the size of what the block adds to them: what it adds is not
+    to drown in their rounding. A norm sees little of their size.
+    """
     positions = torch.arange(x.shape[1], device=x.device)
     with _dequantized(block):
-        added = block(x, Step(model.rotary(positions + far), causal_attention(positions, windows))) - x
+        added = (
+            block(x, Step(model.rotary(positions + far), causal_attention(positions, windows))) - x
+        )
     size = float(added.square().mean().sqrt())
     return x * min(1.0, size / 2) if size > 0 else x
 
@@ -254,7 +306,9 @@ def _dequantized(block: Block) -> Iterator[None]:
     """Within it a block's products are those of the dequantized weights in float32."""
 
     def exact(linear: QuantLinear, x: Tensor) -> Tensor:
-        weight = linear.rows(torch.arange(linear.out_features, device=x.device))  # floats only while it is used
+        weight = linear.rows(
+            torch.arange(linear.out_features, device=x.device)
+        )  # floats only while it is used
         return F.linear(x, weight, None if linear.bias is None else linear.bias.float())
 
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
@@ -268,8 +322,9 @@ def _dequantized(block: Block) -> Iterator[None]:
 
 
 def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
-    """Which of the rows [1, T, D] a router may send to other experts when it is off by a share of its logits: they may
-    differ, and kernels may be right."""
+    """Which of the rows [1, T, D] a router may send to other experts when it is off by a share of
+    its logits: they may differ, and kernels may be right.
+    """
     if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
         return [False] * states.shape[1]
     attended = block.finish("attention", states, block.inner("attention", states, step))
@@ -281,7 +336,9 @@ def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> li
 
 
 def _is_close(found: Tensor, right: Tensor, share: float) -> bool:
-    """Whether each number is right but for a share of itself and of what is typical of its vector, [..., N]."""
+    """Whether each number is right but for a share of itself and of what is typical of its
+    vector, [..., N].
+    """
     return within(found, right, share * _size(right))
 
 

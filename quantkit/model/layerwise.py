@@ -1,7 +1,7 @@
 """Run a checkpoint block by block, its weights read from disk as they are needed.
 
-Batches go through a block packed: their tokens lie one after the other, [1, N, D], so that each weight is read once
-for all. Figures keep the bits that a batch gets alone.
+Batches go through a block packed: their tokens lie one after the other, [1, N, D], so that each
+weight is read once for all. Figures keep the bits that a batch gets alone.
 """
 
 from __future__ import annotations
@@ -47,50 +47,80 @@ class Batch:
 
 
 class _Pack:
-    """Batches one after the other: tokens [1, N], each of which attends only to its own sequence."""
+    """Batches one after the other: tokens [1, N], each of which attends only to its own
+    sequence.
+    """
 
     def __init__(
-        self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary, cache_dtype: torch.dtype | None
+        self,
+        batches: Sequence[Batch],
+        config: ModelConfig,
+        rotary: Rotary,
+        cache_dtype: torch.dtype | None,
     ) -> None:
         self.tokens = torch.cat([batch.tokens.flatten() for batch in batches]).unsqueeze(0)
         self.lengths = [batch.tokens.numel() for batch in batches]
         self._shapes = [batch.tokens.shape for batch in batches]
-        self._attends = [causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches]
-        positions = [batch.positions.repeat(shape[0]) for batch, shape in zip(batches, self._shapes, strict=True)]
+        self._attends = [
+            causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches
+        ]
+        positions = [
+            batch.positions.repeat(shape[0])
+            for batch, shape in zip(batches, self._shapes, strict=True)
+        ]
         lengths = [own.amax() + 1 for own in positions]
         reach = [length.expand(len(own)) for length, own in zip(lengths, positions, strict=True)]
         self.step = Step(rotary(torch.cat(positions), torch.cat(reach)), self._attend)
 
-    def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def _attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> Tensor:
         """An `Attend` for B = 1 and T = N."""
-        by_batch = (self.split(heads.transpose(1, 2)) for heads in (queries, keys, values))  # each [B, T, H, Dh]
+        by_batch = (
+            self.split(heads.transpose(1, 2)) for heads in (queries, keys, values)
+        )  # each [B, T, H, Dh]
         own = [[heads.transpose(1, 2) for heads in parts] for parts in zip(*by_batch, strict=True)]
-        mixed = [attend(layer, q, k, v, scores) for attend, (q, k, v) in zip(self._attends, own, strict=True)]
+        mixed = [
+            attend(layer, q, k, v, scores)
+            for attend, (q, k, v) in zip(self._attends, own, strict=True)
+        ]
         return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
 
     def split(self, states: Tensor) -> list[Tensor]:
         """States [1, N, D] by batch, each [B, T, D]."""
         pieces = torch.split(states[0], self.lengths)
-        return [torch.unflatten(piece, 0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return [
+            torch.unflatten(piece, 0, shape)
+            for piece, shape in zip(pieces, self._shapes, strict=True)
+        ]
 
 
 @torch.inference_mode()
 def layerwise_hidden(
-    checkpoint: Checkpoint, batches: Sequence[Batch], *, cache_dtype: torch.dtype | None = None,
-    group: ProcessGroup = SINGLE, observe: Observe | None = None, maxima: Sequence[CacheMaxima] | None = None,
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    *,
+    cache_dtype: torch.dtype | None = None,
+    group: ProcessGroup = SINGLE,
+    observe: Observe | None = None,
+    maxima: Sequence[CacheMaxima] | None = None,
     progress: Progress = silent,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
     Args:
-        cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as they are.
-        group: the processes that share the model; each makes the same call and gets the same result.
+        cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as
+            they are.
+        group: the processes that share the model; each makes the same call and gets the same
+            result.
         observe: called with the inputs of each linear, batch after batch.
-        maxima: those of each layer, to be raised to the keys and values of a model whose cache is not quantized.
+        maxima: those of each layer, to be raised to the keys and values of a model whose cache is
+            not quantized.
 
     Raises:
         RequestError: if this number of processes cannot share the model.
-        CheckpointError: for scales of a quantized cache that are not positive, or do not fit its scheme.
+        CheckpointError: for scales of a quantized cache that are not positive, or do not fit its
+            scheme.
     """
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
@@ -99,7 +129,8 @@ def layerwise_hidden(
     scales = layer_scales(checkpoint)
     embedding = checkpoint.load("model.embed_tokens.weight")
     states = [
-        scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier) for pack in packs
+        scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier)
+        for pack in packs
     ]
     del embedding
     for layer in range(config.num_layers):
@@ -121,18 +152,25 @@ def layerwise_hidden(
 
 
 def _through(block: Block, states: Tensor, step: Step) -> Tensor:
-    """Hidden states [1, N, D] after a block; where there are more than the usual, the feed-forward, whose inner width
-    is several times D, takes some of them at a time."""
+    """Hidden states [1, N, D] after a block; where there are more than the usual, the feed-forward,
+    whose inner width is several times D, takes some of them at a time.
+    """
     attention, feed_forward = block.BRANCHES
     states = block.finish(attention, states, block.inner(attention, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
-    return torch.cat([block.finish(feed_forward, one, block.inner(feed_forward, one, step)) for one in pieces], dim=1)
+    return torch.cat(
+        [block.finish(feed_forward, one, block.inner(feed_forward, one, step)) for one in pieces],
+        dim=1,
+    )
 
 
 @torch.inference_mode()
-def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces. The
-    processes of a group share it as in `layerwise_hidden`."""
+def head_logits(
+    checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE
+) -> list[Tensor]:
+    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and
+    taken in pieces. The processes of a group share it as in `layerwise_hidden`.
+    """
     tp = TensorParallel(checkpoint, group)
     head = tp.checkpoint.load(stored_name(tp.checkpoint, "lm_head.weight"))
     logits = float32_linears([as_multiplied(checkpoint, "lm_head", one) for one in hidden], head)
@@ -144,7 +182,11 @@ def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
     """Batches in order, as many together as may be packed."""
     group: list[Batch] = []
     for batch in batches:
-        if group and sum(one.tokens.numel() for one in group) + batch.tokens.numel() > TOKENS_THROUGH_A_BLOCK:
+        if (
+            group
+            and sum(one.tokens.numel() for one in group) + batch.tokens.numel()
+            > TOKENS_THROUGH_A_BLOCK
+        ):
             yield group
             group = []
         group.append(batch)
@@ -155,12 +197,18 @@ def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
 class OffloadedLinear(nn.Module):
     """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time.
 
-    The tokens of several sequences, one after the other, are multiplied sequence by sequence: a matrix product's bits
-    depend on its size. Those that are sent to an expert, [N, I], are multiplied together, and so is a piece of them.
+    The tokens of several sequences, one after the other, are multiplied sequence by sequence: a
+    matrix product's bits depend on its size. Those that are sent to an expert, [N, I], are
+    multiplied together, and so is a piece of them.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int], observe: Observe | None = None
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        bias: bool,
+        lengths: Sequence[int],
+        observe: Observe | None = None,
     ) -> None:
         super().__init__()
         self._checkpoint = checkpoint
@@ -186,19 +234,26 @@ class OffloadedLinear(nn.Module):
 def offloaded_block(
     checkpoint: Checkpoint, layer: int, lengths: Sequence[int], observe: Observe | None = None
 ) -> Block:
-    """One decoder layer on the CPU in float32, of which only the norms are in memory. Its input [1, N, D] has sequences
-    of these lengths, one after the other; their sum is N."""
+    """One decoder layer on the CPU in float32, of which only the norms are in memory. Its input [1,
+    N, D] has sequences of these lengths, one after the other; their sum is N.
+    """
     with meta_init():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
             bias = module.bias is not None
-            block.set_submodule(name, OffloadedLinear(checkpoint, prefix + name, bias, lengths, observe))
+            block.set_submodule(
+                name, OffloadedLinear(checkpoint, prefix + name, bias, lengths, observe)
+            )
         else:
             for own, parameter in module._parameters.items():
                 if parameter is not None:
-                    setattr(module, own, _float32(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own))
+                    setattr(
+                        module,
+                        own,
+                        _float32(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own),
+                    )
     return block.eval()
 
 

@@ -26,7 +26,11 @@ FloatLinear = Callable[[Tensor, Tensor], Tensor]
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     """The `FloatLinear` of torch."""
-    return F.linear(x, weight) if x.dtype == weight.dtype else float32_linears([x], weight)[0].to(x.dtype)
+    return (
+        F.linear(x, weight)
+        if x.dtype == weight.dtype
+        else float32_linears([x], weight)[0].to(x.dtype)
+    )
 
 
 def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
@@ -49,9 +53,13 @@ class QuantLinear(nn.Module):
     """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers."""
 
     def __init__(
-        self, weight: QuantTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
+        self,
+        weight: QuantTensor,
+        bias: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
         allowed: Sequence[Backend],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Raises:
             RequestError: if none of the allowed backends supports the weight, see `select_backend`.
@@ -64,7 +72,9 @@ class QuantLinear(nn.Module):
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():
             self.register_buffer(name, tensor)
-        self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
+        )
 
     @property
     def prepared(self) -> dict[str, Tensor]:
@@ -89,8 +99,8 @@ def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
 class QuantEmbedding(nn.Module):
     """An embedding [V, D] of codes, whose rows are rounded once, to the activations' dtype.
 
-    If `head`, a tied head made of the same weight, is given, both read one memory, in the layout of the head's backend;
-    else the codes keep their layout.
+    If `head`, a tied head made of the same weight, is given, both read one memory, in the layout of
+    the head's backend; else the codes keep their layout.
     """
 
     codes: Tensor
@@ -98,7 +108,11 @@ class QuantEmbedding(nn.Module):
     zero: Tensor | None
 
     def __init__(
-        self, weight: QuantTensor, device: torch.device, dtype: torch.dtype, head: QuantLinear | None = None
+        self,
+        weight: QuantTensor,
+        device: torch.device,
+        dtype: torch.dtype,
+        head: QuantLinear | None = None,
     ) -> None:
         super().__init__()
         self.scheme, (self.num_embeddings, self.embedding_dim) = weight.scheme, weight.shape
@@ -115,23 +129,35 @@ class QuantEmbedding(nn.Module):
         if self.head is not None:
             rows = self.head.rows(tokens.flatten()).view(*tokens.shape, -1)
         else:
-            rows = embedding_rows(tokens, QuantTensor(self.codes, self.scale, self.zero, self.scheme))
+            rows = embedding_rows(
+                tokens, QuantTensor(self.codes, self.scale, self.zero, self.scheme)
+            )
         return rows.to(self._dtype)
 
     def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:
-        """Whether the head's backend gives the rows of its weight, to the bit; if not, a warning says so."""
+        """Whether the head's backend gives the rows of its weight, to the bit; if not, a warning
+        says so.
+        """
         index = torch.linspace(0, self.num_embeddings - 1, min(_TRIED, self.num_embeddings)).long()
         device = next(iter(head.prepared.values())).device
         right = weight.take(index).dequantize()
         reason = kernel_failure(lambda: torch.equal(head.rows(index.to(device)).cpu(), right))
         if reason is not None:
-            _log.warning("rows of the embedding by '%s' %s; its codes are held twice", head.backend.name, reason)
+            _log.warning(
+                "rows of the embedding by '%s' %s; its codes are held twice",
+                head.backend.name,
+                reason,
+            )
         return reason is None
 
 
 def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
-    """The verb phrase of a warning about kernels that fail or are wrong; None if they give what torch does."""
+    """The verb phrase of a warning about kernels that fail or are wrong; None if they give what
+    torch does.
+    """
     try:
         return None if same_as_torch() else "are wrong on this machine"
     except Exception as error:  # drivers and compilers have their own exception types
-        return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]
+        return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[
+            :300
+        ]

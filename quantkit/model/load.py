@@ -1,6 +1,7 @@
 """Fill the decoder, built on the meta device, from a checkpoint; strictly.
 
-Linears that read the same inputs become one: one product of many rows is faster than several of few.
+Linears that read the same inputs become one: one product of many rows is faster than several of
+few.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ BLOCK_PREFIX = "model.layers.{}."
 
 
 def load_model(
-    source: str | Path | Checkpoint, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
-    backend: str | None = None, allow_slow: bool = False, group: ProcessGroup = SINGLE, progress: Progress = silent,
-) -> Decoder:  # fmt: skip
+    source: str | Path | Checkpoint,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    allow_slow: bool = False,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> Decoder:
     """A decoder ready to run, in eval mode.
 
     Args:
@@ -58,7 +65,8 @@ def load_model(
         progress: called for each tensor.
 
     Raises:
-        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and `require_kernels` do.
+        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and
+            `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
     allowed = allowed_backends(backend, allow_slow=allow_slow)
@@ -74,7 +82,9 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    fuse_floats = device.type != "cpu" or dtype != torch.float32  # there the larger product is a little slower
+    fuse_floats = (
+        device.type != "cpu" or dtype != torch.float32
+    )  # there the larger product is a little slower
     fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
@@ -99,8 +109,9 @@ def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
 def require_kernels(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, allowed: Sequence[Backend]
 ) -> None:
-    """Raise a `RequestError` with the checkpoint's path if none of the allowed backends supports one of its quantized
-    linears; before any weight is read."""
+    """Raise a `RequestError` with the checkpoint's path if none of the allowed backends supports
+    one of its quantized linears; before any weight is read.
+    """
     looked_up = None if checkpoint.config.tied_embeddings else "model.embed_tokens.weight"
     specs = (checkpoint.info(name) for name in checkpoint.names() if name != looked_up)
     cases = dict.fromkeys((one.scheme, one.dtype.torch) for one in specs if one.scheme is not None)
@@ -109,28 +120,47 @@ def require_kernels(
             select_backend(scheme, device, dtype, scale_dtype, allowed)
     except RequestError as error:
         raise RequestError(
-            error.problem, path=checkpoint.path, found=error.found, expected=error.expected, hint=error.hint
+            error.problem,
+            path=checkpoint.path,
+            found=error.found,
+            expected=error.expected,
+            hint=error.hint,
         ) from error
 
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Modules made within have their parameters on the meta device, without memory, to be filled later."""
+    """Modules made within have their parameters on the meta device, without memory, to be filled
+    later.
+    """
     with torch.device("meta"), _Uninitialised():
         yield
 
 
 def fill(
-    module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
-    allowed: Sequence[Backend], progress: Progress = silent, *, fuse_floats: bool = False,
-) -> None:  # fmt: skip
-    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`. Quantized linears that
-    share an input become one, and with `fuse_floats` those of floats as well."""
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    prefix: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    allowed: Sequence[Backend],
+    progress: Progress = silent,
+    *,
+    fuse_floats: bool = False,
+) -> None:
+    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`.
+    Quantized linears that share an input become one, and with `fuse_floats` those of floats as
+    well.
+    """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
-        raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
-    groups = {}  # by the first linear of each group that may be fused: the fused one's name and those of the group
+        raise RuntimeError(
+            f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}"
+        )
+    # by the first linear of each group that may be fused: the fused one's name and those of the
+    # group
+    groups = {}
     for layer in range(checkpoint.config.num_layers):
         block = BLOCK_PREFIX.format(layer)
         for fused, modules in fused_modules(checkpoint.config, layer).items():
@@ -153,29 +183,49 @@ def fill(
                 weight = _quantized_rows(checkpoint, value, sources)
                 if weight is None:
                     fused, sources, weight = owner, [owner], value
-                biases = [floats_of(checkpoint.load(bias)) for one in sources if (bias := f"{one}.bias") in parameters]
-                linear = QuantLinear(weight, torch.cat(biases) if biases else None, device, dtype, allowed)
+                biases = [
+                    floats_of(checkpoint.load(bias))
+                    for one in sources
+                    if (bias := f"{one}.bias") in parameters
+                ]
+                linear = QuantLinear(
+                    weight, torch.cat(biases) if biases else None, device, dtype, allowed
+                )
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
                 del weight
             del value
             malloc_trim()
-        elif fuse_floats and fused != owner and all(info(f"{one}.weight").scheme is None for one in sources):
+        elif (
+            fuse_floats
+            and fused != owner
+            and all(info(f"{one}.weight").scheme is None for one in sources)
+        ):
             wide = module.get_submodule(sources[0].removeprefix(prefix))
             for own, _ in list(wide.named_parameters()):
-                setattr(wide, own, _stacked_floats(checkpoint, [f"{one}.{own}" for one in sources], device, dtype))
+                setattr(
+                    wide,
+                    own,
+                    _stacked_floats(checkpoint, [f"{one}.{own}" for one in sources], device, dtype),
+                )
             assert isinstance(wide, nn.Linear)
             wide.out_features = len(wide.weight)
             _replace(module, prefix, sources, fused, wide)
             done.update(sources)
         else:
-            setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
+            setattr(
+                module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype)
+            )
 
 
 def _embed(
-    model: nn.Module, name: str, weight: QuantTensor, device: torch.device, dtype: torch.dtype,
+    model: nn.Module,
+    name: str,
+    weight: QuantTensor,
+    device: torch.device,
+    dtype: torch.dtype,
     allowed: Sequence[Backend],
-) -> None:  # fmt: skip
+) -> None:
     """Put a quantized embedding in its place; and in the head's, where that is tied to it."""
     head = None
     if isinstance(model, Decoder) and model.lm_head is None:
@@ -183,8 +233,12 @@ def _embed(
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
-def _quantized_rows(checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]) -> QuantTensor | None:
-    """The weights of several linears, of which the first is loaded, as one; None if their schemes differ."""
+def _quantized_rows(
+    checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]
+) -> QuantTensor | None:
+    """The weights of several linears, of which the first is loaded, as one; None if their
+    schemes differ.
+    """
     if len(modules) == 1:
         return first
     parts = [first, *(checkpoint.load(f"{module}.weight") for module in modules[1:])]
@@ -192,7 +246,9 @@ def _quantized_rows(checkpoint: Checkpoint, first: QuantTensor, modules: Sequenc
     return stacked(quantized) if len(quantized) == len(parts) else None
 
 
-def _replace(module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module) -> None:
+def _replace(
+    module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module
+) -> None:
     """Put a linear in the place of those whose rows it has; all are in one submodule."""
     parent = module.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
     for source in sources:
@@ -200,8 +256,12 @@ def _replace(module: nn.Module, prefix: str, sources: Sequence[str], name: str, 
     setattr(parent, name.rpartition(".")[2], linear)
 
 
-def float_parameter(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
+def float_parameter(
+    checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    """A float tensor on its device in its dtype; a large one that must be copied goes some
+    heads' rows at a time.
+    """
     info = checkpoint.info(name)
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(floats_of(checkpoint.load(name)), requires_grad=False)
@@ -219,7 +279,11 @@ def _stacked_floats(
     step = max(head, COPY_BYTES // max(1, whole[:1].nbytes) // head * head)
     for name, copy in zip(names, torch.split(whole, rows), strict=True):
         for start in range(0, len(copy), step):
-            part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None
+            part = (
+                TensorSlice(0, ((start, min(start + step, len(copy))),))
+                if step < len(copy)
+                else None
+            )
             copy[start : start + step] = floats_of(checkpoint.load(name, part))
     return nn.Parameter(whole, requires_grad=False)
 
@@ -231,9 +295,13 @@ def floats_of(value: Tensor | QuantTensor) -> Tensor:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Skips initialisation: on the meta device it has no effect, but makes torch load its compiler (70 MB)."""
+    """Skips initialisation: on the meta device it has no effect, but makes torch load its
+    compiler (70 MB).
+    """
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         options = dict(kwargs or {})
         if getattr(function, "__module__", None) == "torch.nn.init":
             return options["tensor"] if "tensor" in options else args[0]

@@ -1,7 +1,7 @@
 """Rotary position embedding with real numbers, in rotate-half layout.
 
-Sources: RoFormer (2104.09864); linear and NTK-by-length scaling as in the Hugging Face
-configs ``linear`` and ``dynamic``; YaRN (2309.00071); LongRoPE (2402.13753); Llama 3.1's frequency scaling.
+Sources: RoFormer (2104.09864); linear and NTK-by-length scaling as in the Hugging Face configs
+``linear`` and ``dynamic``; YaRN (2309.00071); LongRoPE (2402.13753); Llama 3.1's frequency scaling.
 """
 
 from __future__ import annotations
@@ -48,21 +48,31 @@ class Rotary(nn.Module):
         self._rope = config.rope
         size = config.head_dim, config.max_context
         self.whole = Frequencies(config.rope, *size)
-        self.windowed = None if config.window_rope is None else Frequencies(config.window_rope, *size)
+        self.windowed = (
+            None if config.window_rope is None else Frequencies(config.window_rope, *size)
+        )
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
-        """The angles of the positions [..., T] of sequences, of lengths as each token finds them, [..., T]; None is
-        up to the last position of each."""
+        """The angles of the positions [..., T] of sequences, of lengths as each token finds them,
+        [..., T]; None is up to the last position of each.
+        """
         windowed = None if self.windowed is None else self.windowed(positions, lengths)
         cosine, sine = self.whole(positions, lengths)
         beta, context = self._rope.query_scaling_beta, self._rope.original_context
         if beta is None or context is None:
             return Angles(cosine, sine, windowed)
-        return Angles(cosine, sine, windowed, 1 + beta * torch.log(1 + torch.floor(positions.float() / context)))
+        return Angles(
+            cosine,
+            sine,
+            windowed,
+            1 + beta * torch.log(1 + torch.floor(positions.float() / context)),
+        )
 
 
 class Frequencies(nn.Module):
-    """Cosines and sines of one kind of rotary positions; all scaling of the frequencies happens here."""
+    """Cosines and sines of one kind of rotary positions; all scaling of the frequencies happens
+    here.
+    """
 
     inverse_frequencies: Tensor
     stretched: Tensor | None
@@ -74,7 +84,9 @@ class Frequencies(nn.Module):
         self._context = max_context
         self._attention_scale = _attention_scale(rope)
         self._still = (head_dim - self._dim) // 2  # pairs that do not turn
-        self.register_buffer("inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False)
+        self.register_buffer(
+            "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
+        )
         longer = None if rope.long_factor is None else _long_rope(rope, rope.long_factor, self._dim)
         self.register_buffer("stretched", longer, persistent=False)
 
@@ -99,13 +111,18 @@ class Frequencies(nn.Module):
         # Dynamic scaling: past the trained context the base grows with a sequence's length.
         length = lengths.clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
-        # Powers of a column would be rounded by where a row lies among others: each row is raised to all exponents.
-        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / (self._dim - 2)
+        # Powers of a column would be rounded by where a row lies among others: each row is raised
+        # to all exponents.
+        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / (
+            self._dim - 2
+        )
         return self.inverse_frequencies / stretch**exponents
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate x [B, H, T, head_dim] by the angles of its positions, [T, head_dim] or [B, T, head_dim], in float32."""
+    """Rotate x [B, H, T, head_dim] by the angles of its positions, [T, head_dim] or [B, T,
+    head_dim], in float32.
+    """
     if cosine.dim() == 3:
         cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
     wide = x.float()
@@ -114,7 +131,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [dim / 2] on the CPU, wherever modules are made."""
+    """Angle per position of each pair of dimensions, float32 [dim / 2] on the CPU, wherever
+    modules are made.
+    """
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.short_factor is not None:
         return _long_rope(rope, rope.short_factor, dim)
@@ -147,7 +166,10 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     low, high = dimension(rope.beta_fast or 32), dimension(rope.beta_slow or 1)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)  # of an odd config the first may be the larger, as in transformers
+    low, high = (
+        max(low, 0),
+        min(high, dim - 1),
+    )  # of an odd config the first may be the larger, as in transformers
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return plain / rope.factor * (1 - keep) + plain * keep
@@ -167,7 +189,11 @@ def _attention_scale(rope: RopeConfig) -> float:
         return rope.attention_factor
     if rope.type == "longrope":
         assert rope.original_context is not None
-        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
+        return (
+            1.0
+            if rope.factor <= 1
+            else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
+        )
 
     def magnitude(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -1,4 +1,6 @@
-"""A quantized model whose linears round their inputs, as runtimes do that multiply both in a short type."""
+"""A quantized model whose linears round their inputs, as runtimes do that multiply both in a
+short type.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The float32 of NVFP4's scales, which linears share that runtimes multiply as one: vLLM has one for all of them."""
+"""The float32 of NVFP4's scales, which linears share that runtimes multiply as one: vLLM has one
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,25 @@ from quantkit.tensors.float_codes import outer_scale
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 _FUSED = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
-)  # fmt: skip
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 """The last part of the names of linears that are fused."""
 
 
 class SharedScales:
-    """Outer scales by name of the linear, each found from the source's weights when it is needed."""
+    """Outer scales by name of the linear, each found from the source's weights when it is
+    needed.
+    """
 
     def __init__(self, source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> None:
         """`schemes` are by module."""
         self._source = source
-        self._nested = {module for module, scheme in schemes.items() if scheme.scales is Scales.NESTED}
+        self._nested = {
+            module for module, scheme in schemes.items() if scheme.scales is Scales.NESTED
+        }
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def of(self, module: str) -> Tensor | None:

@@ -1,11 +1,13 @@
-"""Tensor parallelism: one process's shard of a model, and where its results meet those of the others.
+"""Tensor parallelism: one process's shard of a model, and where its results meet those of the
+others.
 
-Attention and feed-forward of a process are complete in themselves; they meet where a linear has some of
-the inputs or an expert some of the width (twice a layer, whatever the number of experts), where norms of queries and
-keys are over the whole width, in the embedding, and in the logits.
+Attention and feed-forward of a process are complete in themselves; they meet where a linear has
+some of the inputs or an expert some of the width (twice a layer, whatever the number of experts),
+where norms of queries and keys are over the whole width, in the embedding, and in the logits.
 
-The collectives can be traced. They call the operators beneath `torch.distributed._functional_collectives`: its
-functions change their names from one torch to the next.
+The collectives can be traced. They call the operators beneath
+`torch.distributed._functional_collectives`: its functions change their names from one torch to the
+next.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
     """All processes' tensors [..., W] side by side, and of that the first columns: [..., width]."""
     operators = torch.ops._c10d_functional
     flat = x.reshape(-1, x.shape[-1])
-    stacked = operators.wait_tensor(operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name))
+    stacked = operators.wait_tensor(
+        operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
+    )
     joined: Tensor = stacked.view(group.size, *x.shape).movedim(0, -2).flatten(-2)
     return joined[..., :width]
 
@@ -51,7 +55,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, before: bool, after: bool) -> Tensor:
-        """Sum in the forward pass if `before`, and the gradients in the backward pass if `after`."""
+        """Sum in the forward pass if `before`, and the gradients in the backward pass if
+        `after`.
+        """
         ctx.group, ctx.after = group, after
         return all_reduce(x, group) if before else x.view_as(x)
 
@@ -61,13 +67,17 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_outputs(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the processes give, each of which goes on with it: its gradient is whole on each of them."""
+    """The sum of what the processes give, each of which goes on with it: its gradient is whole
+    on each of them.
+    """
     found: Tensor = _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
     return found
 
 
 def sum_gradients(x: Tensor, group: ProcessGroup) -> Tensor:
-    """What all processes have, and each goes on with its share of the model: its gradients are summed."""
+    """What all processes have, and each goes on with its share of the model: its gradients are
+    summed.
+    """
     found: Tensor = _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
     return found
 
@@ -79,10 +89,15 @@ def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def vocab_parallel_embedding(
-    tokens: Tensor, look_up: Callable[[Tensor], Tensor], rows: int, first_row: int, group: ProcessGroup
+    tokens: Tensor,
+    look_up: Callable[[Tensor], Tensor],
+    rows: int,
+    first_row: int,
+    group: ProcessGroup,
 ) -> Tensor:
-    """Embeddings [..., D] of tokens [...]; `look_up` returns those of this process's rows, by their numbers here, of
-    which `first_row` is the first."""
+    """Embeddings [..., D] of tokens [...]; `look_up` returns those of this process's rows, by their
+    numbers here, of which `first_row` is the first.
+    """
     own = tokens - first_row
     elsewhere = (own < 0) | (own >= rows)
     found = look_up(own.masked_fill(elsewhere, 0))
@@ -90,7 +105,8 @@ def vocab_parallel_embedding(
 
 
 class TensorParallel:
-    """A checkpoint's model shared by the processes of a group; `SINGLE` has all of it, and no method does anything.
+    """A checkpoint's model shared by the processes of a group; `SINGLE` has all of it, and no
+    method does anything.
 
     The checkpoint must be the same in all processes; `require_shareable` checks that.
 
@@ -102,25 +118,37 @@ class TensorParallel:
         RequestError: if this number of processes cannot share the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, group: ProcessGroup, *, trained: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, group: ProcessGroup, *, trained: bool = False
+    ) -> None:
         """With `trained`, what it connects has gradients; see `enter`."""
         require_runnable(checkpoint)
         self.checkpoint, self._config, self._group = checkpoint, checkpoint.config, group
-        self._sum, self._sum_squares = (sum_outputs, sum_shares) if trained else (all_reduce, all_reduce)
+        self._sum, self._sum_squares = (
+            (sum_outputs, sum_shares) if trained else (all_reduce, all_reduce)
+        )
         self._split: Split | None = None
         if group.size > 1:
-            self._split = split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
+            self._split = split_model(
+                checkpoint.config, schemes(checkpoint), group.rank, group.size
+            )
             self.checkpoint = CheckpointShard(checkpoint, self._split)
 
     def embed(self, tokens: Tensor, rows: Tensor | QuantTensor) -> Tensor:
-        """Embeddings [..., D] of tokens [...], from the rows that this process has of them; of codes in float32."""
+        """Embeddings [..., D] of tokens [...], from the rows that this process has of them; of
+        codes in float32.
+        """
         look_up = partial(embedding_rows, weight=rows)
         if self._split is None:
             return look_up(tokens)
-        return vocab_parallel_embedding(tokens, look_up, rows.shape[0], self._split.vocab_start, self._group)
+        return vocab_parallel_embedding(
+            tokens, look_up, rows.shape[0], self._split.vocab_start, self._group
+        )
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the first linears of a branch are applied to, whose gradients are those of all processes together."""
+        """What the first linears of a branch are applied to, whose gradients are those of all
+        processes together.
+        """
         return x if self._split is None else sum_gradients(x, self._group)
 
     @property
@@ -129,8 +157,12 @@ class TensorParallel:
         return None if self._split is None else TensorSlice(0, self._split.ranges["vocab"])
 
     def own_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [..., V] those of the rows that this process has of the head, without padding."""
-        return logits if self._split is None else logits[..., slice(*self._split.ranges["vocab"][0])]
+        """Of logits [..., V] those of the rows that this process has of the head, without
+        padding.
+        """
+        return (
+            logits if self._split is None else logits[..., slice(*self._split.ranges["vocab"][0])]
+        )
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of all processes' tensors."""
@@ -141,15 +173,18 @@ class TensorParallel:
         return None if self._split is None else self._split.tensor_slice(parameter)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] from those of the rows that this process has of the head, with padding or without."""
+        """Logits [..., V] from those of the rows that this process has of the head, with padding
+        or without.
+        """
         if self._split is None:
             return logits
         padded = F.pad(logits, (0, self._split.vocab_rows - logits.shape[-1]))
         return all_gather(padded, self._group, self._config.vocab_size)
 
     def connect(self, module: nn.Module, prefix: str) -> None:
-        """Add up what row-parallel linears and mixtures of experts give, of all whose names begin with that of
-        `module`, and what norms over the whole width of queries and keys need."""
+        """Add up what row-parallel linears and mixtures of experts give, of all whose names begin
+        with that of `module`, and what norms over the whole width of queries and keys need.
+        """
         if self._split is None:
             return
         add_up = partial(self._sum, group=self._group)
@@ -162,30 +197,44 @@ class TensorParallel:
             else:
                 module.set_submodule(own, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":
-            heads, kv_heads, size = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
+            heads, kv_heads, size = (
+                self._config.num_heads,
+                self._config.num_kv_heads,
+                self._config.head_dim,
+            )
             widths = heads * size, kv_heads * size
             for attention in [part for part in module.modules() if isinstance(part, Attention)]:
                 assert attention.q_norm is not None and attention.k_norm is not None
                 attention.shared_norms = WidthParallelNorms(
-                    attention.q_norm, attention.k_norm, widths, self._split.kv_shares,
+                    attention.q_norm,
+                    attention.k_norm,
+                    widths,
+                    self._split.kv_shares,
                     partial(self._sum_squares, group=self._group),
-                )  # fmt: skip
+                )
 
     def connect_vocabulary(self, model: Decoder) -> None:
-        """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
+        """Let the embedding and the head of a model, whatever multiplies by it, work with those
+        of the others.
+        """
         if self._split is None:
             return
         own, rows = model.ops.float_linear, self._split.vocab_rows
-        embedding = VocabParallelEmbedding(model.model.embed_tokens, rows, self._split.vocab_start, self._group)
+        embedding = VocabParallelEmbedding(
+            model.model.embed_tokens, rows, self._split.vocab_start, self._group
+        )
         model.model.set_submodule("embed_tokens", embedding)
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ParallelLinear(model.lm_head, self.gather_logits)
-        model.ops = replace(model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight)))
+        model.ops = replace(
+            model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight))
+        )
 
 
 class ParallelLinear(nn.Module):
-    """A linear of which each process has the columns of some inputs, or the rows of some outputs; `finish` makes the
-    whole result of the processes' parts."""
+    """A linear of which each process has the columns of some inputs, or the rows of some outputs;
+    `finish` makes the whole result of the processes' parts.
+    """
 
     def __init__(self, own: nn.Module, finish: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -197,7 +246,9 @@ class ParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each process has some rows, those of `own` [R, D], from `first_row` on."""
+    """An embedding of which each process has some rows, those of `own` [R, D], from `first_row`
+    on.
+    """
 
     def __init__(self, own: nn.Module, rows: int, first_row: int, group: ProcessGroup) -> None:
         super().__init__()
@@ -222,14 +273,19 @@ class WidthParallelNorms(nn.Module):
 
     Args:
         widths: of all queries and of all keys of a token.
-        kv_shares: for each of this process's KV heads, what counts of it: others may have it as well.
+        kv_shares: for each of this process's KV heads, what counts of it: others may have it as
+            well.
         add_up: gives the sum over all processes.
     """
 
     def __init__(
-        self, queries: RMSNorm, keys: RMSNorm, widths: Sequence[int], kv_shares: Sequence[float],
+        self,
+        queries: RMSNorm,
+        keys: RMSNorm,
+        widths: Sequence[int],
+        kv_shares: Sequence[float],
         add_up: Callable[[Tensor], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.queries, self.keys = queries, keys
         self.add_up = add_up

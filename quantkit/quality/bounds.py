@@ -1,4 +1,5 @@
-"""The bounds on the loss from a change of type, and the windows of texts on which the gate and `verify` measure it.
+"""The bounds on the loss from a change of type, and the windows of texts on which the gate and
+`verify` measure it.
 
 A model that passes the gate is never different to `verify`, as both use these.
 """
@@ -20,15 +21,22 @@ from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors import float_codes
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
+from quantkit.tensors.qtensor import (
+    QuantTensor,
+    frobenius,
+    quantize_rtn,
+    relative_error,
+    row_chunks,
+)
 from quantkit.tensors.scheme import Codes, QuantScheme
 from quantkit.text.tokenizer import prompt_start
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest loss that a type may cause: mean KL(source || result) per token, in nats, and perplexity over that of
-    the source."""
+    """The largest loss that a type may cause: mean KL(source || result) per token, in nats, and
+    perplexity over that of the source.
+    """
 
     kl: float
     perplexity_ratio: float
@@ -46,18 +54,22 @@ BOUNDS = {
 }
 """By type; a pair of models has the bound of the coarsest tensor in which they differ.
 
-FP8 (e4m3) has 3 bits of mantissa, so rounding to it loses 2.65 % of weights or inputs of any distribution (Frobenius
-norms). Of normally distributed weights, int8 in rows loses 0.9 %, q6_k 2.05 % and q5_k 3.8 %: FP8's bound lies where
-2.65 % lies between the last two, on logarithmic scales. Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4
-9.5 %, int4-g128 11.1 %), so they have its bound.
+FP8 (e4m3) has 3 bits of mantissa, so rounding to it loses 2.65 % of weights or inputs of any
+distribution (Frobenius norms). Of normally distributed weights, int8 in rows loses 0.9 %, q6_k 2.05
+% and q5_k 3.8 %: FP8's bound lies where 2.65 % lies between the last two, on logarithmic scales.
+Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128 11.1 %), so they
+have its bound.
 """
 
 TIMES_ROUNDING = 3.0
-"""The largest error of a quantized weight, in units of that of rounding to nearest (Frobenius norms)."""
+"""The largest error of a quantized weight, in units of that of rounding to nearest (Frobenius
+norms).
+"""
 
 MAX_ERROR = 0.9
-"""The relative error (Frobenius norms) from which a weight is lost, by whatever method: scales too small for their type
-turn it into zeros, and so does rounding in the same scheme."""
+"""The relative error (Frobenius norms) from which a weight is lost, by whatever method: scales too
+small for their type turn it into zeros, and so does rounding in the same scheme.
+"""
 
 _MIN_BOUND = 2.0**-8
 """The smallest bound on the error of a quantized weight, as its scales are rounded too."""
@@ -65,8 +77,8 @@ _MIN_BOUND = 2.0**-8
 ROUNDING_BOUNDS = {"int8": 0.05, "int4": 0.25}
 """The largest relative error of rounding a weight of a model that cannot be run (Frobenius norms).
 
-Normally distributed weights lose 0.01 in rows of int8, and 0.11 in groups of 128 of int4. If a weight loses much more,
-outliers use up the range, and the effect on the model is not measured.
+Normally distributed weights lose 0.01 in rows of int8, and 0.11 in groups of 128 of int4. If a
+weight loses much more, outliers use up the range, and the effect on the model is not measured.
 """
 
 REPEATABLE = 0.005
@@ -101,8 +113,8 @@ def bound_type(scheme: QuantScheme) -> str:
 def with_inputs(bound: Bound, inputs: Iterable[InputRounding]) -> Bound:
     """Add what rounding the inputs of linears may lose to the bound on the loss of their weights.
 
-    Inputs lose as much as weights of the same type, as both are spread over the same codes. The two errors are
-    independent, so their squares add up in the outputs, and KL grows with the square.
+    Inputs lose as much as weights of the same type, as both are spread over the same codes. The two
+    errors are independent, so their squares add up in the outputs, and KL grows with the square.
     """
     types = {rounding.activations for rounding in inputs}
     if not types:
@@ -112,20 +124,26 @@ def with_inputs(bound: Bound, inputs: Iterable[InputRounding]) -> Bound:
 
 
 def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
-    """Return the scheme that loses the most and, if there are several, the one with the longest groups."""
-    return max(schemes, key=lambda scheme: (scheme_bound([scheme]).kl, scheme.group_size or math.inf))
+    """Return the scheme that loses the most and, if there are several, the one with the longest
+    groups.
+    """
+    return max(
+        schemes, key=lambda scheme: (scheme_bound([scheme]).kl, scheme.group_size or math.inf)
+    )
 
 
-def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme) -> float:
+def weight_bound(
+    quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme
+) -> float:
     """The largest relative error of a quantized weight [O, I].
 
-    If the reference has floats, it is a multiple of the error of rounding to nearest in the same scheme: rows with
-    outliers, or too small for their scales' type, lose more by any method. If both are quantized, it follows from their
-    step sizes.
+    If the reference has floats, it is a multiple of the error of rounding to nearest in the same
+    scheme: rows with outliers, or too small for their scales' type, lose more by any method. If
+    both are quantized, it follows from their step sizes.
 
     Args:
-        coarsest: the coarsest scheme whose losses this weight may compensate: its own, or that of all layers if it was
-            solved for the inputs that earlier layers pass to it.
+        coarsest: the coarsest scheme whose losses this weight may compensate: its own, or that of
+            all layers if it was solved for the inputs that earlier layers pass to it.
     """
     scale_dtype = quantized.scale.dtype
     if isinstance(weight, QuantTensor):
@@ -140,14 +158,17 @@ def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest:
 
 
 def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
-    """The relative error, and its bound, of the row of a quantized weight [O, I] that exceeds its bound the most. NaN
-    if a row holds NaN."""
+    """The relative error, and its bound, of the row of a quantized weight [O, I] that exceeds its
+    bound the most. NaN if a row holds NaN.
+    """
     worst, found = -1.0, (0.0, _MIN_BOUND)
     for start, stop in row_chunks(*quantized.shape):
         rows, reference = quantized.rows(start, stop), weight[start:stop].float()
         rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
         norms = _row_norms(reference).clamp(min=torch.finfo(torch.float32).tiny)
-        error, smallest = (_row_norms(one - reference) / norms for one in (rows.dequantize(), rounded))
+        error, smallest = (
+            _row_norms(one - reference) / norms for one in (rows.dequantize(), rounded)
+        )
         bound = (TIMES_ROUNDING * smallest).clamp(min=_MIN_BOUND)
         excess, row = torch.max(error / bound, 0)  # NaN is the largest
         if not excess.item() <= worst:
@@ -168,7 +189,9 @@ def _step_error(value: QuantTensor) -> float:
         gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
         squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
     else:
-        squares = value.steps.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
+        squares = (
+            value.steps.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
+        )
     norm = 0.0
     for start, stop in row_chunks(rows, columns):
         norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))
@@ -188,18 +211,21 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
 def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()) -> bool:
     """Return whether two norm weights are equal once a model adds its offset to them in float32.
 
-    Gemma multiplies by ``1 + weight``, and GGUF stores that sum. It rounds weights whose last bits are below those of
-    1, and both weights then give the same results. False without an offset.
+    Gemma multiplies by ``1 + weight``, and GGUF stores that sum. It rounds weights whose last bits
+    are below those of 1, and both weights then give the same results. False without an offset.
 
     Args:
-        dtypes: the float types of the two models, to which one of the weights may have been cast before.
+        dtypes: the float types of the two models, to which one of the weights may have been cast
+            before.
     """
     if not offset or a.shape != b.shape:
         return False
     casts = [dtype.torch for dtype in dtypes]
     of_a = [weight.float() + offset for weight in (a, *map(a.to, casts))]
     of_b = [weight.float() + offset for weight in (b, *map(b.to, casts))]
-    return any(torch.equal(first, of_b[0]) for first in of_a) or any(torch.equal(of_a[0], second) for second in of_b)
+    return any(torch.equal(first, of_b[0]) for first in of_a) or any(
+        torch.equal(of_a[0], second) for second in of_b
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -210,7 +236,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def exceeds(found: Quality, bound: Bound) -> bool:
-    """Whether a model's loss on one text exceeds the bound, or is NaN; `REPEATABLE` is added to the bound."""
+    """Whether a model's loss on one text exceeds the bound, or is NaN; `REPEATABLE` is added to
+    the bound.
+    """
     room = 1 + REPEATABLE
     ratio = found.perplexity / found.reference_perplexity
     return not (found.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)
@@ -219,8 +247,8 @@ def exceeds(found: Quality, bound: Bound) -> bool:
 def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
     """The sha256 and windows [W, T] of each text, by its name.
 
-    Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same each time, with their
-    own hash.
+    Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same
+    each time, with their own hash.
     """
     length, count = window_length(checkpoint), _count(checkpoint)
     tokenizer, _ = checked_tokenizer(checkpoint)

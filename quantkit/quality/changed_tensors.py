@@ -1,4 +1,6 @@
-"""Tensors that refining has changed, as the manifest lists them: with hashes of their values before and after."""
+"""Tensors that refining has changed, as the manifest lists them: with hashes of their values
+before and after.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ class Change:
 
 
 def tensor_hash(value: Tensor | QuantTensor) -> str:
-    """The sha256 of a tensor's values: of codes, scales, and zero points or minima, or of floats in their type."""
+    """The sha256 of a tensor's values: of codes, scales, and zero points or minima, or of floats
+    in their type.
+    """
     found = sha256()
-    parts = [value.codes, value.scale, value.zero, value.minimum] if isinstance(value, QuantTensor) else [value]
+    parts = (
+        [value.codes, value.scale, value.zero, value.minimum]
+        if isinstance(value, QuantTensor)
+        else [value]
+    )
     for part in parts:
         if part is not None:
             found.update(f"{part.dtype} {list(part.shape)};".encode())
@@ -41,7 +49,10 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
 
 def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
     """The tensors, of some, that differ between two models."""
-    found = {name: Change(tensor_hash(before.load(name)), tensor_hash(after.load(name))) for name in names}
+    found = {
+        name: Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
+        for name in names
+    }
     return {name: one for name, one in found.items() if one.before != one.after}
 
 
@@ -55,7 +66,9 @@ def merged(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[s
 
 
 def rewritten_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
-    """The tensors that a model's manifest lists as changed, with the hashes of the same model in another format."""
+    """The tensors that a model's manifest lists as changed, with the hashes of the same model in
+    another format.
+    """
     names = set(result.names())
     return {
         name: Change(one.before, tensor_hash(result.load(name)))
@@ -65,12 +78,18 @@ def rewritten_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
 
 
 def recorded_changes(model: Path) -> dict[str, Change]:
-    """The tensors that a model's manifest lists as changed by refining; none if it was not refined. Raises
-    `CheckpointError` if the list has another form."""
+    """The tensors that a model's manifest lists as changed by refining; none if it was not refined.
+    Raises `CheckpointError` if the list has another form.
+    """
     refined = manifest_or_empty(model).get(REFINED)
     if refined is None:
         return {}
     try:
-        return {name: Change(str(one["before"]), str(one["after"])) for name, one in refined["tensors"].items()}
+        return {
+            name: Change(str(one["before"]), str(one["after"]))
+            for name, one in refined["tensors"].items()
+        }
     except (AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{REFINED} does not list tensors", path=manifest_path(model)) from error
+        raise CheckpointError(
+            f"{REFINED} does not list tensors", path=manifest_path(model)
+        ) from error

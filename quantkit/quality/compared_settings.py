@@ -1,4 +1,6 @@
-"""Compare the settings that change what a model generates although its weights, config and tokenizer are equal."""
+"""Compare the settings that change what a model generates although its weights, config and
+tokenizer are equal.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from quantkit.text.tokenizer import ids_around_text
 
 # Values with which an option changes no probability, so that a file may state them or not.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Where a folder states no top_k, transformers samples from 50 tokens, vLLM and quantkit from all: of two folders, it is
-# compared as it is stated.
+# Where a folder states no top_k, transformers samples from 50 tokens, vLLM and quantkit from all:
+# of two folders, it is compared as it is stated.
 _READERS_DIFFER = ("top_k",)
 _CLEAN_UP = "clean_up_tokenization_spaces"
 
@@ -27,11 +29,11 @@ _CLEAN_UP = "clean_up_tokenization_spaces"
 def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Describe where the sampling settings and the tokenizer's flags of two models differ.
 
-    Compared are the sampling options that generation_config.json or GGUF's metadata request and, if both models are
-    folders with such files, the other keys of generation_config.json that change what is generated, and
-    ``add_bos_token``, ``add_eos_token`` and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the
-    first two by its vocabulary, which is compared with the tokenizers, and cannot state the third. A Meta folder states
-    none of them.
+    Compared are the sampling options that generation_config.json or GGUF's metadata request and, if
+    both models are folders with such files, the other keys of generation_config.json that change
+    what is generated, and ``add_bos_token``, ``add_eos_token`` and ``clean_up_tokenization_spaces``
+    of tokenizer_config.json. GGUF states the first two by its vocabulary, which is compared with
+    the tokenizers, and cannot state the third. A Meta folder states none of them.
 
     Raises:
         CheckpointError: if a file is damaged.
@@ -43,18 +45,28 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     if are_folders:
         for key in _READERS_DIFFER:
             del neutral[key]
-    differences = _describe_differences(GENERATION, _read_sampling(a.path, neutral), _read_sampling(b.path, neutral))
+    differences = _describe_differences(
+        GENERATION, _read_sampling(a.path, neutral), _read_sampling(b.path, neutral)
+    )
     if are_folders:
-        differences += _describe_differences(GENERATION, read_other_settings(a.path), read_other_settings(b.path))
-        differences += _describe_differences("tokenizer_config.json", _read_flags(a), _read_flags(b))
+        differences += _describe_differences(
+            GENERATION, read_other_settings(a.path), read_other_settings(b.path)
+        )
+        differences += _describe_differences(
+            "tokenizer_config.json", _read_flags(a), _read_flags(b)
+        )
     return differences
 
 
-def _describe_differences(file: str, first: dict[str, object], second: dict[str, object]) -> list[str]:
+def _describe_differences(
+    file: str, first: dict[str, object], second: dict[str, object]
+) -> list[str]:
     differences = []
     for key in sorted({*first, *second}):
         if first.get(key) != second.get(key):
-            differences.append(f"{file} differs: {key} {_describe(first, key)} against {_describe(second, key)}")
+            differences.append(
+                f"{file} differs: {key} {_describe(first, key)} against {_describe(second, key)}"
+            )
     return differences
 
 
@@ -63,17 +75,23 @@ def _describe(values: dict[str, object], key: str) -> str:
 
 
 def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, object]:
-    """Return the sampling options in effect, without those of neutral values; temperature 0 where it is greedy."""
+    """Return the sampling options in effect, without those of neutral values; temperature 0
+    where it is greedy.
+    """
     options: dict[str, object] = {**sampling_defaults(folder)}
     if not options.get("temperature"):
         penalty = options.get("repetition_penalty", 1.0)
         options = {"temperature": 0.0, "repetition_penalty": penalty}
-    return {name: value for name, value in options.items() if name not in neutral or value != neutral[name]}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in neutral or value != neutral[name]
+    }
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the flags of tokenizer_config.json, with what applies where it states none: the tokenizer adds the tokens
-    that its own file says, and transformers cleans nothing up.
+    """Return the flags of tokenizer_config.json, with what applies where it states none: the
+    tokenizer adds the tokens that its own file says, and transformers cleans nothing up.
 
     The tokenizer of a model that has no decoder here is not read, since it may be of any kind.
     """

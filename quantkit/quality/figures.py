@@ -1,4 +1,6 @@
-"""Figures with their standard errors, with no more digits than these justify; and read back from a manifest."""
+"""Figures with their standard errors, with no more digits than these justify; and read back from
+a manifest.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _TWO_DIGITS = 2.95  # an error with a smaller first digit is shown with two digi
 class Estimate:
     """A figure and its standard error; None if that is not known.
 
-    Shown as ``0.0123 ± 0.0004``, as ``(1.23 ± 0.04)e-06`` if it is tiny or huge, and as ``0.0123`` without an error.
+    Shown as ``0.0123 ± 0.0004``, as ``(1.23 ± 0.04)e-06`` if it is tiny or huge, and as ``0.0123``
+    without an error.
     """
 
     value: float
@@ -38,7 +41,8 @@ class Estimate:
             return significant(self.value)
         exponent = math.floor(math.log10(max(abs(self.value), error)))
         if not _is_plain(exponent):
-            return f"({_with_error(self.value / 10.0**exponent, error / 10.0**exponent)})e{exponent:+03}"
+            scale = 10.0**exponent
+            return f"({_with_error(self.value / scale, error / scale)})e{exponent:+03}"
         return _with_error(self.value, error)
 
     def times(self, factor: float) -> Estimate:
@@ -52,7 +56,9 @@ class Estimate:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A figure with `digits` significant digits; before the point all digits are shown, up to seven."""
+    """A figure with `digits` significant digits; before the point all digits are shown, up to
+    seven.
+    """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
@@ -74,16 +80,20 @@ def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Es
     """The mean of independent figures; it has an error if all of them have."""
     shares = [weight / sum(weights) for weight in weights]
     value = sum(share * one.value for share, one in zip(shares, estimates, strict=True))
-    errors = [share * one.error for share, one in zip(shares, estimates, strict=True) if one.error is not None]
+    errors = [
+        share * one.error
+        for share, one in zip(shares, estimates, strict=True)
+        if one.error is not None
+    ]
     return Estimate(value, math.hypot(*errors) if len(errors) == len(estimates) else None)
 
 
 def mean_estimate(values: Tensor) -> Estimate:
     """The mean over a text's tokens [N], float64 and in their order, with its standard error.
 
-    Neighbouring tokens are correlated, so the error is not that of N independent draws. The text is cut into 20 parts
-    of equal length, at least 16 tokens, and the parts count as independent (batch means; Schmeiser, Operations
-    Research 30, 1982). A single part has no error.
+    Neighbouring tokens are correlated, so the error is not that of N independent draws. The text is
+    cut into 20 parts of equal length, at least 16 tokens, and the parts count as independent (batch
+    means; Schmeiser, Operations Research 30, 1982). A single part has no error.
     """
     mean = values.mean()
     count = min(_MAX_PARTS, len(values) // _MIN_PART)
@@ -102,8 +112,10 @@ def _with_error(value: float, error: float) -> str:
 
 
 def read_record(kind: type[T], value: Any, path: Path, what: str) -> T:
-    """A dataclass from the manifest at a path, for the error with what it states; keys that it lacks are ignored.
-    Raises `CheckpointError` if the value has another form, or `kind` raises ValueError for it."""
+    """A dataclass from the manifest at a path, for the error with what it states; keys that it
+    lacks are ignored. Raises `CheckpointError` if the value has another form, or `kind` raises
+    ValueError for it.
+    """
     try:
         return cast(T, _decoded(kind, value))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -126,13 +138,20 @@ def method_of(model: Path) -> str:
 def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
     """Errors of quantized layers from each folder's manifest, worst first, and their kind.
 
-    All are of one kind, so that they can be compared: of outputs if every manifest with errors has those.
+    All are of one kind, so that they can be compared: of outputs if every manifest with errors has
+    those.
     """
-    listed: list[dict[str, Any]] = [manifest_or_empty(folder).get("modules", {}) for folder in folders]
+    listed: list[dict[str, Any]] = [
+        manifest_or_empty(folder).get("modules", {}) for folder in folders
+    ]
     for kind in ("output_error", "relative_error"):
-        errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
-                  for one in listed]  # fmt: skip
-        if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
+        errors = [
+            {name: record[kind] for name, record in one.items() if record.get(kind) is not None}
+            for one in listed
+        ]
+        if any(errors) and all(
+            bool(found) or not one for found, one in zip(errors, listed, strict=True)
+        ):
             return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
     return [{} for _ in folders], ""
 
@@ -140,15 +159,29 @@ def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
 def module_records(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What a manifest states of each module; empty if it has another form."""
     modules = made.get("modules")
-    return {name: one for name, one in modules.items() if isinstance(one, dict)} if isinstance(modules, dict) else {}
+    return (
+        {name: one for name, one in modules.items() if isinstance(one, dict)}
+        if isinstance(modules, dict)
+        else {}
+    )
 
 
 def _decoded(kind: Any, value: Any) -> Any:
-    """A value of a type: a dataclass, a list, tuple or dict, an optional value, or a string or number."""
+    """A value of a type: a dataclass, a list, tuple or dict, an optional value, or a string or
+    number.
+    """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        required = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-        stated = (one.name for one in fields(kind) if one.name in required or value.get(one.name) is not None)
+        required = {
+            one.name
+            for one in fields(kind)
+            if one.default is MISSING and one.default_factory is MISSING
+        }
+        stated = (
+            one.name
+            for one in fields(kind)
+            if one.name in required or value.get(one.name) is not None
+        )
         return kind(**{name: _decoded(hints[name], value[name]) for name in stated})
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is list:

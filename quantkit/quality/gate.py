@@ -1,4 +1,6 @@
-"""The gate: a quantized model is compared with its source, and with the RTN baseline, before it gets its name."""
+"""The gate: a quantized model is compared with its source, and with the RTN baseline, before it
+gets its name.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ SLACK = 1.01
 FLOOR = 1e-3
 """A KL below this is not compared with the baseline."""
 CACHE_KL = BOUNDS["int8"].kl
-"""What a KV cache in 8 bits may add to the KL of a result: as much as weights in 8 bits may have."""
+"""What a KV cache in 8 bits may add to the KL of a result: as much as weights in 8 bits may
+have.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,10 @@ class TextResult:
         kl_bound: the largest mean that passes.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
-        kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
-            earlier versions, and for too few tokens.
-        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for a result that is
-            its own baseline.
+        kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None
+            in manifests of earlier versions, and for too few tokens.
+        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for
+            a result that is its own baseline.
     """
 
     text: str
@@ -99,7 +103,11 @@ class TextResult:
 
     def limit(self, digits: int = 3) -> str:
         """The bound of the mean KL, in words."""
-        rounding = "" if self.rounding_kl is None else f"; rounding to nearest gives {self.rounding_kl:.{digits}g}"
+        rounding = (
+            ""
+            if self.rounding_kl is None
+            else f"; rounding to nearest gives {self.rounding_kl:.{digits}g}"
+        )
         return f"at most {self.kl_bound:.{digits}g}{rounding}"
 
 
@@ -111,7 +119,8 @@ class Gate:
         texts: the measures, with as many digits as the manifest has.
         perplexity_ratio_bound: the largest ratio of perplexities that passes.
         fallbacks: layers that the solver could not solve, with the reason.
-        distorted: layers whose weights changed more than their schemes explain, with the error and its bound.
+        distorted: layers whose weights changed more than their schemes explain, with the error and
+            its bound.
     """
 
     texts: list[TextResult]
@@ -124,11 +133,17 @@ class Gate:
             raise ValueError("nothing was measured")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """The problem, what was found and what was expected; None if the gate is passed. NaN exceeds every bound."""
+        """The problem, what was found and what was expected; None if the gate is passed.
+
+        NaN exceeds every bound.
+        """
         for one in self.texts:
             if not one.kl <= one.kl_bound:
                 digits = _distinct_digits(one.kl, one.kl_bound)
-                found = f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'"
+                found = (
+                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on"
+                    f" '{one.text}'"
+                )
                 return "the result is too far from its source", found, one.limit(digits)
             ratio = one.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
@@ -137,7 +152,11 @@ class Gate:
                 allowed = f"at most {self.perplexity_ratio_bound:g} times"
                 return "the result predicts worse than its source", found, allowed
         for linear, reason in self.fallbacks.items():
-            return f"linear '{linear}' was rounded to nearest", reason, "a linear that GPTQ can solve"
+            return (
+                f"linear '{linear}' was rounded to nearest",
+                reason,
+                "a linear that GPTQ can solve",
+            )
         for linear, (error, bound) in self.distorted.items():
             problem = f"the weights of linear '{linear}' changed more than its scheme explains"
             found = f"an error of {error:.3g} relative to the weights (Frobenius norms)"
@@ -145,12 +164,18 @@ class Gate:
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form; `accepted` states whether the result is kept even if it does not pass."""
+        """The manifest's form; `accepted` states whether the result is kept even if it does not
+        pass.
+        """
         return {
-            "passed": self.problem() is None, "accepted": accepted, "window": WINDOW,
-            "perplexity_ratio_bound": self.perplexity_ratio_bound, "fallbacks": self.fallbacks,
-            **({"distorted": self.distorted} if self.distorted else {}), "texts": [asdict(one) for one in self.texts],
-        }  # fmt: skip
+            "passed": self.problem() is None,
+            "accepted": accepted,
+            "window": WINDOW,
+            "perplexity_ratio_bound": self.perplexity_ratio_bound,
+            "fallbacks": self.fallbacks,
+            **({"distorted": self.distorted} if self.distorted else {}),
+            "texts": [asdict(one) for one in self.texts],
+        }
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Gate:
@@ -163,25 +188,32 @@ class Gate:
 
 
 def run_gate(
-    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *,
-    requested: Mapping[str, QuantScheme] | None = None, importance: Callable[[], Importance] = dict,
-    inputs: Mapping[str, InputRounding] = MappingProxyType({}), progress: Progress = silent,
-) -> Gate:  # fmt: skip
+    source: Checkpoint,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
+    *,
+    requested: Mapping[str, QuantScheme] | None = None,
+    importance: Callable[[], Importance] = dict,
+    inputs: Mapping[str, InputRounding] = MappingProxyType({}),
+    progress: Progress = silent,
+) -> Gate:
     """Compare a quantized model with its source on texts that are not for calibration.
 
-    The mean KL must be within `BOUNDS` for the scheme that loses the most, and for the inputs if they are rounded; and,
-    with a little slack, within that of the RTN baseline (`RtnBaseline`). A result that is its own baseline is run once.
-    A source that is quantized itself has no baseline. A result with a quantized KV cache is run with it, the baseline
-    without, and the cache may add `CACHE_KL` to its KL.
+    The mean KL must be within `BOUNDS` for the scheme that loses the most, and for the inputs if
+    they are rounded; and, with a little slack, within that of the RTN baseline (`RtnBaseline`). A
+    result that is its own baseline is run once. A source that is quantized itself has no baseline.
+    A result with a quantized KV cache is run with it, the baseline without, and the cache may add
+    `CACHE_KL` to its KL.
 
     Args:
         source: the float model, or a quantized one of which some tensors had to be rounded again.
         result: the quantized model.
         records: the manifest's entries on tensors, by name.
-        requested: the scheme of each module; None is the result's own, which may have smaller groups that repeat a
-            scale.
+        requested: the scheme of each module; None is the result's own, which may have smaller
+            groups that repeat a scale.
         importance: returns what `RtnQuantizer` rounded the result with.
-        inputs: how runtimes round the inputs of linears, by module; the result and its baseline are run so too.
+        inputs: how runtimes round the inputs of linears, by module; the result and its baseline are
+            run so too.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
@@ -192,7 +224,13 @@ def run_gate(
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
-        weights = importance() if Solver.WEIGHTED in solvers else {} if Solver.SEARCHED in solvers else None
+        weights = (
+            importance()
+            if Solver.WEIGHTED in solvers
+            else {}
+            if Solver.SEARCHED in solvers
+            else None
+        )
         rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
             others.append(RtnBaseline(source, assigned, scale_dtype))
@@ -201,7 +239,9 @@ def run_gate(
     others = [RoundedInputs(one, inputs) for one in others] if inputs else others
     bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
     measured = measured_windows(source)
-    lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
+    lost = tallies(
+        source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress
+    )
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
         quality, *rtn = (tally.quality() for tally in by_model)
@@ -210,17 +250,40 @@ def run_gate(
         if rounding is not None:
             limit = min(limit, max(FLOOR, SLACK * rounding) + (CACHE_KL if has_cache else 0))
         one = quality.divergence
-        figures = one.kl, one.kl_p99, limit, one.top1_agreement, quality.reference_perplexity, quality.perplexity
-        errors = (None if error is None else rounded(error) for error in (one.kl_error, quality.ratio_error, rounding))
+        figures = (
+            one.kl,
+            one.kl_p99,
+            limit,
+            one.top1_agreement,
+            quality.reference_perplexity,
+            quality.perplexity,
+        )
+        errors = (
+            None if error is None else rounded(error)
+            for error in (one.kl_error, quality.ratio_error, rounding)
+        )
         texts.append(TextResult(name, digest, one.tokens, *map(rounded, figures), *errors))
-    unsolved = {name: record["fallback"] for name, record in records.items() if record and "fallback" in record}
+    unsolved = {
+        name: record["fallback"]
+        for name, record in records.items()
+        if record and "fallback" in record
+    }
     fallbacks = {name.removesuffix(".weight"): str(reason) for name, reason in unsolved.items()}
-    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, assigned, progress))
+    return Gate(
+        texts,
+        bound.perplexity_ratio,
+        fallbacks,
+        _distorted(source, result, records, assigned, progress),
+    )
 
 
-def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None) -> None:
-    """Check that a model passed; `remedy` is the next step if it did not, and None is that of a quantization. Raises
-    `QualityError` if it did not pass, naming the layers whose weights changed the most."""
+def require_passed(
+    gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None
+) -> None:
+    """Check that a model passed; `remedy` is the next step if it did not, and None is that of a
+    quantization. Raises `QualityError` if it did not pass, naming the layers whose weights changed
+    the most.
+    """
     problem = gate.problem()
     if problem is None:
         return
@@ -228,28 +291,43 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
         baselines = [one.rounding_kl for one in gate.texts]
         if None in baselines:  # the result is rounded itself
             solver = '`method="gptq"`'
-        elif all(kl is not None and kl <= one.kl_bound for kl, one in zip(baselines, gate.texts, strict=True)):
+        elif all(
+            kl is not None and kl <= one.kl_bound
+            for kl, one in zip(baselines, gate.texts, strict=True)
+        ):
             solver = 'GPTQ with more text, or round with `method="rtn"`'
         else:
             solver = "GPTQ with more text"
         cache = "leave `kv_cache` out, " if result.kv_cache is not None else ""
         remedy = (
-            f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
+            f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True`"
+            " (and `resume=True`)"
         )
-    errors = ((relative_error(*_pair(source, result, module)), module) for module in schemes(result))
-    worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST])
+    errors = (
+        (relative_error(*_pair(source, result, module)), module) for module in schemes(result)
+    )
+    worst = ", ".join(
+        f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST]
+    )
     raise QualityError(
-        problem[0], path=dst, found=problem[1], expected=problem[2],
+        problem[0],
+        path=dst,
+        found=problem[1],
+        expected=problem[2],
         hint=f"largest relative weight errors: {worst}; {remedy}",
-    )  # fmt: skip
+    )
 
 
 def _distorted(
-    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
-    assigned: Mapping[str, QuantScheme], progress: Progress,
-) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """The layers whose recorded errors exceed `weight_bound`, with error and bound; for an embedding, any row, as texts
-    have few of the tokens."""
+    source: Checkpoint,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
+    assigned: Mapping[str, QuantScheme],
+    progress: Progress,
+) -> dict[str, tuple[float, float]]:
+    """The layers whose recorded errors exceed `weight_bound`, with error and bound; for an
+    embedding, any row, as texts have few of the tokens.
+    """
     found = {}
     worst = coarsest(assigned.values())
     for index, (module, scheme) in enumerate(assigned.items()):
@@ -259,7 +337,8 @@ def _distorted(
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
         elif solver == Solver.CARRIED or (solver in _TRAINED and "relative_error" not in record):
-            continue  # it has no error, or none to compare: it has other channels than the float model
+            # it has no error, or none to compare: it has other channels than the float model
+            continue
         else:
             error = float(record.get("relative_error", math.nan))
             if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):
@@ -282,23 +361,30 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
 
 def _distinct_digits(value: float, bound: float) -> int:
     """How many digits a figure needs, at least three, to look different from its bound."""
-    return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
+    return next(
+        (digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17
+    )
 
 
 class RtnBaseline(CheckpointView):
-    """The RTN baseline: a float checkpoint with some layers rounded to nearest when they are loaded, but int4 never in
-    groups longer than 128."""
+    """The RTN baseline: a float checkpoint with some layers rounded to nearest when they are
+    loaded, but int4 never in groups longer than 128.
+    """
 
     def __init__(
-        self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
+        self,
+        source: Checkpoint,
+        assigned: Mapping[str, QuantScheme],
+        scale_dtype: DType | None = None,
+        *,
         importance: Importance | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             assigned: the schemes by module.
             scale_dtype: of its scales; None is the source's.
-            importance: round int4 on scales that are searched with it, as `method="rtn"` does; None is on those that
-                span the groups.
+            importance: round int4 on scales that are searched with it, as `method="rtn"` does; None
+                is on those that span the groups.
         """
         super().__init__(source)
         self._scale_dtype, self._importance = scale_dtype or DType(source.config.dtype), importance
@@ -311,7 +397,9 @@ class RtnBaseline(CheckpointView):
 
     def info(self, name: str) -> TensorSpec:
         info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
-        return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
+        return TensorSpec(
+            name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme
+        )
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         module = name.removesuffix(".weight")
@@ -327,15 +415,20 @@ class RtnBaseline(CheckpointView):
                 value = quantize_rtn(value, scheme, scale_dtype, outer)
             else:
                 weights = self._importance.get(module)
-                value, _ = round_to_nearest(value, scheme, scale_dtype, column_kernels, weights, outer)
+                value, _ = round_to_nearest(
+                    value, scheme, scale_dtype, column_kernels, weights, outer
+                )
         return value if part is None or by_rows else part.of_weight(value)
 
 
-def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> bool:
+def is_baseline(
+    result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]
+) -> bool:
     """Whether a result is its own baseline, so that running both would give the same figures twice.
 
-    That is so if every quantized layer was only rounded, according to `records` (the manifest's entries on tensors, by
-    name), and every tensor, as it is read back, has the numbers that rounding the source gives.
+    That is so if every quantized layer was only rounded, according to `records` (the manifest's
+    entries on tensors, by name), and every tensor, as it is read back, has the numbers that
+    rounding the source gives.
     """
     if baseline.config.differences(result.config) or baseline.names() != result.names():
         return False

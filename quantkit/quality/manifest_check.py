@@ -1,4 +1,6 @@
-"""Compare a model with its own manifest: the sha256 of every file, and the quality when it was made."""
+"""Compare a model with its own manifest: the sha256 of every file, and the quality when it was
+made.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.via_transformers.forward import run_by_transformers, why_not_run
 
 ACTIVATIONS = "activations"
-"""The key of the manifest with the types that runtimes round the inputs of linears to, by scheme of these."""
+"""The key of the manifest with the types that runtimes round the inputs of linears to, by scheme
+of these.
+"""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:
     """Refuse to be used as a boolean, as any report of a difference would be true."""
-    raise TypeError(f"a {type(report).__name__} is neither true nor false: use `report.same` or `report.ok`")
+    raise TypeError(
+        f"a {type(report).__name__} is neither true nor false: use `report.same` or `report.ok`"
+    )
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,16 @@ class TextCheck:
         if self.perplexity is None:
             return f"'{one.text}' has changed since the model was made; not measured again"
         return (
-            f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its source"
-            f" {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a token ({one.limit()})"
+            f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its"
+            f" source {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a"
+            f" token ({one.limit()})"
         )
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """A model compared with its own manifest. There is a report only for a sound model: any fault is an error.
+    """A model compared with its own manifest. There is a report only for a sound model: any fault
+    is an error.
 
     Attributes:
         path: of the model.
@@ -72,8 +80,10 @@ class FolderReport:
         texts: the texts of a quantized model, measured again.
         weights: the recorded figures of a model that was not run when it was made.
         manifest: of the model.
-        run_by: what ran the model to measure them, such as ``transformers 5.23.0``; None for our decoder.
-        not_run: of a model that transformers ran when it was made, why it could not be measured again.
+        run_by: what ran the model to measure them, such as ``transformers 5.23.0``; None for our
+            decoder.
+        not_run: of a model that transformers ran when it was made, why it could not be measured
+            again.
     """
 
     path: Path
@@ -100,32 +110,52 @@ class FolderReport:
     def to_json(self) -> dict[str, Any]:
         """Everything found, and the manifest."""
         return {
-            "path": str(self.path), "same": self.same, "ok": self.ok, "files": self.files, "edited": self.edited,
-            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "run_by": self.run_by,
-            "not_run": self.not_run, "manifest": self.manifest,
-        }  # fmt: skip
+            "path": str(self.path),
+            "same": self.same,
+            "ok": self.ok,
+            "files": self.files,
+            "edited": self.edited,
+            "perplexities": {one.recorded.text: one.perplexity for one in self.texts},
+            "run_by": self.run_by,
+            "not_run": self.not_run,
+            "manifest": self.manifest,
+        }
 
     def lines(self) -> list[str]:
         """The report as text."""
         total = self.files + len(self.edited)
         count = f"all {total}" if self.same else f"{self.files} of {total}"
-        found = "the file is as quantkit wrote it" if total == 1 else f"{count} files are as quantkit wrote them"
+        found = (
+            "the file is as quantkit wrote it"
+            if total == 1
+            else f"{count} files are as quantkit wrote them"
+        )
         out = [f"{self.path}: {found}"]
-        out += [f"{name}: {what} since{' (not checked)' * (what == 'edited')}" for name, what in self.edited.items()]
+        out += [
+            f"{name}: {what} since{' (not checked)' * (what == 'edited')}"
+            for name, what in self.edited.items()
+        ]
         out += [] if self.weights is None else [self.weights.line()]
         exact = self.manifest.get("exact")
         if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
             with suppress(TypeError):  # it has another form
-                out.append(f"when it was made it was compared with its source: {Exact(**exact).line()}")
+                out.append(
+                    f"when it was made it was compared with its source: {Exact(**exact).line()}"
+                )
         out += [] if self.run_by is None else [f"run by {self.run_by}"]
-        out += [] if self.not_run is None else [f"its perplexities were not measured again: {self.not_run}"]
+        out += (
+            []
+            if self.not_run is None
+            else [f"its perplexities were not measured again: {self.not_run}"]
+        )
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
 def verify_model(
     model: str | Path, *, trust_remote_code: bool = False, progress: Progress = silent
-) -> FolderReport:  # fmt: skip
-    """Compare a folder or a GGUF file with its manifest: the sha256 of its files and, if it was quantized, its quality.
+) -> FolderReport:
+    """Compare a folder or a GGUF file with its manifest: the sha256 of its files and, if it was
+    quantized, its quality.
 
     A model card may have been edited, or removed.
 
@@ -133,8 +163,8 @@ def verify_model(
         trust_remote_code: see `run_by_transformers`.
 
     Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
-            of the config or of the tokenizer was added; see also `recheck`.
+        CheckpointError: if there is no manifest, a file is missing or changed, or a file of
+            weights, of the config or of the tokenizer was added; see also `recheck`.
         QualityError: see `recheck`.
     """
     model = Path(model)
@@ -143,17 +173,24 @@ def verify_model(
     if not path.exists():
         open_checkpoint(model)  # raises another error if the model is damaged
         is_file = not model.is_dir()
-        where = " next to it, where quantkit writes a file's manifest" if is_file else ": quantkit did not make it"
+        where = (
+            " next to it, where quantkit writes a file's manifest"
+            if is_file
+            else ": quantkit did not make it"
+        )
         raise CheckpointError(
-            f"has no {path.name}{where}", path=model,
+            f"has no {path.name}{where}",
+            path=model,
             hint=f"{'copy it too, or ' if is_file else ''}pass the model to compare it with",
-        )  # fmt: skip
+        )
     made, edited = require_as_written(model, progress=progress)
     readable = model if model.exists() else path.parent / min(made["files"], default="")
     texts: list[TextCheck] = []
     weights, run_by, not_run = None, None, None
     if made.get("job") == "quantize" or "quality" in made:
-        checkpoint = with_codes(open_checkpoint(readable, tensors_only=made.get("tensors_only") is True))
+        checkpoint = with_codes(
+            open_checkpoint(readable, tensors_only=made.get("tensors_only") is True)
+        )
         if not checkpoint.config.runnable:
             require_as_recorded(checkpoint, made, path)
             if made.get("run_by") is None:
@@ -166,50 +203,77 @@ def verify_model(
                     not_run = why_not_run(error)
         if weights is None:
             texts = recheck(readable, made, checkpoint, progress=progress)
-    return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights, run_by, not_run)
+    return FolderReport(
+        model, len(made["files"]) - len(edited), edited, texts, made, weights, run_by, not_run
+    )
 
 
 def recheck(
     model: Path, made: Mapping[str, Any], checkpoint: Checkpoint, *, progress: Progress = silent
-) -> list[TextCheck]:  # fmt: skip
-    """Compare a quantized model with the figures in its manifest. The source is not needed: the model's perplexities
-    are measured again, if it can be run. Raises `CheckpointError` if the manifest states no gate, and `QualityError` if
-    a perplexity is not the manifest's, or if the model did not pass its gate or its certificate for long contexts when
-    it was made."""
+) -> list[TextCheck]:
+    """Compare a quantized model with the figures in its manifest. The source is not needed: the
+    model's perplexities are measured again, if it can be run. Raises `CheckpointError` if the
+    manifest states no gate, and `QualityError` if a perplexity is not the manifest's, or if the
+    model did not pass its gate or its certificate for long contexts when it was made.
+    """
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
     known = {(one.text, one.sha256) for one in recorded.texts}
     measured = measured_windows(checkpoint) if checkpoint.config.measurable else {}
-    texts = {name: windows for name, (digest, windows) in measured.items() if (name, digest) in known}
+    texts = {
+        name: windows for name, (digest, windows) in measured.items() if (name, digest) in known
+    }
     in_one_phase = in_phase(progress, "perplexity")
-    run = RoundedInputs(checkpoint, inputs) if (inputs := measured_inputs(made, checkpoint, model)) else checkpoint
-    figures = perplexity_estimates(run, list(texts.values()), progress=in_one_phase) if texts else []
+    run = (
+        RoundedInputs(checkpoint, inputs)
+        if (inputs := measured_inputs(made, checkpoint, model))
+        else checkpoint
+    )
+    figures = (
+        perplexity_estimates(run, list(texts.values()), progress=in_one_phase) if texts else []
+    )
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
-    checks = [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts if checkpoint.config.measurable]
+    checks = [
+        TextCheck(one, perplexities.get(one.text))
+        for one in recorded.texts
+        if checkpoint.config.measurable
+    ]
     for one in checks:
         found, expected = one.perplexity, one.recorded.perplexity
-        if found is not None and not (math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)):
+        if found is not None and not (
+            math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)
+        ):
             raise QualityError(
-                f"perplexity on '{one.recorded.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
-                expected=f"{expected:.4g}", hint="make it again",
-            )  # fmt: skip
+                f"perplexity on '{one.recorded.text}' is not what the manifest says",
+                path=model,
+                found=f"{found:.4g}",
+                expected=f"{expected:.4g}",
+                hint="make it again",
+            )
     for failure in (_failure(recorded, "gate", quality, model), _certificate_failure(made, model)):
         if failure is not None:
             raise failure
     return checks
 
 
-def measured_inputs(made: Mapping[str, Any], checkpoint: Checkpoint, model: Path) -> dict[str, InputRounding]:
-    """How the inputs of linears were rounded when a model was measured, by module. Raises `CheckpointError` if the
-    manifest states it in another form."""
+def measured_inputs(
+    made: Mapping[str, Any], checkpoint: Checkpoint, model: Path
+) -> dict[str, InputRounding]:
+    """How the inputs of linears were rounded when a model was measured, by module. Raises
+    `CheckpointError` if the manifest states it in another form.
+    """
     stated = made.get(ACTIVATIONS, {})
     if not checkpoint.config.runnable or not stated:
         return {}
     try:
         by_scheme = {name: Activations(found) for name, found in stated.items()}
     except (AttributeError, ValueError) as error:
-        raise CheckpointError(f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=stated) from error
-    linears = {module: scheme for module, scheme in schemes(checkpoint).items() if module != EMBEDDING}
+        raise CheckpointError(
+            f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=stated
+        ) from error
+    linears = {
+        module: scheme for module, scheme in schemes(checkpoint).items() if module != EMBEDDING
+    }
     found = {
         module: InputRounding.of(by_scheme.get(str(scheme), Activations.NONE), scheme)
         for module, scheme in linears.items()
@@ -218,8 +282,9 @@ def measured_inputs(made: Mapping[str, Any], checkpoint: Checkpoint, model: Path
 
 
 def failed_certificate(model: Path) -> str | None:
-    """How a model failed its certificate for long contexts; None if it passed, or has none. Raises `CheckpointError` if
-    its manifest has a certificate of another form."""
+    """How a model failed its certificate for long contexts; None if it passed, or has none. Raises
+    `CheckpointError` if its manifest has a certificate of another form.
+    """
     error = _certificate_failure(manifest_or_empty(model), model)
     return None if error is None else str(error)
 
@@ -231,13 +296,23 @@ def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError |
     return _failure(certificate, "certificate for long contexts", positions, model)
 
 
-def _failure(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> QualityError | None:
-    """The error if the model did not pass when it was made; `value` is the manifest's form of `recorded`."""
+def _failure(
+    recorded: Gate | PositionCertificate, name: str, value: Any, model: Path
+) -> QualityError | None:
+    """The error if the model did not pass when it was made; `value` is the manifest's form of
+    `recorded`.
+    """
     what, measured, allowed = recorded.problem() or ("", None, None)
     if not what and value.get("passed") is True:
         return None
     return QualityError(
-        f"did not pass its {name} when it was made" + (f": {what}" if what else ""), path=model,
-        found=measured, expected=allowed,
-        hint="it was kept with `accept_quality_loss=True`" if value.get("accepted") else "make it again",
-    )  # fmt: skip
+        f"did not pass its {name} when it was made" + (f": {what}" if what else ""),
+        path=model,
+        found=measured,
+        expected=allowed,
+        hint=(
+            "it was kept with `accept_quality_loss=True`"
+            if value.get("accepted")
+            else "make it again"
+        ),
+    )

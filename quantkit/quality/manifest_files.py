@@ -22,17 +22,26 @@ _README = "README.md"
 
 
 def placed_manifest(model: Path) -> tuple[Path, Path]:
-    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the manifest, which may not
-    exist."""
+    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the
+    manifest, which may not exist.
+    """
     path = manifest_path(model)
-    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
+    if (
+        not path.exists()
+        and (file := gguf_file(model)) is not None
+        and manifest_path(file).exists()
+    ):
         return file, manifest_path(file)
     return model, path
 
 
 def is_loaded(name: str) -> bool:
-    """Whether readers load a file of this name, next to a model's weights, or would take it for one of them."""
-    return Path(name).suffix in _WEIGHT_FILES or name in read_names() or name.endswith(".index.json")
+    """Whether readers load a file of this name, next to a model's weights, or would take it for
+    one of them.
+    """
+    return (
+        Path(name).suffix in _WEIGHT_FILES or name in read_names() or name.endswith(".index.json")
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -40,8 +49,9 @@ def _sha256(path: Path) -> str:
 
 
 def _require_own(path: Path, listed: Iterable[str]) -> None:
-    """Raise a `CheckpointError` if the manifest next to a file, or to the parts of a model, lists files with other
-    names: those of the model before it was renamed, which may still be there."""
+    """Raise a `CheckpointError` if the manifest next to a file, or to the parts of a model, lists
+    files with other names: those of the model before it was renamed, which may still be there.
+    """
     own = path.name.removesuffix(f".{manifest.NAME}")
     if own == path.name:
         return  # of a folder
@@ -49,17 +59,22 @@ def _require_own(path: Path, listed: Iterable[str]) -> None:
     other = next((name for name in listed if name != own and split_stem(name) != stem), None)
     if other is not None:
         raise CheckpointError(
-            "the manifest is that of another file", path=path, found=other, expected=own,
+            "the manifest is that of another file",
+            path=path,
+            found=other,
+            expected=own,
             hint="give the model its name back, or `quantkit convert` it to the new name",
-        )  # fmt: skip
+        )
 
 
 def require_as_written(
     model: Path, *, progress: Progress = silent, sha256: Callable[[Path], str] = _sha256
-) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
-    """Compare the sha256 of a model's files with its manifest, and return that with the change of each file that users
-    may edit, by its name; `sha256` returns that of a file. Raises `CheckpointError` if there is no manifest, a file is
-    missing or changed, or a file of weights, of the config or of the tokenizer was added."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare the sha256 of a model's files with its manifest, and return that with the change of
+    each file that users may edit, by its name; `sha256` returns that of a file. Raises
+    `CheckpointError` if there is no manifest, a file is missing or changed, or a file of weights,
+    of the config or of the tokenizer was added.
+    """
     made = manifest.read(model)
     listed: Mapping[str, str] = made["files"]
     _require_own(manifest_path(model), listed)
@@ -67,7 +82,9 @@ def require_as_written(
         nested = path.parent != model
         if nested or (path.name not in listed and is_loaded(path.name)):
             raise CheckpointError(
-                "the manifest does not list this file", path=path, hint="remove it, or make the model again"
+                "the manifest does not list this file",
+                path=path,
+                hint="remove it, or make the model again",
             )
     edited = {}
     for index, (name, expected) in enumerate(listed.items()):
@@ -82,7 +99,10 @@ def require_as_written(
             raise CheckpointError("a file of the manifest is missing", path=path)
         else:
             raise CheckpointError(
-                "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
+                "the file is not what quantkit wrote",
+                path=path,
+                found=f"sha256 {found[:12]}",
+                expected=expected[:12],
                 hint="copy or make it again",
-            )  # fmt: skip
+            )
     return made, edited

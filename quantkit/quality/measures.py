@@ -1,7 +1,8 @@
 """The difference of two models' predictions, and the perplexity of one model.
 
-Figures are natural logarithms in float32. One decoder block is in memory at a time, and long texts are
-split into parts, whose hidden states are at most `STATES_BYTES` per model. Each weight is read once per part.
+Figures are natural logarithms in float32. One decoder block is in memory at a time, and long texts
+are split into parts, whose hidden states are at most `STATES_BYTES` per model. Each weight is read
+once per part.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Quality:
     """A model compared with its reference on one text; perplexities are per token.
 
     Attributes:
-        reference_perplexity_error, perplexity_error: standard errors, the text as a sample of its kind.
+        reference_perplexity_error, perplexity_error: standard errors, the text as a sample of its
+            kind.
         ratio_error: that of ``perplexity / reference_perplexity``, paired by token.
     """
 
@@ -76,7 +78,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [W, T], the target of each: ids [W, T], or `NOT_SCORED`; and positions [T], None for 0, 1, 2, ..."""
+    """Token ids [W, T], the target of each: ids [W, T], or `NOT_SCORED`; and positions [T], None
+    for 0, 1, 2, ...
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -91,62 +95,94 @@ class Windows:
 
     def batch(self) -> Batch:
         """The tokens at their positions."""
-        return Batch.from_start(self.tokens) if self.positions is None else Batch(self.tokens, self.positions)
+        return (
+            Batch.from_start(self.tokens)
+            if self.positions is None
+            else Batch(self.tokens, self.positions)
+        )
 
 
 class Hidden(Protocol):
     """Returns final hidden states [B, T, D] of every batch, as `final_hidden` does."""
 
     def __call__(
-        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
+        self,
+        checkpoint: Checkpoint,
+        batches: Sequence[Batch],
+        *,
+        group: ProcessGroup = SINGLE,
         progress: Progress = silent,
-    ) -> list[Tensor]: ...  # fmt: skip
+    ) -> list[Tensor]: ...
 
 
 Listener = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Receives the predictions of two models for some tokens of a text at a time, in order: logarithms of the reference's
-and the other's probabilities [N, V], KL(reference || other) of each token in nats [N], and its target [N]."""
+"""Receives the predictions of two models for some tokens of a text at a time, in order: logarithms
+of the reference's and the other's probabilities [N, V], KL(reference || other) of each token in
+nats [N], and its target [N].
+"""
 
 
 def compare_batches(
-    reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
+    reference: Checkpoint,
+    other: Checkpoint,
+    batches: Sequence[Batch],
+    *,
+    progress: Progress = silent,
 ) -> list[Quality]:
-    """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for logits that are not
-    finite."""
+    """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for
+    logits that are not finite.
+    """
     windows = [Windows.of(batch.tokens, batch.positions) for batch in batches]
     found = tallies(reference, [other], windows, progress=progress, finite=False)
     return [tally.quality() for (tally,) in found]
 
 
 def compare(
-    reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = final_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
+    reference: Checkpoint,
+    others: Sequence[Checkpoint],
+    windows: Tensor,
+    *,
+    reference_hidden: Hidden = final_hidden,
+    listeners: Sequence[Listener] = (),
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
-) -> list[Quality]:  # fmt: skip
+) -> list[Quality]:
     """Compare checkpoints with one reference on a text, as windows [W, T] of token ids.
 
     Args and errors are those of `tallies`.
     """
     (found,) = tallies(
-        reference, others, [Windows.of(windows)], listeners=listeners, reference_hidden=reference_hidden, group=group,
+        reference,
+        others,
+        [Windows.of(windows)],
+        listeners=listeners,
+        reference_hidden=reference_hidden,
+        group=group,
         progress=progress,
-    )  # fmt: skip
+    )
     return [tally.quality() for tally in found]
 
 
 @torch.inference_mode()
 def tallies(
-    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Windows], *,
-    cache_dtypes: Sequence[torch.dtype | None] = (None,), listeners: Sequence[Listener] = (),
-    reference_hidden: Hidden = final_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference: Checkpoint,
+    others: Sequence[Checkpoint],
+    texts: Sequence[Windows],
+    *,
+    cache_dtypes: Sequence[torch.dtype | None] = (None,),
+    listeners: Sequence[Listener] = (),
+    reference_hidden: Hidden = final_hidden,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
     finite: bool = True,
-) -> list[list[Tally]]:  # fmt: skip
+) -> list[list[Tally]]:
     """Compare checkpoints with one reference on texts.
 
     All positions are compared; perplexity is that of the tokens after the first.
 
     Args:
-        cache_dtypes: types of KV caches that each checkpoint is run with; None leaves keys and values as they are.
+        cache_dtypes: types of KV caches that each checkpoint is run with; None leaves keys and
+            values as they are.
         listeners: one per checkpoint and type; or none at all.
         reference_hidden: returns the reference's hidden states, for instance from a cache.
         finite: logits that are NaN or Inf are an error.
@@ -161,9 +197,11 @@ def tallies(
     size = reference.config.vocab_size
     if odd := [other for other in others if other.config.vocab_size != size]:
         raise RequestError(
-            "cannot be compared with the reference", path=odd[0].path,
-            found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
-        )  # fmt: skip
+            "cannot be compared with the reference",
+            path=odd[0].path,
+            found=f"{odd[0].config.vocab_size} tokens",
+            expected=f"a vocabulary of {size}",
+        )
     compared = [(other, cache) for other in others for cache in cache_dtypes]
     found = [[Tally(listener) for listener, _ in zip_longest(listeners, compared)] for _ in texts]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
@@ -174,11 +212,15 @@ def tallies(
         batches = [one.batch() for _, one in part]
         targets = [one.targets.flatten() for _, one in part]
         first = reference_hidden(reference, batches, group=group, progress=stretches.next(layers))
-        heads = 1  # models whose head is to be reported: the reference's with the first of the others
+        heads = (
+            1  # models whose head is to be reported: the reference's with the first of the others
+        )
         state_bytes = 4 * width * sum(map(len, targets))
         for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
             seconds = [
-                final_hidden(other, batches, cache_dtype=cache, group=group, progress=stretches.next(layers))
+                final_hidden(
+                    other, batches, cache_dtype=cache, group=group, progress=stretches.next(layers)
+                )
                 for other, cache in compared[some]
             ]
             head_report = stretches.next(head * (heads + len(seconds)))
@@ -196,47 +238,67 @@ def tallies(
 
 @torch.inference_mode()
 def log_loss(
-    checkpoint: Checkpoint, windows: Sequence[Windows], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+    checkpoint: Checkpoint,
+    windows: Sequence[Windows],
+    *,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> float:
-    """Minus the log probability, in nats, of all scored targets together. Raises `NonFiniteError` if the model's logits
-    are NaN or Inf."""
+    """Minus the log probability, in nats, of all scored targets together. Raises `NonFiniteError`
+    if the model's logits are NaN or Inf.
+    """
     return sum(some.sum().item() for _, some in _losses(checkpoint, windows, group, progress))
 
 
 @torch.inference_mode()
 def perplexity_estimates(
-    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+    checkpoint: Checkpoint,
+    texts: Sequence[Tensor],
+    *,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> list[Estimate]:
-    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted from the
-    earlier ones of the window. The error is defined as in `Quality`. Raises `NonFiniteError` if the model's logits are
-    NaN or Inf."""
+    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is
+    predicted from the earlier ones of the window. The error is defined as in `Quality`. Raises
+    `NonFiniteError` if the model's logits are NaN or Inf.
+    """
     losses = token_losses(checkpoint, texts, group=group, progress=progress)
     return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
 
 
 @torch.inference_mode()
 def token_losses(
-    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+    checkpoint: Checkpoint,
+    texts: Sequence[Tensor],
+    *,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> list[Tensor]:
-    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1]. Raises
-    `NonFiniteError` if the model's logits are NaN or Inf."""
+    """Minus the log probability, in nats, of each token but the first of each text's windows [W,
+    T]: [W, T - 1]. Raises `NonFiniteError` if the model's logits are NaN or Inf.
+    """
     scored = [Windows.of(windows) for windows in texts]
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
+    return [
+        torch.cat(of_text).view(len(windows), -1)
+        for of_text, windows in zip(losses, texts, strict=True)
+    ]
 
 
 def perplexity(loss: float, count: int) -> float:
-    """The exponential of a loss in nats, divided by `count`; infinite beyond the range of a float."""
+    """The exponential of a loss in nats, divided by `count`; infinite beyond the range of a
+    float.
+    """
     return torch.tensor(loss / count, dtype=torch.float64).exp().item()
 
 
 def text_windows(ids: Sequence[int], start: Sequence[int], length: int) -> Tensor:
     """Cut the token ids of a text into windows [W, length], each of which begins like a prompt.
 
-    Ids that do not fill a last window are dropped. A text shorter than one window is one shorter window, and an empty
-    text has none.
+    Ids that do not fill a last window are dropped. A text shorter than one window is one shorter
+    window, and an empty text has none.
 
     Args:
         ids: of the whole text, with or without `start` before them.
@@ -269,13 +331,19 @@ class Tally:
         kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
-        losses = [F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED) for log in (log_p, log_q)]
+        losses = [
+            F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED)
+            for log in (log_p, log_q)
+        ]
         agreed = p.argmax(-1) == q.argmax(-1)
-        self._found.append((kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED))
+        self._found.append(
+            (kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED)
+        )
 
     def by_token(self) -> list[Tensor]:
-        """Of each token KL(reference || other), whether the likeliest token is the same, and both losses, as float64
-        [N]; and whether it has a target."""
+        """Of each token KL(reference || other), whether the likeliest token is the same, and both
+        losses, as float64 [N]; and whether it has a target.
+        """
         return [torch.cat(parts) for parts in zip(*self._found, strict=True)]
 
     def quality(self) -> Quality:
@@ -286,14 +354,20 @@ class Tally:
         kls = max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0)
         divergence = Divergence(len(kl), self._largest, *kls, top1.value, mean.error, top1.error)
         first, second = first[scored], second[scored]
-        reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
-        return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
+        reference, other, ratio = (
+            mean_estimate(losses).exp() for losses in (first, second, second - first)
+        )
+        return Quality(
+            divergence, reference.value, other.value, reference.error, other.error, ratio.error
+        )
 
 
 def _losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
 ) -> Iterator[tuple[int, Tensor]]:
-    """Minus the log probabilities [N] of some scored targets at a time, with the index of their text."""
+    """Minus the log probabilities [N] of some scored targets at a time, with the index of their
+    text.
+    """
     parts = _parts(texts, checkpoint.config.hidden_size)
     layers, head = checkpoint.config.num_layers, head_layers(checkpoint.config)
     stretches = Stretches(progress, len(parts) * (layers + head))
@@ -308,29 +382,49 @@ def _losses(
             chosen = [(batch, scored[batch][some]) for batch, some in rows]
             found = _logits(checkpoint, states, chosen, group, finite=True)
             for (batch, own), logits in zip(chosen, found, strict=True):
-                yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="none").double()
+                yield (
+                    part[batch][0],
+                    F.cross_entropy(logits, targets[batch][own], reduction="none").double(),
+                )
             head_report("layers", done, len(pieces), "layers")
 
 
 def _logits(
-    checkpoint: Checkpoint, states: Sequence[Tensor], rows: Sequence[tuple[int, slice | Tensor]], group: ProcessGroup,
-    *, finite: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a `NonFiniteError`."""
-    found = final_logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group)
+    checkpoint: Checkpoint,
+    states: Sequence[Tensor],
+    rows: Sequence[tuple[int, slice | Tensor]],
+    group: ProcessGroup,
+    *,
+    finite: bool,
+) -> list[Tensor]:
+    """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a
+    `NonFiniteError`.
+    """
+    found = final_logits(
+        checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group
+    )
     return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
 
 
 def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
-    """The matrix's index and a few rows each, for all rows of several matrices. The logits of one list fit in memory
-    together."""
-    every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
-    for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+    """The matrix's index and a few rows each, for all rows of several matrices. The logits of one
+    list fit in memory together.
+    """
+    every = [
+        (index, rows)
+        for index, count in enumerate(counts)
+        for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)
+    ]
+    for some in _pieces(
+        len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))
+    ):
         yield every[some]
 
 
 def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, Windows]]]:
-    """Parts whose hidden states fit the budget: of each the batches, with the index of their text."""
+    """Parts whose hidden states fit the budget: of each the batches, with the index of their
+    text.
+    """
     parts: list[list[tuple[int, Windows]]] = [[]]
     total = 0
     for index, one in enumerate(texts):

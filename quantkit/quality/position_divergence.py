@@ -1,4 +1,6 @@
-"""Measure the divergence of models from a reference by position, with a float and with an int8 KV cache."""
+"""Measure the divergence of models from a reference by position, with a float and with an int8
+KV cache.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,21 @@ _MIN_TOKENS = 2  # the first predicts the second
 
 
 def position_windows(
-    text: str, ids: Sequence[int], start: Sequence[int], length: int, context: int, count: int | None = None
+    text: str,
+    ids: Sequence[int],
+    start: Sequence[int],
+    length: int,
+    context: int,
+    count: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """The first windows [W, T] of a text, each of which begins like a prompt; and a note if they are shorter than was
-    requested.
+    """The first windows [W, T] of a text, each of which begins like a prompt; and a note if they
+    are shorter than was requested.
 
     Args:
         text: its name.
         start: the ids that a prompt begins with, see `prompt_start`.
-        length: the most tokens of a window; windows are shorter if the text or the model's context is.
+        length: the most tokens of a window; windows are shorter if the text or the model's context
+            is.
         count: maximal number of windows; None is as many as hold `TOKENS`, but at least one.
 
     Raises:
@@ -47,20 +55,26 @@ def position_windows(
 
 
 def divergence_by_position(
-    reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
-) -> list[dict[str, list[PositionDivergence]]]:  # fmt: skip
+    reference: Checkpoint,
+    others: Sequence[Checkpoint],
+    windows: Tensor,
+    *,
+    reference_hidden: Hidden = layerwise_hidden,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> list[dict[str, list[PositionDivergence]]]:
     """Compare checkpoints with one reference on windows [W, T] of token ids, position by position.
 
-    One window and one model run at a time, in float32 on the CPU. In memory are hidden states [T, D] of the reference
-    and of a model with either cache, and a block's temporaries for one of them; of more models if they are small.
+    One window and one model run at a time, in float32 on the CPU. In memory are hidden states [T,
+    D] of the reference and of a model with either cache, and a block's temporaries for one of them;
+    of more models if they are small.
 
     Args:
         reference_hidden: returns the reference's hidden states, for instance from a cache.
 
     Returns:
-        For each compared checkpoint its buckets by the type of its KV cache: floats, or int8 rows at every position.
-        The reference's cache is floats both times.
+        For each compared checkpoint its buckets by the type of its KV cache: floats, or int8 rows
+        at every position. The reference's cache is floats both times.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
@@ -71,21 +85,37 @@ def divergence_by_position(
         report = part_of(progress, index, len(windows))
         own = [Windows.of(window.unsqueeze(0))]
         (of_window,) = tallies(
-            reference, others, own, cache_dtypes=_CACHE_DTYPES, reference_hidden=reference_hidden, group=group,
+            reference,
+            others,
+            own,
+            cache_dtypes=_CACHE_DTYPES,
+            reference_hidden=reference_hidden,
+            group=group,
             progress=report,
-        )  # fmt: skip
+        )
         found.append([tally.by_token() for tally in of_window])
-    stacked = ([torch.stack(parts) for parts in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True))
+    stacked = (
+        [torch.stack(parts) for parts in zip(*of_run, strict=True)]
+        for of_run in zip(*found, strict=True)
+    )
     buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)
     return [{cache: next(buckets) for cache in CACHES} for _ in others]
 
 
-def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:
-    """Means over windows [W, T] of KL and of the likeliest tokens' agreement; a bucket's tokens are in the windows'
-    order, and the first bucket has `shortest` positions."""
+def position_buckets(
+    kl: Tensor, agreed: Tensor, shortest: int = SHORTEST
+) -> list[PositionDivergence]:
+    """Means over windows [W, T] of KL and of the likeliest tokens' agreement; a bucket's tokens are
+    in the windows' order, and the first bucket has `shortest` positions.
+    """
     buckets = []
     for start, stop in pairwise(position_edges(kl.shape[1], shortest)):
-        mean, share = mean_estimate(kl[:, start:stop].flatten()), agreed[:, start:stop].double().mean().item()
+        mean, share = (
+            mean_estimate(kl[:, start:stop].flatten()),
+            agreed[:, start:stop].double().mean().item(),
+        )
         value = max(mean.value, 0.0)  # sums are rounded
-        buckets.append(PositionDivergence(start, stop, (stop - start) * len(kl), value, mean.error, share))
+        buckets.append(
+            PositionDivergence(start, stop, (stop - start) * len(kl), value, mean.error, share)
+        )
     return buckets

@@ -1,4 +1,5 @@
-"""The divergence of a model from its source by the tokens' position in the context, and the certificate on it.
+"""The divergence of a model from its source by the tokens' position in the context, and the
+certificate on it.
 
 Without torch: `position_divergence.py` measures it.
 """
@@ -53,7 +54,9 @@ class PositionDivergence:
     def rounded(self) -> PositionDivergence:
         """With as many digits as a manifest has."""
         error = None if self.kl_error is None else rounded(self.kl_error)
-        return replace(self, kl=rounded(self.kl), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
+        return replace(
+            self, kl=rounded(self.kl), kl_error=error, top1_agreement=round(self.top1_agreement, 5)
+        )
 
     @property
     def estimate(self) -> Estimate:
@@ -61,15 +64,19 @@ class PositionDivergence:
         return Estimate(self.kl, self.kl_error)
 
     def is_beyond(self, bound: float) -> bool:
-        """Whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard errors if these are known."""
+        """Whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard errors
+        if these are known.
+        """
         if math.isnan(self.kl) or self.tokens >= _MIN_TOKENS:
             return not self.kl <= bound
         return self.kl - _CLEAR * (self.kl_error or 0.0) > bound
 
 
 def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
-    """The edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket of less than half the
-    length is merged with the one before, so that no verdict rests on a few tokens."""
+    """The edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket of
+    less than half the length is merged with the one before, so that no verdict rests on a few
+    tokens.
+    """
     edges = [0]
     while edges[-1] < length:
         edges.append(min(length, 2 * edges[-1] or shortest))
@@ -79,7 +86,9 @@ def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
 
 
 def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
-    """The KL of the last bucket over that of the first, by the delta method; None for a single bucket."""
+    """The KL of the last bucket over that of the first, by the delta method; None for a single
+    bucket.
+    """
     first, last = buckets[0], buckets[-1]
     if len(buckets) < 2 or not first.kl > 0:
         return None
@@ -93,7 +102,11 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "no later positions to compare it with" if len(buckets) < 2 else f"that at {buckets[0].name} is 0"
+        return (
+            "no later positions to compare it with"
+            if len(buckets) < 2
+            else f"that at {buckets[0].name} is 0"
+        )
     ratio = f"{found} times that at {buckets[0].name}"
     if found.error is None:
         return ratio
@@ -108,7 +121,8 @@ class PositionCertificate:
 
     Attributes:
         text, sha256: the text's name, and the hash of its content.
-        asked: the requested positions (the manifest's key); the text or the model's context may have had fewer.
+        asked: the requested positions (the manifest's key); the text or the model's context may
+            have had fewer.
         length: tokens of a window, BOS included.
         windows: their number.
         kl_bound: the largest KL of a bucket, with a float cache, that passes.
@@ -128,39 +142,56 @@ class PositionCertificate:
             raise ValueError("a cache has no figures")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """The problem, what was found and what was expected; None if the certificate is passed. NaN exceeds every
-        bound. Whoever runs the model chooses an int8 cache: its figures are for information."""
+        """The problem, what was found and what was expected; None if the certificate is passed. NaN
+        exceeds every bound. Whoever runs the model chooses an int8 cache: its figures are for
+        information.
+        """
         beyond = [one for one in self.caches[FLOAT] if one.is_beyond(self.kl_bound)]
         if not beyond:
             return None
         worst = max(beyond, key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
         problem = f"the result is too far from its source at positions {worst.name}"
-        found = f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'"
+        found = (
+            f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on"
+            f" '{self.text}'"
+        )
         return problem, found, f"at most {self.kl_bound:.3g}"
 
     def require_within(self, dst: Path) -> None:
         """Raise a `QualityError` if a bucket exceeds the bound."""
         if (problem := self.problem()) is not None:
             hint = (
-                f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
-                " `accept_quality_loss=True` (and `resume=True`)"
+                f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it"
+                " with `accept_quality_loss=True` (and `resume=True`)"
             )
-            raise QualityError(problem[0], path=dst, found=problem[1], expected=problem[2], hint=hint)
+            raise QualityError(
+                problem[0], path=dst, found=problem[1], expected=problem[2], hint=hint
+            )
 
     def lines(self) -> list[str]:
         """A line for each cache, and one if the model was kept though it did not pass."""
-        last = {cache: f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}" for cache, own in self.caches.items()}
+        last = {
+            cache: f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
+            for cache, own in self.caches.items()
+        }
         lines = [f"KL by position, {cache} cache: {figures}" for cache, figures in last.items()]
         lines[0] += f" ({self.windows} x {self.length} tokens of {self.text})"
         if (problem := self.problem()) is not None:
-            lines.append(f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}")
+            lines.append(
+                f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}"
+            )
         return lines
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form; `accepted` states whether the result is kept even if it does not pass."""
+        """The manifest's form; `accepted` states whether the result is kept even if it does not
+        pass.
+        """
         return {"passed": self.problem() is None, "accepted": accepted, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> PositionCertificate:
-        """The result of `to_json`, from the manifest at a path. Raises `CheckpointError` if it has another form."""
+        """The result of `to_json`, from the manifest at a path.
+
+        Raises `CheckpointError` if it has another form.
+        """
         return read_record(cls, value, path, "the divergence by position")

@@ -1,4 +1,6 @@
-"""Check that a source predicts a sample text: the gate cannot detect a broken source, whose copy is as broken."""
+"""Check that a source predicts a sample text: the gate cannot detect a broken source, whose copy
+is as broken.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ _SKIP = "`source_check=False` goes on without this check"
 
 @dataclass(frozen=True)
 class SourceCheck:
-    """A source's loss on one window of the packaged text of this name: the number of tokens predicted, their
-    perplexity, and bits per byte of the text as UTF-8."""
+    """A source's loss on one window of the packaged text of this name: the number of tokens
+    predicted, their perplexity, and bits per byte of the text as UTF-8.
+    """
 
     text: str
     tokens: int
@@ -64,7 +67,8 @@ def check_source(
         The loss, or why it could not be measured.
 
     Raises:
-        CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not depend on the input.
+        CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not
+            depend on the input.
         NonFiniteError: if its logits are NaN or Inf, naming the first tensor that is.
     """
     if not source.config.measurable:
@@ -95,22 +99,30 @@ def check_source(
     guess = min(tokenizer.vocab_size, source.config.vocab_size)
     if not found / count < math.log(guess):
         raise CheckpointError(
-            "the model predicts a plain English text no better than a uniform guess", path=source.path,
-            found=f"perplexity {perplexity:.4g}", expected=f"less than its {guess} tokens",
+            "the model predicts a plain English text no better than a uniform guess",
+            path=source.path,
+            found=f"perplexity {perplexity:.4g}",
+            expected=f"less than its {guess} tokens",
             hint=f"weights or tokenizer are damaged or another model's; {_SKIP}",
-        )  # fmt: skip
-    return SourceCheck("speech", count, rounded(perplexity), rounded(found / math.log(2) / max(written, 1), 4))
+        )
+    return SourceCheck(
+        "speech", count, rounded(perplexity), rounded(found / math.log(2) / max(written, 1), 4)
+    )
 
 
 def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
-    """Minus the log probability, in nats, of the tokens of a window [T] after the first, given its hidden states
-    [T, D]; NaN if a logit is NaN or Inf. Logits that are the same at every position are a `CheckpointError`."""
+    """Minus the log probability, in nats, of the tokens of a window [T] after the first, given its
+    hidden states [T, D]; NaN if a logit is NaN or Inf. Logits that are the same at every position
+    are a `CheckpointError`.
+    """
     loss = 0.0
     low = torch.full((source.config.vocab_size,), math.inf)
     high = -low
     for some in head_pieces([len(window)], source.config.vocab_size):
         pieces = [rows for _, rows in some]
-        for rows, logits in zip(pieces, final_logits(source, [hidden[rows] for rows in pieces]), strict=True):
+        for rows, logits in zip(
+            pieces, final_logits(source, [hidden[rows] for rows in pieces]), strict=True
+        ):
             if not all_finite(logits):
                 return math.nan
             targets = window[rows.start + 1 : rows.stop + 1]
@@ -118,8 +130,9 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
             low, high = torch.minimum(low, logits.amin(0)), torch.maximum(high, logits.amax(0))
     if (high - low).max() <= _FLAT * (high.max() - low.min()):
         raise CheckpointError(
-            "the model's logits do not depend on its input", path=source.path,
+            "the model's logits do not depend on its input",
+            path=source.path,
             found="the same prediction after every token of a text",
             hint=f"weights are missing, zero or all equal; {_SKIP}",
-        )  # fmt: skip
+        )
     return loss

@@ -1,4 +1,6 @@
-"""Compare the tensors of two models: exactly, as the proof that another format has the same model, or by norms."""
+"""Compare the tensors of two models: exactly, as the proof that another format has the same
+model, or by norms.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Exact:
         equal: those of them with the same numbers as in the source.
         floats: float tensors that are equal bit for bit.
         norms: norms that differ, as GGUF adds one to them, which rounds small weights.
-        scales_cast: quantized tensors with the source's codes and zero points, and its scales rounded to another type.
+        scales_cast: quantized tensors with the source's codes and zero points, and its scales
+            rounded to another type.
     """
 
     tensors: int
@@ -57,7 +60,11 @@ class Exact:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's form."""
-        return {name: count for name, count in asdict(self).items() if count or name not in ("norms", "scales_cast")}
+        return {
+            name: count
+            for name, count in asdict(self).items()
+            if count or name not in ("norms", "scales_cast")
+        }
 
     def line(self) -> str:
         """The counts as text."""
@@ -66,22 +73,30 @@ class Exact:
             return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
         if self.scales_cast:
             count = f"{self.equal} of {self.tensors} quantized tensors"
-            return f"{count} equal as numbers, {self.scales_cast} in codes and zero points, with scales cast{lost}"
+            return (
+                f"{count} equal as numbers, {self.scales_cast} in codes and zero points, with"
+                f" scales cast{lost}"
+            )
         return f"all {self.equal} quantized tensors equal as numbers{lost}"
 
 
 def require_exact(
-    source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (),
-    cast: Mapping[str, tuple[DType, ...]] = MappingProxyType({}), *, progress: Progress = silent,
-) -> Exact:  # fmt: skip
+    source: Checkpoint,
+    result: Checkpoint,
+    rounded: Collection[str] = (),
+    cast: Mapping[str, tuple[DType, ...]] = MappingProxyType({}),
+    *,
+    progress: Progress = silent,
+) -> Exact:
     """Compare a written model, as its own reader loads it, with its source.
 
-    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may be rounded by that, and
-    are counted.
+    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may be
+    rounded by that, and are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
-        cast: the types to which the scales of other tensors were cast, one after the other, by name.
+        cast: the types to which the scales of other tensors were cast, one after the other, by
+            name.
 
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
@@ -103,12 +118,17 @@ def require_exact(
             weight, stored = source.load(name), result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
-            equal = same_norms(weight, stored, offset_of(result.config, name), [DType(result.config.dtype)])
+            equal = same_norms(
+                weight, stored, offset_of(result.config, name), [DType(result.config.dtype)]
+            )
             norms += equal and not _equal(weight, stored.to(weight.dtype))
         elif before.dtype == result.info(name).dtype:
             floats += 1
             pieces = row_pieces(result.info(name).shape, result.config.head_dim)
-            equal = all(_same_floats(source.load(before.name, piece), result.load(name, piece)) for piece in pieces)
+            equal = all(
+                _same_floats(source.load(before.name, piece), result.load(name, piece))
+                for piece in pieces
+            )
         else:
             continue
         if not equal:
@@ -124,26 +144,39 @@ def offset_of(config: ModelConfig, name: str) -> float:
 
 
 def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
-    """Compare the written scales of a quantized key/value cache with its source, byte by byte. Raises `QuantkitError`
-    if it differs: quantkit, or the disk, has changed it."""
+    """Compare the written scales of a quantized key/value cache with its source, byte by byte.
+    Raises `QuantkitError` if it differs: quantkit, or the disk, has changed it.
+    """
     found = result.kv_cache
     if found is None or (found.scheme, found.stored()) != (source.scheme, source.stored()):
-        raise QuantkitError("the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG)
+        raise QuantkitError(
+            "the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG
+        )
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
-    """Whether two weights [O, I] are the same numbers, even with other groups or types of scales."""
+    """Whether two weights [O, I] are the same numbers, even with other groups or types of
+    scales.
+    """
     if a.shape != b.shape:
         return False
     rows, columns = a.shape
     if any(one.scheme.of_small_floats or one.scheme.scales is not Scales.FLOATS for one in (a, b)):
-        return all(_equal(a.rows(*part).dequantize(), b.rows(*part).dequantize()) for part in row_chunks(rows, columns))
+        return all(
+            _equal(a.rows(*part).dequantize(), b.rows(*part).dequantize())
+            for part in row_chunks(rows, columns)
+        )
     size = math.gcd(columns // a.scale.shape[1], columns // b.scale.shape[1])
-    return all(_equal_rows(a.rows(*part), b.rows(*part), size) for part in row_chunks(rows, columns))
+    return all(
+        _equal_rows(a.rows(*part), b.rows(*part), size) for part in row_chunks(rows, columns)
+    )
 
 
 def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | None]:
-    """Parts of a tensor's rows, of complete heads, as readers of rotary rows require. None is the whole tensor."""
+    """Parts of a tensor's rows, of complete heads, as readers of rotary rows require.
+
+    None is the whole tensor.
+    """
     if not shape:
         yield None
         return
@@ -153,18 +186,32 @@ def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | 
 
 
 def _same_codes(
-    source: Checkpoint, result: Checkpoint, before_name: str, name: str, cast: tuple[DType, ...] = ()
-) -> bool:  # fmt: skip
-    """Whether codes and zero points are the same, and scales after they are cast to the types in `cast`."""
+    source: Checkpoint,
+    result: Checkpoint,
+    before_name: str,
+    name: str,
+    cast: tuple[DType, ...] = (),
+) -> bool:
+    """Whether codes and zero points are the same, and scales after they are cast to the types in
+    `cast`.
+    """
     before, after = source.load(before_name), result.load(name)
     if isinstance(before, QuantTensor) and cast:
         before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
-    if isinstance(before, QuantTensor) and isinstance(after, Tensor) and name == f"{EMBEDDING}.weight":
+    if (
+        isinstance(before, QuantTensor)
+        and isinstance(after, Tensor)
+        and name == f"{EMBEDDING}.weight"
+    ):
         chunks = row_chunks(*before.shape)  # in a format with codes for linears only
         return before.shape == after.shape and all(
             _equal(before.rows(*part).dequantize(), after[slice(*part)]) for part in chunks
         )
-    return isinstance(before, QuantTensor) and isinstance(after, QuantTensor) and equal_as_numbers(before, after)
+    return (
+        isinstance(before, QuantTensor)
+        and isinstance(after, QuantTensor)
+        and equal_as_numbers(before, after)
+    )
 
 
 def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
@@ -174,7 +221,11 @@ def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
     """Whether rows with groups that are multiples of `size` have equal numbers."""
     (first, low), (second, other_low) = (_of_groups(one, size) for one in (a, b))
-    same = a.scheme.bits == b.scheme.bits and torch.equal(a.codes, b.codes) and torch.equal(low, other_low)
+    same = (
+        a.scheme.bits == b.scheme.bits
+        and torch.equal(a.codes, b.codes)
+        and torch.equal(low, other_low)
+    )
     if same and _equal(first, second):
         return True
     return _equal(_products(a, first, low), _products(b, second, other_low))
@@ -183,7 +234,11 @@ def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
 def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
     """Scales in float64 and zero points [O, I / size], repeated within longer groups."""
     scale, columns = value.scale.double(), value.shape[1]
-    zero = value.zero if value.zero is not None else torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
+    zero = (
+        value.zero
+        if value.zero is not None
+        else torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
+    )
     times = columns // scale.shape[1] // size
     return scale.repeat_interleave(times, 1), zero.repeat_interleave(times, 1)
 
@@ -201,7 +256,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The difference between a tensor and its counterpart: Frobenius norms, and the largest element."""
+    """The difference between a tensor and its counterpart: Frobenius norms, and the largest
+    element.
+    """
 
     name: str
     relative_error: float
@@ -221,12 +278,18 @@ class TensorDifference:
 
 
 def tensor_difference(
-    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None, *,
-    norm_offset: float = 0.0, dtypes: Collection[DType] = (),
-) -> tuple[TensorDifference | None, Bound]:  # fmt: skip
-    """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
-    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model. For `norm_offset` and
-    `dtypes` see `same_norms`."""
+    name: str,
+    first: Tensor | QuantTensor,
+    second: Tensor | QuantTensor,
+    coarsest: QuantScheme | None,
+    *,
+    norm_offset: float = 0.0,
+    dtypes: Collection[DType] = (),
+) -> tuple[TensorDifference | None, Bound]:
+    """The difference between a tensor and its reference, the first one, None if they are equal; and
+    its type's bound. For `coarsest` see `weight_bound`; None for a tensor that is quantized in
+    neither model. For `norm_offset` and `dtypes` see `same_norms`.
+    """
     types = (
         bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
         for value in (first, second)

@@ -25,7 +25,15 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows, with_inputs
+from quantkit.quality.bounds import (
+    BOUNDS,
+    Bound,
+    coarser,
+    coarsest,
+    exceeds,
+    measured_windows,
+    with_inputs,
+)
 from quantkit.quality.changed_tensors import Change, recorded_changes, tensor_hash
 from quantkit.quality.compared_settings import find_setting_differences
 from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
@@ -61,8 +69,9 @@ class _NotGiven(Enum):
 
 
 class Verdict(Enum):
-    """The result of `verify`; the value is the exit code of the command if equality is asked for. Otherwise, `SAME` and
-    `WITHIN_BOUND` are both success."""
+    """The result of `verify`; the value is the exit code of the command if equality is asked for.
+    Otherwise, `SAME` and `WITHIN_BOUND` are both success.
+    """
 
     SAME = 0
     WITHIN_BOUND = 10
@@ -71,10 +80,11 @@ class Verdict(Enum):
 
 
 _VERDICTS = {
-    Verdict.SAME: "the same model", Verdict.WITHIN_BOUND: "within the bound of the scheme",
+    Verdict.SAME: "the same model",
+    Verdict.WITHIN_BOUND: "within the bound of the scheme",
     Verdict.DIFFERENT: "DIFFERENT",
     Verdict.BEYOND_CERTIFICATE: "BEYOND THE BOUND of a certificate for long contexts",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,8 @@ class Probe:
 
     Attributes:
         divergence: of the logits.
-        perplexity_ratio: perplexity of the changed model over that of its reference; None for random tokens.
+        perplexity_ratio: perplexity of the changed model over that of its reference; None for
+            random tokens.
         ratio_error: its standard error; None for too few tokens.
         bound: on KL and, for texts, on that ratio; None if any finite figures are allowed.
         within: whether the figures are within the bound.
@@ -102,7 +113,10 @@ class Probe:
             return f"{name}: equal"
         line = f"{name}: KL {Estimate(found.kl, found.kl_error)}"
         line += "" if ratio is None else f", perplexity x {Estimate(ratio, self.ratio_error)}"
-        line += f", same top token {found.top1_agreement:.1%}, largest difference {found.largest_logit_difference:.3g}"
+        line += (
+            f", same top token {found.top1_agreement:.1%}, largest difference"
+            f" {found.largest_logit_difference:.3g}"
+        )
         return line if self.within else f"{line}; beyond the bound"
 
 
@@ -111,21 +125,26 @@ class VerifyReport:
     """All differences of two checkpoints. It is neither true nor false: use `same` or `ok`.
 
     Attributes:
-        verdict: same, within the scheme's bound, different; or beyond the bound of a certificate for long contexts.
+        verdict: same, within the scheme's bound, different; or beyond the bound of a certificate
+            for long contexts.
         problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
-        settings: differences of sampling settings and of the tokenizer's flags, which no bound allows either.
+        settings: differences of sampling settings and of the tokenizer's flags, which no bound
+            allows either.
         formats: of the two, with the schemes of their quantized tensors.
         tensors: how many were compared; none, and no logits, where the configs differ.
         on_codes: how many of them are quantized in both, and were compared as exact numbers.
         differing: those that are not equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
-        kv_cache: the one of the two that alone has scales or a scheme of a quantized key/value cache, and the other;
-            the weights may be the same nevertheless. Scales that differ are a problem.
-        run_by: what ran the models, such as ``transformers 5.23.0``; None for our decoder, and if nothing did.
+        kv_cache: the one of the two that alone has scales or a scheme of a quantized key/value
+            cache, and the other; the weights may be the same nevertheless. Scales that differ are a
+            problem.
+        run_by: what ran the models, such as ``transformers 5.23.0``; None for our decoder, and if
+            nothing did.
         not_run: of models known by their tensors only, why transformers did not run them.
         weights_only: whether the models were not run, so that there are no probes.
-        not_certified: of models that were kept though they did not pass their certificate for long contexts, why.
+        not_certified: of models that were kept though they did not pass their certificate for long
+            contexts, why.
     """
 
     verdict: Verdict
@@ -147,7 +166,9 @@ class VerifyReport:
 
     @property
     def same(self) -> bool:
-        """Whether the two are the same model: all tensors and all logits are equal, and no certificate was failed."""
+        """Whether the two are the same model: all tensors and all logits are equal, and no
+        certificate was failed.
+        """
         return self.verdict is Verdict.SAME
 
     @property
@@ -159,27 +180,47 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the two are the same model, or differ by no more than the change of type between them explains."""
+        """Whether the two are the same model, or differ by no more than the change of type
+        between them explains.
+        """
         return self.verdict in (Verdict.SAME, Verdict.WITHIN_BOUND)
 
     def to_json(self) -> dict[str, Any]:
         """Everything found; the verdict in lower case."""
         return {
-            "verdict": self.verdict.name.lower(), "same": self.same, "ok": self.ok, "problems": self.problems,
-            "settings": self.settings, "only_settings_differ": self.only_settings_differ,
-            "not_certified": self.not_certified, "formats": list(self.formats), "tensors": self.tensors,
-            "on_codes": self.on_codes, "differing": [{**asdict(one), "within": one.within} for one in self.differing],
-            "probes": {name: asdict(probe) for name, probe in self.probes.items()}, "bound": asdict(self.bound),
-            "weights_only": self.weights_only, "run_by": self.run_by, "not_run": self.not_run,
-            "kv_cache": self.kv_cache and dict(zip(("has", "lacks"), map(str, self.kv_cache), strict=True)),
-        }  # fmt: skip
+            "verdict": self.verdict.name.lower(),
+            "same": self.same,
+            "ok": self.ok,
+            "problems": self.problems,
+            "settings": self.settings,
+            "only_settings_differ": self.only_settings_differ,
+            "not_certified": self.not_certified,
+            "formats": list(self.formats),
+            "tensors": self.tensors,
+            "on_codes": self.on_codes,
+            "differing": [{**asdict(one), "within": one.within} for one in self.differing],
+            "probes": {name: asdict(probe) for name, probe in self.probes.items()},
+            "bound": asdict(self.bound),
+            "weights_only": self.weights_only,
+            "run_by": self.run_by,
+            "not_run": self.not_run,
+            "kv_cache": (
+                self.kv_cache and dict(zip(("has", "lacks"), map(str, self.kv_cache), strict=True))
+            ),
+        }
 
     def lines(self) -> list[str]:
         """The report as text."""
-        out = [f"problem: {problem}" for problem in [*self.problems, *self.settings, *self.not_certified]]
+        out = [
+            f"problem: {problem}"
+            for problem in [*self.problems, *self.settings, *self.not_certified]
+        ]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         if self.on_codes:
-            equal = f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their codes"
+            equal = (
+                f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their"
+                " codes"
+            )
         if any("int" in one for one in self.formats):
             out.append(f"formats: {' and '.join(self.formats)}")
         out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
@@ -187,19 +228,32 @@ class VerifyReport:
             worst = self.differing[0]
             allowed = f"at most {worst.bound:.3g}" if worst.bound else "none is allowed"
             error = f"relative error {worst.relative_error:.3g} ({allowed})"
-            out.append(f"worst tensor: {worst.name}, {error}, largest difference {worst.largest:.3g}")
+            out.append(
+                f"worst tensor: {worst.name}, {error}, largest difference {worst.largest:.3g}"
+            )
         if self.kv_cache is not None:
             has, lacks = self.kv_cache
-            out.append(f"KV cache: {has} has scales or a scheme of a quantized KV cache, {lacks} has none")
+            out.append(
+                f"KV cache: {has} has scales or a scheme of a quantized KV cache, {lacks} has none"
+            )
         if self.weights_only:
             out.append(COMPARED + (f": {self.not_run}" if self.not_run else ""))
         elif self.probes:
             where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
-            bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
+            bounds = (
+                f"at most {self.bound.kl:g}{where}; perplexity at most x"
+                f" {self.bound.perplexity_ratio:g}"
+            )
             of_probes = [f"  {probe.line(name)}" for name, probe in self.probes.items()]
-            differ = any(probe.divergence.largest_logit_difference for probe in self.probes.values())
+            differ = any(
+                probe.divergence.largest_logit_difference for probe in self.probes.values()
+            )
             logits = "logits" if self.run_by is None else f"logits, run by {self.run_by}"
-            out += [f"{logits}: KL in nats a token, {bounds}", *of_probes] if differ else [f"{logits}: equal"]
+            out += (
+                [f"{logits}: KL in nats a token, {bounds}", *of_probes]
+                if differ
+                else [f"{logits}: equal"]
+            )
         verdict = _VERDICTS[self.verdict]
         if self.only_settings_differ:
             verdict += " in settings only: tokens, tensors and logits are the same model's"
@@ -207,46 +261,58 @@ class VerifyReport:
 
 
 @overload
-def verify(a: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None) -> FolderReport: ...
+def verify(
+    a: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> FolderReport: ...
 
 
 @overload
 def verify(
-    a: str | Path, b: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
+    a: str | Path,
+    b: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> VerifyReport: ...
 
 
 def verify(
-    a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, trust_remote_code: bool = False,
+    a: str | Path,
+    b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN,
+    *,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> VerifyReport | FolderReport:  # fmt: skip
-    """Report whether two models are the same, or how much they differ; or whether one model is as quantkit made it.
+) -> VerifyReport | FolderReport:
+    """Report whether two models are the same, or how much they differ; or whether one model is as
+    quantkit made it.
 
-    Two models: configs, end tokens, tokenizers, sampling settings, names, shapes, dequantized tensors and logits are
-    compared.
-    Tensors that are quantized in both are compared on their codes, scales and zero points, as exact numbers, whatever
-    the formats. Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
-    tokens, and on positions spread up to the end of the context, where a lost rope scaling would show. If one model is
-    quantized and the other has floats, the floats are the reference, in either order; errors are relative to the
-    reference, and KL is from it.
+    Two models: configs, end tokens, tokenizers, sampling settings, names, shapes, dequantized
+    tensors and logits are compared. Tensors that are quantized in both are compared on their codes,
+    scales and zero points, as exact numbers, whatever the formats. Logits are computed in float32,
+    one block in memory at a time: on the texts of the gate, on random tokens, and on positions
+    spread up to the end of the context, where a lost rope scaling would show. If one model is
+    quantized and the other has floats, the floats are the reference, in either order; errors are
+    relative to the reference, and KL is from it.
 
-    One model: its files are compared with the sha256 in its manifest, and a quantized model with the perplexities
-    there.
+    One model: its files are compared with the sha256 in its manifest, and a quantized model with
+    the perplexities there.
 
     Args:
         a, b: the models; for one alone `b` is left out, and None is refused.
-        trust_remote_code: where transformers runs the models, run the code in their folders that config.json's
-            ``auto_map`` names.
+        trust_remote_code: where transformers runs the models, run the code in their folders that
+            config.json's ``auto_map`` names.
         progress: called for every tensor and layer; None shows nothing.
 
     Returns:
-        A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a `FolderReport` of one.
+        A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a
+        `FolderReport` of one.
 
     Raises:
-        CheckpointError: if a single model has no manifest, or its files are not those that quantkit wrote.
+        CheckpointError: if a single model has no manifest, or its files are not those that quantkit
+            wrote.
         RequestError: if a path is None or empty.
-        QualityError: if a single model's perplexity is not what its manifest says, or it was too far from its source
-            when it was made.
+        QualityError: if a single model's perplexity is not what its manifest says, or it was too
+            far from its source when it was made.
         QuantkitError: if a folder cannot be read.
     """
     require_flags(trust_remote_code=trust_remote_code)
@@ -261,13 +327,21 @@ def verify(
 def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: bool) -> VerifyReport:
     reference, other = map(with_codes, open_pair_to_compare(a, b))
     formats = stored_format(reference), stored_format(other)
-    not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
-    configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate
-    problems = [f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])]
+    not_certified = [
+        why for one in (reference, other) if (why := failed_certificate(one.path)) is not None
+    ]
+    configs = [
+        replace(one.config, tied_embeddings=False) for one in (reference, other)
+    ]  # a tied head may be separate
+    problems = [
+        f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])
+    ]
     comparable, runnable = not problems, reference.config.runnable
     kv_cache = None
     if reference.kv_cache is not None and other.kv_cache is not None:
-        problems += [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
+        problems += (
+            [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
+        )
     elif reference.kv_cache is not None or other.kv_cache is not None:
         paths = reference.path, other.path
         kv_cache = paths if other.kv_cache is None else paths[::-1]
@@ -276,7 +350,9 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     else:
         problems += [*summary_problems(reference), *summary_problems(other)]
     records = [{} if runnable else recorded_errors(one) for one in (reference, other)]
-    if bool(schemes(reference)) > bool(schemes(other)) or (schemes(other) and bool(records[0]) > bool(records[1])):
+    if bool(schemes(reference)) > bool(schemes(other)) or (
+        schemes(other) and bool(records[0]) > bool(records[1])
+    ):
         reference, other = other, reference  # the source comes first, which may be quantized itself
     names = [parameter.name for parameter in parameters(configs[0])] if comparable else []
     differing: list[TensorDifference] = []
@@ -316,7 +392,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     if comparable and not runnable:
         try:
             reference, other = (
-                run_by_transformers(one, trust_remote_code=trust_remote_code) for one in (reference, other)
+                run_by_transformers(one, trust_remote_code=trust_remote_code)
+                for one in (reference, other)
             )
             problems += _token_problems(reference, other)
             probes = _probed(reference, other, bound, progress)
@@ -325,7 +402,9 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     elif comparable:
         probes = _probed(reference, other, bound, progress)
     settings = find_setting_differences(reference, other)
-    is_within = all(difference.within for difference in differing) and all(probe.within for probe in probes.values())
+    is_within = all(difference.within for difference in differing) and all(
+        probe.within for probe in probes.values()
+    )
     if problems or settings or not is_within:
         verdict = Verdict.DIFFERENT
     elif not_certified:
@@ -335,17 +414,34 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     else:
         verdict = Verdict.SAME
     return VerifyReport(
-        verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable and not probes,
-        not_certified, kv_cache, reference.config.run_by if probes else None, not_run, settings,
-    )  # fmt: skip
+        verdict,
+        problems,
+        formats,
+        len(names),
+        on_codes,
+        differing,
+        probes,
+        bound,
+        not runnable and not probes,
+        not_certified,
+        kv_cache,
+        reference.config.run_by if probes else None,
+        not_run,
+        settings,
+    )
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where the two would tokenize a text or a conversation differently, or end a generation at other tokens."""
+    """Where the two would tokenize a text or a conversation differently, or end a generation at
+    other tokens.
+    """
     problems = []
-    states_tokens = [CONTAINERS[one.format].states_tokens for one in (a, b)]  # a Meta folder does not
+    states_tokens = [
+        CONTAINERS[one.format].states_tokens for one in (a, b)
+    ]  # a Meta folder does not
     begin = [{token for token in (one.config.bos_token_id,) if token is not None} for one in (a, b)]
-    # Of a Meta folder the end tokens are those of its tokenizer, which may be more or fewer than a model uses.
+    # Of a Meta folder the end tokens are those of its tokenizer, which may be more or fewer than a
+    # model uses.
     end = [set(end_tokens(one.path, one.config)) for one in (a, b)]
     for what, (own, others) in (("begin", begin), ("end", end)):
         if not (own == others if all(states_tokens) else own <= others or others <= own):
@@ -362,21 +458,30 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         if all((folder.path / "tokenizer.json").is_file() for folder in (a, b)):
             # Some readers of tokenizer.json ignore tokenizer_config.json.
             stated, by_other = tokens_of_config_alone(a.path), tokens_of_config_alone(b.path)
-            if keys := sorted(key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)):
+            if keys := sorted(
+                key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)
+            ):
                 values = f"{shown(stated.get(keys[0]))} against {shown(by_other.get(keys[0]))}"
                 problems.append(f"tokenizer_config.json differs: {keys[0]} {values}")
     templates = [ChatTemplates(one.path).sources for one in (a, b)]
     for folder, stated_here, own_templates in zip((a, b), states_tokens, templates, strict=True):
         if not own_templates and any(templates):
-            return [*problems, f"{folder.path} has no chat template, the other has"] if stated_here else problems
+            return (
+                [*problems, f"{folder.path} has no chat template, the other has"]
+                if stated_here
+                else problems
+            )
     names = sorted({*templates[0], *templates[1]})
     differing = [name for name in names if templates[0].get(name) != templates[1].get(name)]
-    return [*problems, f"the chat templates differ: {', '.join(differing)}"] if differing else problems
+    return (
+        [*problems, f"the chat templates differ: {', '.join(differing)}"] if differing else problems
+    )
 
 
 def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
-    """For each quantized module the coarsest scheme whose losses its weight may compensate: its own if the manifest
-    says that it was rounded, else that of any module."""
+    """For each quantized module the coarsest scheme whose losses its weight may compensate: its own
+    if the manifest says that it was rounded, else that of any module.
+    """
     assigned = schemes(checkpoint)
     if not assigned:
         return {}
@@ -387,40 +492,60 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
 
 
 def _not_as_refined(
-    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, recorded: tuple[Mapping[str, Change], ...]
+    name: str,
+    first: Tensor | QuantTensor,
+    second: Tensor | QuantTensor,
+    recorded: tuple[Mapping[str, Change], ...],
 ) -> list[str]:
     """A problem if a tensor that a manifest lists as refined has other values than were written."""
     pairs = zip((first, second), recorded, strict=True)
-    wrong = any((change := own.get(name)) is not None and tensor_hash(value) != change.after for value, own in pairs)
+    wrong = any(
+        (change := own.get(name)) is not None and tensor_hash(value) != change.after
+        for value, own in pairs
+    )
     return [f"tensor '{name}' is not as refining wrote it"] if wrong else []
 
 
 def _is_refined(
-    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, recorded: tuple[Mapping[str, Change], ...]
+    name: str,
+    first: Tensor | QuantTensor,
+    second: Tensor | QuantTensor,
+    recorded: tuple[Mapping[str, Change], ...],
 ) -> bool:
-    """Whether one of two tensors is the other one as refining has changed it, so that the logits judge it: a norm of
-    the model that it was refined against, or a quantized weight. Its values must be those that were written."""
+    """Whether one of two tensors is the other one as refining has changed it, so that the logits
+    judge it: a norm of the model that it was refined against, or a quantized weight. Its values
+    must be those that were written.
+    """
     for own, other, changed in ((first, second, recorded[0]), (second, first, recorded[1])):
         if (change := changed.get(name)) is not None and tensor_hash(own) == change.after:
             return isinstance(own, QuantTensor) or tensor_hash(other) == change.before
     return False
 
 
-def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:
+def _probed(
+    reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress
+) -> dict[str, Probe]:
     """Compare the logits with the bound.
 
-    Quantized models are not made for random tokens and far positions: there the figures are shown, and only between
-    float types they have a bound.
+    Quantized models are not made for random tokens and far positions: there the figures are shown,
+    and only between float types they have a bound.
     """
-    texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
+    texts = {
+        name: Batch.from_start(windows)
+        for name, (_, windows) in measured_windows(reference).items()
+    }
     batches = {**texts, **_other_tokens(reference)}
-    measured = compare_batches(reference, other, list(batches.values()), progress=in_phase(progress, "logits"))
+    measured = compare_batches(
+        reference, other, list(batches.values()), progress=in_phase(progress, "logits")
+    )
     strict = not (schemes(reference) or schemes(other))
     probes = {}
     for name, found in zip(batches, measured, strict=True):
         if name in texts:
             ratio = found.perplexity / found.reference_perplexity
-            probes[name] = Probe(found.divergence, ratio, found.ratio_error, bound, not exceeds(found, bound))
+            probes[name] = Probe(
+                found.divergence, ratio, found.ratio_error, bound, not exceeds(found, bound)
+            )
         else:
             kl = found.divergence.kl
             within = kl <= bound.kl if strict else math.isfinite(kl)
@@ -429,11 +554,14 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
 
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """The tokens other than texts on which logits are compared; fixed, so that reports are repeatable. Transformers
-    runs tokens at the first positions only."""
+    """The tokens other than texts on which logits are compared; fixed, so that reports are
+    repeatable. Transformers runs tokens at the first positions only.
+    """
     config, generator = checkpoint.config, torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
-    first, second = (torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2))
+    first, second = (
+        torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2)
+    )
     found = {"other random tokens": Batch.from_start(first)}
     if config.runnable:
         spread = torch.linspace(0, config.max_positions - 1, count).long()

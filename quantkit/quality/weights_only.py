@@ -1,4 +1,6 @@
-"""Figures on a quantized model that cannot be run: how its tensors were stored, and how much they changed."""
+"""Figures on a quantized model that cannot be run: how its tensors were stored, and how much
+they changed.
+"""
 
 from __future__ import annotations
 
@@ -57,20 +59,25 @@ class WeightsOnly:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> WeightsOnly:
-        """The result of `to_json`, from the manifest at a path. Raises `CheckpointError` if it has another form."""
+        """The result of `to_json`, from the manifest at a path.
+
+        Raises `CheckpointError` if it has another form.
+        """
         compared = isinstance(value, dict) and value.get("compared") == COMPARED
         return read_record(cls, value if compared else None, path, "the errors of the tensors")
 
     def line(self) -> str:
         """The figures as text."""
         return (
-            f"{COMPARED}; {self.share:.1%} of the parameters quantized, {self.carried} tensors carried, largest"
-            f" relative error {self.worst_error:.3g} ({self.worst})"
+            f"{COMPARED}; {self.share:.1%} of the parameters quantized, {self.carried} tensors"
+            f" carried, largest relative error {self.worst_error:.3g} ({self.worst})"
         )
 
 
 def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> WeightsOnly:
-    """The figures of a quantized model; `records` are the manifest's entries on tensors, by name."""
+    """The figures of a quantized model; `records` are the manifest's entries on tensors, by
+    name.
+    """
     assigned = schemes(result)
     errors = {module: float(records[f"{module}.weight"]["relative_error"]) for module in assigned}
     worst = max(errors, key=lambda module: errors[module])
@@ -80,7 +87,9 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
 
 
 def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
-    """How each tensor that is not quantized was stored, by name; `source` is the `StoredCheckpoint` it comes from."""
+    """How each tensor that is not quantized was stored, by name; `source` is the
+    `StoredCheckpoint` it comes from.
+    """
     found = {}
     for name, part in _carried(result).items():
         spec, before = result.info(part), source.info(part)
@@ -95,12 +104,17 @@ def _carried(model: Checkpoint) -> dict[str, str]:
     """The tensors on disk that are not quantized, each with one of the tensors that it holds."""
     quantized = schemes(model)
     tensors = disk_tensors(model.config, quantized)
-    return {one.name: one.parts[0] for one in tensors if one.parts[0].removesuffix(".weight") not in quantized}
+    return {
+        one.name: one.parts[0]
+        for one in tensors
+        if one.parts[0].removesuffix(".weight") not in quantized
+    }
 
 
 def recorded_errors(checkpoint: Checkpoint) -> dict[str, float]:
-    """The errors of a model's weights in its manifest, by tensor name; none if it was dequantized since, as its floats
-    are not those that were quantized."""
+    """The errors of a model's weights in its manifest, by tensor name; none if it was dequantized
+    since, as its floats are not those that were quantized.
+    """
     made = manifest_or_empty(checkpoint.path)
     if isinstance(options := made.get("options"), dict) and options.get("dequantize"):
         return {}
@@ -119,8 +133,10 @@ def error_problem(name: str, error: float, recorded: float | None) -> str | None
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """Where the manifest of a model known by its tensors only contradicts its own entries on tensors, or the tensors.
-    Raises `CheckpointError` if it has a summary of another form. A model that transformers ran has a gate instead."""
+    """Where the manifest of a model known by its tensors only contradicts its own entries on
+    tensors, or the tensors. Raises `CheckpointError` if it has a summary of another form. A model
+    that transformers ran has a gate instead.
+    """
     made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
@@ -128,7 +144,10 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     listed = set(stated) if isinstance(stated := made.get("carried"), dict) else None
     problems = []
     if listed != carried:
-        problems.append(f"the manifest lists {len(listed or ())} carried tensors, and the model has {len(carried)}")
+        problems.append(
+            f"the manifest lists {len(listed or ())} carried tensors, and the model has"
+            f" {len(carried)}"
+        )
     if "quality" not in made or made.get("run_by") is not None:
         return problems
     summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
@@ -139,21 +158,29 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
         return [*problems, "the manifest does not state the error of each quantized tensor"]
     return problems + [
         f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors"
-        for (what, recorded), expected in zip(asdict(summary).items(), asdict(found).values(), strict=True)
+        for (what, recorded), expected in zip(
+            asdict(summary).items(), asdict(found).values(), strict=True
+        )
         if what != "worst" and recorded != expected
     ]
 
 
 def require_as_recorded(checkpoint: Checkpoint, made: Mapping[str, Any], path: Path) -> None:
-    """Compare the schemes of a model with its manifest `made`, which is at `path`. Raises `CheckpointError` if they
-    differ."""
-    recorded = {name: one["scheme"] for name, one in module_records(made).items() if one.get("scheme")}
+    """Compare the schemes of a model with its manifest `made`, which is at `path`. Raises
+    `CheckpointError` if they differ.
+    """
+    recorded = {
+        name: one["scheme"] for name, one in module_records(made).items() if one.get("scheme")
+    }
     found = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
     if recorded != found:
         name = next(one for one in {**recorded, **found} if recorded.get(one) != found.get(one))
         raise CheckpointError(
-            f"the scheme of '{name}' is not what the manifest says", path=path, found=found.get(name, "floats"),
-            expected=shown(recorded.get(name, "floats")), hint="copy or make it again",
-        )  # fmt: skip
+            f"the scheme of '{name}' is not what the manifest says",
+            path=path,
+            found=found.get(name, "floats"),
+            expected=shown(recorded.get(name, "floats")),
+            hint="copy or make it again",
+        )
     for problem in summary_problems(checkpoint):
         raise CheckpointError(problem, path=path, hint="copy or make it again")

@@ -1,4 +1,6 @@
-"""Continue a prompt with a model that transformers runs: slowly, as every new token reads the whole text again."""
+"""Continue a prompt with a model that transformers runs: slowly, as every new token reads the
+whole text again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class TransformersModel:
         needed, free = 4 * parameter_count(checkpoint), available_bytes()
         if needed > free:
             problem, expected = "does not fit in memory as float32", f"at most {size_text(free)}"
-            raise RequestError(problem, path=checkpoint.path, found=size_text(needed), expected=expected)
+            raise RequestError(
+                problem, path=checkpoint.path, found=size_text(needed), expected=expected
+            )
         self._path, self._lazy = checkpoint.path, passage_of(checkpoint).lazy
         config = replace(checkpoint.config, eos_token_ids=self._lazy.end_tokens)
         self.config = replace(config, eos_token_ids=end_tokens(checkpoint.path, config))
@@ -53,21 +57,30 @@ class TransformersModel:
         progress("weights", len(parts), len(parts), "parts")
 
     def generate(
-        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
+        self,
+        ids: TokenIds,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        **sampling: Unpack[SamplingOptions],
     ) -> Generator[int, None, None]:
-        """Continue a prompt, as `quantkit.generate` does. Raises what that raises, and `UnsupportedError` if the code
-        of the model fails."""
+        """Continue a prompt, as `quantkit.generate` does. Raises what that raises, and
+        `UnsupportedError` if the code of the model fails.
+        """
         request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
-        sampler = Sampler(request.sampling, request.prompt, self.config.vocab_size, torch.device("cpu"))
+        sampler = Sampler(
+            request.sampling, request.prompt, self.config.vocab_size, torch.device("cpu")
+        )
         return self._new_tokens(request, sampler.draw)
 
     def _new_tokens(
         self, request: Request, draw: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Generator[int, None, None]:  # fmt: skip
+    ) -> Generator[int, None, None]:
         tokens = list(request.prompt)
         for _ in range(request.max_new_tokens):
             with torch.inference_mode(), quiet(), typed_failures(self._path):
-                logits = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[:, -1]
+                logits = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[
+                    :, -1
+                ]
                 token = int(draw(finite_logits(logits, self._path)))
             if token in self.config.eos_token_ids:
                 return

@@ -1,4 +1,5 @@
-"""Greedy decoding as one captured step: from tokens to the next ones, without host involvement in between.
+"""Greedy decoding as one captured step: from tokens to the next ones, without host involvement in
+between.
 
 N rows, one for each sequence.
 """
@@ -20,22 +21,28 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import host_copy, numbers
 
 DECODE_SETTING = "QUANTKIT_DECODE"
-"""Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from tokens to the next
-ones is captured as one CUDA graph, of the compiled step or of torch's operators; with ``steps`` not. On a CPU nothing
-is captured, and such a step runs only if this variable is set."""
+"""Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from
+tokens to the next ones is captured as one CUDA graph, of the compiled step or of torch's operators;
+with ``steps`` not. On a CPU nothing is captured, and such a step runs only if this variable is set.
+"""
 
 _KINDS = ("compiled", "eager", "steps")
-_WARM_UPS = 3  # runs of a step before it is captured: the first compiles, and tunes what it compiles
+_WARM_UPS = (
+    3  # runs of a step before it is captured: the first compiles, and tunes what it compiles
+)
 
 _log = logging.getLogger(__name__)
 
 
 def decode_kind(device: torch.device, compiled: bool) -> str:
-    """How an engine decodes greedily, given whether its steps are compiled: compiled, eager or steps. Raises
-    `RequestError` if the environment variable has another value."""
+    """How an engine decodes greedily, given whether its steps are compiled: compiled, eager or
+    steps. Raises `RequestError` if the environment variable has another value.
+    """
     setting = os.environ.get(DECODE_SETTING) or None
     if setting is not None and setting not in _KINDS:
-        raise RequestError(f"{DECODE_SETTING} has an unknown value", found=setting, expected=", ".join(_KINDS))
+        raise RequestError(
+            f"{DECODE_SETTING} has an unknown value", found=setting, expected=", ".join(_KINDS)
+        )
     if device.type == "cuda" and not compiled:
         return "steps"
     return setting or ("compiled" if device.type == "cuda" else "steps")
@@ -69,7 +76,10 @@ class EagerRecorder:
     """Captures nothing and runs a step again: for a CPU."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A function that runs a step again on the same tensors. It may run the step several times first."""
+        """A function that runs a step again on the same tensors.
+
+        It may run the step several times first.
+        """
         return step
 
     def fetch(self, tokens: Tensor) -> PendingTokens:
@@ -78,8 +88,9 @@ class EagerRecorder:
 
 
 class GraphRecorder(EagerRecorder):
-    """Captures CUDA graphs. All share one memory pool and one stream: they run one after the other, and the results of
-    a step lie outside the pool."""
+    """Captures CUDA graphs. All share one memory pool and one stream: they run one after the other,
+    and the results of a step lie outside the pool.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,25 +104,32 @@ class GraphRecorder(EagerRecorder):
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
             try:
-                # Alone, `torch.cuda.graph` uses a stream of the first GPU that captured anything, and if a step cannot
-                # be captured it leaves its stream the current one.
+                # Alone, `torch.cuda.graph` uses a stream of the first GPU that captured anything,
+                # and if a step cannot be captured it leaves its stream the current one.
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UPS):
                         step()
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                    with torch.cuda.graph(
+                        graph, self._pool, stream, capture_error_mode="thread_local"
+                    ):
                         step()
             finally:
-                current.wait_stream(stream)  # steps after this one use the same counters as the kernels
+                current.wait_stream(
+                    stream
+                )  # steps after this one use the same counters as the kernels
         return graph.replay
 
 
-def greedy_step(model: Decoder, rows: Tensor, last: Tensor, drawn: Tensor, cache: KVCache, one_slot: bool) -> None:
-    """Replace the token of each row by the likeliest next one, and advance its position; all in place.
+def greedy_step(
+    model: Decoder, rows: Tensor, last: Tensor, drawn: Tensor, cache: KVCache, one_slot: bool
+) -> None:
+    """Replace the token of each row by the likeliest next one, and advance its position; all in
+    place.
 
     Args:
-        rows: for each row its slot, its position, and the index of its token in `last`, [3, N]. Positions stop at the
-            last one of the cache.
+        rows: for each row its slot, its position, and the index of its token in `last`, [3, N].
+            Positions stop at the last one of the cache.
         last: the tokens to continue from, replaced by those drawn.
         drawn: [N], receives the tokens drawn, or -1 where logits are NaN or Inf.
         one_slot: whether the cache has one slot.
@@ -120,9 +138,12 @@ def greedy_step(model: Decoder, rows: Tensor, last: Tensor, drawn: Tensor, cache
     shape = (1, -1) if one_slot else (-1, 1)
     lengths = (positions + 1).view(shape) if model.config.follows_length else None
     hidden = model.hidden(
-        last.index_select(0, places).view(shape), positions if one_slot else positions.view(shape), cache,
-        slots=None if one_slot else slots, lengths=lengths,
-    )  # fmt: skip
+        last.index_select(0, places).view(shape),
+        positions if one_slot else positions.view(shape),
+        cache,
+        slots=None if one_slot else slots,
+        lengths=lengths,
+    )
     logits = model.head(hidden.flatten(0, 1))
     tokens = logits.argmax(-1)
     last.index_copy_(0, places, tokens)
@@ -137,24 +158,37 @@ def only_finite(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 class CapturedDecode:
-    """Decodes sequences in slots of a cache greedily, by a step captured once for each number of rows. Tokens and
-    positions stay on the device; the host writes them only when other sequences or positions follow."""
+    """Decodes sequences in slots of a cache greedily, by a step captured once for each number of
+    rows. Tokens and positions stay on the device; the host writes them only when other sequences or
+    positions follow.
+    """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, last: Tensor, step: Callable[..., None], recorder: EagerRecorder
+        self,
+        model: Decoder,
+        cache: KVCache,
+        last: Tensor,
+        step: Callable[..., None],
+        recorder: EagerRecorder,
     ) -> None:
-        """Nothing is ever read from the cache's last position; `last` is the last token of each slot and one unused
-        element, [slots + 1]; `step` is `greedy_step`, compiled or not."""
+        """Nothing is ever read from the cache's last position; `last` is the last token of each
+        slot and one unused element, [slots + 1]; `step` is `greedy_step`, compiled or not.
+        """
         self._model, self._cache, self._last = model, cache, last
         self._step, self._recorder = step, recorder
-        # For each number of rows the tensors of the step, see `greedy_step`, and the function that runs it.
+        # For each number of rows the tensors of the step, see `greedy_step`, and the function that
+        # runs it.
         self._captured: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
-        self._next: tuple[list[int], list[int]] | None = None  # slots and positions that the device continues from
+        self._next: tuple[list[int], list[int]] | None = (
+            None  # slots and positions that the device continues from
+        )
         self._idle = len(last) - 1
 
     def decode(self, slots: Sequence[int], positions: Sequence[int], rows: int) -> PendingTokens:
-        """Draw the next token of each sequence by a step that is `prepare`d, from the last tokens in slots [N] at
-        positions [N], of which the first `rows` are of sequences and the rest is padding."""
+        """Draw the next token of each sequence by a step that is `prepare`d, from the last tokens
+        in slots [N] at positions [N], of which the first `rows` are of sequences and the rest is
+        padding.
+        """
         state, drawn, replay = self._captured[len(slots)]
         current = list(slots), list(positions)
         expected, self._next = self._next, None  # unknown until the step is complete
@@ -168,8 +202,8 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def prepare(self, count: int) -> bool:
-        """Capture the step for `count` rows, unless that is done, and compare it once with the step itself; whether it
-        may be used. If not, a warning is logged.
+        """Capture the step for `count` rows, unless that is done, and compare it once with the step
+        itself; whether it may be used. If not, a warning is logged.
 
         The comparison uses unused rows, at the cache's last position: sequences may be running.
         """
@@ -180,7 +214,9 @@ class CapturedDecode:
         rest = [0] * count, [self._cache.length - 1] * count, [self._idle] * count
         rows = numbers([number for part in rest for number in part], device).view(3, -1)
         drawn = torch.zeros(count, dtype=torch.long, device=device)
-        step = partial(self._step, self._model, rows, self._last, drawn, self._cache, len(self._last) == 2)
+        step = partial(
+            self._step, self._model, rows, self._last, drawn, self._cache, len(self._last) == 2
+        )
 
         def result(run: Callable[[], None]) -> Tensor:
             self._last[self._idle :].zero_()

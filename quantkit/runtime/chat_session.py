@@ -17,7 +17,13 @@ from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine, checked_decoder
 from quantkit.runtime.generation import Generation
-from quantkit.runtime.request import MIN_ROOM, FinishReason, checked_count, checked_request, checked_stop
+from quantkit.runtime.request import (
+    MIN_ROOM,
+    FinishReason,
+    checked_count,
+    checked_request,
+    checked_stop,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
@@ -27,59 +33,79 @@ _Message = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 CONTEXT = 8192
-"""The default number of tokens of a conversation, for models with a longer context: its cache would be large."""
+"""The default number of tokens of a conversation, for models with a longer context: its cache
+would be large.
+"""
 _SHARE = 4  # a quarter of the context is kept for answers
-_FULL = "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"  # logged once
+# logged once
+_FULL = (
+    "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"
+)
 
 
 def conversation_length(config: ModelConfig, context: int | None) -> int:
-    """Tokens that a conversation can have: `context`, if any is requested; raises `RequestError` if out of range."""
+    """Tokens that a conversation can have: `context`, if any is requested; raises `RequestError`
+    if out of range.
+    """
     if context is None:
         return min(config.max_context, CONTEXT)
     length = as_integer("context", context, 1)
     if length > config.max_positions:
-        raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.max_positions}")
+        raise RequestError(
+            "`context` exceeds the model's",
+            found=length,
+            expected=f"at most {config.max_positions}",
+        )
     return length
 
 
 class ChatSession:
     """A conversation: each question is answered with all that was said before in view.
 
-    What was said stays in the cache, so a turn reads only what is new. When the context is full the oldest questions
-    are forgotten with their answers; the system prompt stays. A conversation is one thread's at a time: what another
-    calls `ask` meanwhile gets an error.
+    What was said stays in the cache, so a turn reads only what is new. When the context is full the
+    oldest questions are forgotten with their answers; the system prompt stays. A conversation is
+    one thread's at a time: what another calls `ask` meanwhile gets an error.
 
     Attributes:
         messages: what was said, each with ``role`` and ``content``, without the system prompt.
-        finish_reason: what ended the last answer: ``stop`` or ``length``; None before one, and where it was cut off.
+        finish_reason: what ended the last answer: ``stop`` or ``length``; None before one, and
+            where it was cut off.
 
     Example:
-        >>> model, tokenizer = quantkit.load("model")
-        >>> session = quantkit.ChatSession(model, tokenizer, quantkit.chat_format("model", tokenizer))
-        >>> for piece in session.ask("What is the capital of France?"):
+        >>> model, tokenizer = quantkit.load("model") >>> session = quantkit.ChatSession(model,
+        tokenizer, quantkit.chat_format("model", tokenizer)) >>> for piece in session.ask("What is
+        the capital of France?"):
         ...     print(piece, end="", flush=True)
     """
 
     def __init__(
-        self, model: Decoder | Engine, tokenizer: Tokenizer, chat: Chat, *, system: str | None = None,
-        max_new_tokens: int | None = None, context: int | None = None, stop: str | Sequence[str] = (),
+        self,
+        model: Decoder | Engine,
+        tokenizer: Tokenizer,
+        chat: Chat,
+        *,
+        system: str | None = None,
+        max_new_tokens: int | None = None,
+        context: int | None = None,
+        stop: str | Sequence[str] = (),
         **sampling: Unpack[SamplingOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
-            model, tokenizer: from `quantkit.load`; instead of the model also an engine over it, to choose how it
-                runs.
+            model, tokenizer: from `quantkit.load`; instead of the model also an engine over it, to
+                choose how it runs.
             chat: from `quantkit.chat_format`.
             system: the system prompt.
             max_new_tokens: of one answer at most; None is until the context is full.
             context: tokens of the conversation; None is the model's, 8192 at most, or the engine's.
             stop: strings at which an answer ends.
-            sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. `quantkit.sampling_defaults`
-                gives what the model's makers advise.
+            sampling: how tokens are drawn, greedily by default: see `quantkit.generate`.
+                `quantkit.sampling_defaults` gives what the model's makers advise.
 
         Raises:
             RequestError: for arguments that make no sense.
-            CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
+            CheckpointError: if the tokenizer is another model's, with more tokens than this one
+                knows.
         """
         decoder = checked_decoder(model)
         require_tokenizer(tokenizer)
@@ -119,26 +145,31 @@ class ChatSession:
         return self._scheduler.reused
 
     def reset(self) -> None:
-        """Forget all messages, not the system prompt; raises `RequestError` while another thread computes an answer."""
+        """Forget all messages, not the system prompt; raises `RequestError` while another thread
+        computes an answer.
+        """
         with self._alone():
             self._leave_answer()
             self.messages.clear()
             self.finish_reason = None
 
-    def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]:
+    def ask(
+        self, text: str, *, interrupted: Callable[[], bool] | None = None
+    ) -> Generator[str, None, None]:
         """Ask a question.
 
         Args:
             interrupted: called before each step; the answer ends once it returns True.
 
         Returns:
-            A generator of the pieces of the answer, computed on demand. It may be closed at any time: the answer that
-            is remembered ends there. A question without an answer is dropped. The next question closes it too.
+            A generator of the pieces of the answer, computed on demand. It may be closed at any
+            time: the answer that is remembered ends there. A question without an answer is dropped.
+            The next question closes it too.
 
         Raises:
-            RequestError: at once, if the question is too long for the context, the format does not take it, or another
-                thread computes an answer; later if another generation takes over the engine, or the next question
-                has begun.
+            RequestError: at once, if the question is too long for the context, the format does not
+                take it, or another thread computes an answer; later if another generation takes
+                over the engine, or the next question has begun.
             NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
         """
         question = {"role": "user", "content": as_string("text", text)}
@@ -153,7 +184,10 @@ class ChatSession:
     def _alone(self) -> Iterator[None]:
         """Raises `RequestError` while another thread is within."""
         if not self._turn.acquire(blocking=False):
-            raise RequestError("the conversation is in use by another thread", hint="use one `ChatSession` per thread")
+            raise RequestError(
+                "the conversation is in use by another thread",
+                hint="use one `ChatSession` per thread",
+            )
         try:
             yield
         finally:
@@ -165,7 +199,9 @@ class ChatSession:
             while True:
                 with self._alone():
                     if answer is not self._answer:
-                        raise RequestError("the answer was left for another question; it cannot go on")
+                        raise RequestError(
+                            "the answer was left for another question; it cannot go on"
+                        )
                     piece = next(answer, None)
                 if piece is None:
                     return
@@ -175,12 +211,16 @@ class ChatSession:
                 answer.close()
                 self._turn.release()
 
-    def _answered(self, question: _Message, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
+    def _answered(
+        self, question: _Message, interrupted: Callable[[], bool] | None
+    ) -> Generator[str, None, None]:
         """The pieces of the answer to a question."""
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
-        request = checked_request(config, ids, min(self._max_new_tokens or length, length), self._sampling)
+        request = checked_request(
+            config, ids, min(self._max_new_tokens or length, length), self._sampling
+        )
         request = replace(request, end_ids=self._chat.end_ids)
 
         def answer() -> Generator[str, None, None]:
@@ -198,7 +238,9 @@ class ChatSession:
                     yield piece
             except GeneratorExit:
                 raise
-            except BaseException as error:  # amid a step: the slots may not be what they were taken for
+            except (
+                BaseException
+            ) as error:  # amid a step: the slots may not be what they were taken for
                 self._scheduler = Scheduler(self._engine, any_prefix=True)
                 if isinstance(error, Exception):
                     said.clear()
@@ -218,7 +260,9 @@ class ChatSession:
             self._answer.close()
             self._answer = None
 
-    def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
+    def _pieces(
+        self, found: Generation, interrupted: Callable[[], bool] | None
+    ) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""
         text = Detokenizer(self._tokenizer, (), self._stop)
         count = 0
@@ -238,7 +282,9 @@ class ChatSession:
         self.finish_reason = found.finish_reason if text.stopped is None else "stop"
 
     def _fitted(self, question: _Message) -> tuple[int, list[int]]:
-        """How many messages to drop so that a question and its answer have room, and the tokens of the others."""
+        """How many messages to drop so that a question and its answer have room, and the tokens
+        of the others.
+        """
         length, dropped = self._engine.length, 0
         ids = self._encoded(0, question)
         share = max(1, length // _SHARE)
@@ -247,9 +293,14 @@ class ChatSession:
                 dropped += 2
                 ids = self._encoded(dropped, question)
         if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
-            found, hint = f"{len(ids)} tokens with the system prompt", "give a shorter one, or a larger `context`"
+            found, hint = (
+                f"{len(ids)} tokens with the system prompt",
+                "give a shorter one, or a larger `context`",
+            )
             expected = f"fewer than {length}, so that there is room for an answer"
-            raise RequestError("the message is too long for the context", found=found, expected=expected, hint=hint)
+            raise RequestError(
+                "the message is too long for the context", found=found, expected=expected, hint=hint
+            )
         return dropped, ids
 
     def _encoded(self, dropped: int, question: _Message) -> list[int]:

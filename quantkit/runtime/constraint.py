@@ -10,11 +10,15 @@ if TYPE_CHECKING:
 
 
 class Constraint(Protocol):
-    """Restricts the tokens of one continuation. Only its `Sampler` calls this, once for each token."""
+    """Restricts the tokens of one continuation.
+
+    Only its `Sampler` calls this, once for each token.
+    """
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V] on the CPU; end tokens are among them if the text may end here. Raises
-        `QuantkitError` if there is none."""
+        """Which tokens may come next, bool [V] on the CPU; end tokens are among them if the text
+        may end here. Raises `QuantkitError` if there is none.
+        """
         ...
 
     def accept(self, token: int) -> None:

@@ -15,27 +15,37 @@ _NOTHING: Mapping[int, str] = {}
 
 
 class Detokenizer:
-    """The text that each token of a continuation adds: its tokens, decoded on their own. But the first space, which
-    decoders drop, is kept, and a character that begins in the prompt is returned as a whole.
+    """The text that each token of a continuation adds: its tokens, decoded on their own. But the
+    first space, which decoders drop, is kept, and a character that begins in the prompt is returned
+    as a whole.
 
-    A character that spans tokens comes with its last one, and bytes that make none are U+FFFD. What may begin a stop
-    string is held back until that is known. A token costs the same anywhere.
+    A character that spans tokens comes with its last one, and bytes that make none are U+FFFD. What
+    may begin a stop string is held back until that is known. A token costs the same anywhere.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (),
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
         spelled: Mapping[int, str] = _NOTHING,
-    ) -> None:  # fmt: skip
-        """The prompt may begin and end within a character; the text ends before the first `stop` string. `spelled` are
-        tokens that are shown so, such as special ones, which add no text otherwise."""
+    ) -> None:
+        """The prompt may begin and end within a character; the text ends before the first `stop`
+        string. `spelled` are tokens that are shown so, such as special ones, which add no text
+        otherwise.
+        """
         self.stopped: str | None = None  # the stop string that was found
         self._stop, self._spelled = tuple(stop), spelled
         known = tokenizer.token_bytes
-        self._texts = _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
+        self._texts = (
+            _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
+        )
         self._back = ""  # text that is held back
 
     def add(self, token: int) -> str:
-        """The text that a token adds, as far as it can be given out; nothing once a stop string is found."""
+        """The text that a token adds, as far as it can be given out; nothing once a stop string
+        is found.
+        """
         if (spelling := self._spelled.get(token)) is not None:
             return self._given(self._texts.end() + spelling)
         return self._given(self._texts.add(token))
@@ -51,7 +61,9 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         text = self._back + new
-        found = [(place, -len(stop), stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        found = [
+            (place, -len(stop), stop) for stop in self._stop if (place := text.find(stop)) >= 0
+        ]
         if found:
             place, _, self.stopped = min(found)
             self._back = ""
@@ -61,14 +73,20 @@ class Detokenizer:
         return text[: len(text) - held]
 
 
-def text_offsets(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], text: str) -> list[int]:
+def text_offsets(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], text: str
+) -> list[int]:
     """Return where each token begins in the text of a continuation, as `TextOffsets` does."""
     offsets = TextOffsets(tokenizer, prompt)
-    return [min(offsets.add(token), len(text)) for token in tokens]  # a stop string may have cut it off
+    return [
+        min(offsets.add(token), len(text)) for token in tokens
+    ]  # a stop string may have cut it off
 
 
 class TextOffsets:
-    """Where tokens begin in the text of a continuation; one without text begins where the next one does."""
+    """Where tokens begin in the text of a continuation; one without text begins where the next
+    one does.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
@@ -118,8 +136,9 @@ class _Bytes:
 
 
 class _Characters:
-    """Decodes bytes as they come; `before` ends with at least the last character before them, `bytewise` is that of
-    `TokenBytes`."""
+    """Decodes bytes as they come; `before` ends with at least the last character before them,
+    `bytewise` is that of `TokenBytes`.
+    """
 
     def __init__(self, before: bytes, bytewise: bool) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(_BYTEWISE if bytewise else "replace")
@@ -135,7 +154,9 @@ class _Characters:
         self._since += data
         left = _width(self._torn[0]) - len(self._torn)
         try:
-            character = codecs.getincrementaldecoder("utf-8")().decode(self._torn + self._since[:left])
+            character = codecs.getincrementaldecoder("utf-8")().decode(
+                self._torn + self._since[:left]
+            )
             if not character and not final:
                 return ""
         except UnicodeDecodeError:
@@ -146,7 +167,9 @@ class _Characters:
 
 
 class _Whole:
-    """The text of tokens that are decoded with those before them: anything else may depend on them."""
+    """The text of tokens that are decoded with those before them: anything else may depend on
+    them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer

@@ -10,8 +10,9 @@ K = TypeVar("K")
 
 
 class Chance(NamedTuple):
-    """What could be proposed for a sequence: at most `limit` tokens, each right with probability `rate` if all before
-    it are. To propose one costs `seconds`, besides the row that verifies it."""
+    """What could be proposed for a sequence: at most `limit` tokens, each right with probability
+    `rate` if all before it are. To propose one costs `seconds`, besides the row that verifies it.
+    """
 
     limit: int
     rate: float
@@ -23,9 +24,14 @@ class StepTimes:
 
     _KEPT = 0.98  # of the weight of earlier steps with each later one
     _SHARE = 0.1  # what another row is assumed to cost at first, of a step of one row
-    _CERTAINTY = 0.002  # the variance of rows, as a share of their squared mean, with which that counts for half
-    _NARROW = 0.003  # the variance, as such a share, below which steps say little of what a row costs
-    _OUTLIER = 4.0  # a step that takes this many times longer than expected has waited for something else
+    # the variance of rows, as a share of their squared mean, with which that counts for half
+    _CERTAINTY = 0.002
+    _NARROW = (
+        0.003  # the variance, as such a share, below which steps say little of what a row costs
+    )
+    _OUTLIER = (
+        4.0  # a step that takes this many times longer than expected has waited for something else
+    )
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
@@ -34,7 +40,9 @@ class StepTimes:
         """Count a step."""
         if self._weight:
             mean, row = self._line()
-            seconds = min(seconds, self._OUTLIER * (mean + row * max(0.0, rows - self._rows / self._weight)))
+            seconds = min(
+                seconds, self._OUTLIER * (mean + row * max(0.0, rows - self._rows / self._weight))
+            )
         kept = self._KEPT
         self._weight = self._weight * kept + 1
         self._rows = self._rows * kept + rows
@@ -43,18 +51,25 @@ class StepTimes:
         self._products = self._products * kept + rows * seconds
 
     def of(self, rows: int) -> tuple[float, float] | None:
-        """Seconds of a step of this number of rows, and those of another row; None before any step."""
+        """Seconds of a step of this number of rows, and those of another row; None before any
+        step.
+        """
         if not self._weight:
             return None
         mean, row = self._line()
         return max(mean + row * (rows - self._rows / self._weight), row), row
 
     def lacks(self, rows: int) -> bool:
-        """Whether a step of so few rows should be taken, to learn what other rows cost: the latest all had more."""
+        """Whether a step of so few rows should be taken, to learn what other rows cost: the
+        latest all had more.
+        """
         if not self._weight:
             return False
         mean = self._rows / self._weight
-        return mean > rows + 0.5 and self._squares / self._weight - mean * mean < self._NARROW * mean * mean
+        return (
+            mean > rows + 0.5
+            and self._squares / self._weight - mean * mean < self._NARROW * mean * mean
+        )
 
     def _line(self) -> tuple[float, float]:
         """Seconds at the mean number of rows, and of a row more."""
@@ -79,8 +94,13 @@ def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTime
         return found
     seconds, row = known
     gained = float(tokens)
-    # By what a second of each proposal's next token gives; a proposal's tokens are ever less likely.
-    heap = [(-one.rate / (row + one.seconds), number) for number, one in enumerate(chances.values()) if one.limit]
+    # By what a second of each proposal's next token gives; a proposal's tokens are ever less
+    # likely.
+    heap = [
+        (-one.rate / (row + one.seconds), number)
+        for number, one in enumerate(chances.values())
+        if one.limit
+    ]
     keys, values = list(chances), list(chances.values())
     heapq.heapify(heap)
     while heap:

@@ -51,8 +51,9 @@ class DraftModel:
         return self._engine.length
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
-        """Tokens that may come next, for each sequence as many as `counts` says. Long texts are read first, a part with
-        each call, and get none before."""
+        """Tokens that may come next, for each sequence as many as `counts` says. Long texts are
+        read first, a part with each call, and get none before.
+        """
         texts = {one: [*one.request.prompt, *one.tokens] for one, count in counts.items() if count}
         behind = None
         for one, text in texts.items():
@@ -60,8 +61,14 @@ class DraftModel:
             if behind is None and len(text) - self._held[one.slot].stored > self._engine.chunk:
                 behind = one
         if behind is not None:
-            self._read({behind: texts[behind][: self._held[behind.slot].stored + self._engine.chunk]})
-        ready = {one: text for one, text in texts.items() if self._unread(one, text) <= self._engine.chunk}
+            self._read(
+                {behind: texts[behind][: self._held[behind.slot].stored + self._engine.chunk]}
+            )
+        ready = {
+            one: text
+            for one, text in texts.items()
+            if self._unread(one, text) <= self._engine.chunk
+        }
         began, drawn = time.perf_counter(), dict[Generation, list[int]]((one, []) for one in ready)
         guesses = {one: one.sampler.guesses() for one in ready}
         while ready:
@@ -98,14 +105,19 @@ class DraftModel:
             positions += range(held.stored, len(text))
             wanted.append(len(tokens) - 1)
             held.text, held.stored = text, len(text)
-        logits = self._engine.step(numbers(tokens, self._engine.model.device), slots, positions, wanted)
+        logits = self._engine.step(
+            numbers(tokens, self._engine.model.device), slots, positions, wanted
+        )
         missing = self._vocabulary - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return (
+            torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        )
 
 
 def require_same_tokens(model: Decoder, draft: Decoder) -> None:
-    """Raise `RequestError` if a draft model cannot have the tokens of a model; vocabularies of one family may be padded
-    to different sizes."""
+    """Raise `RequestError` if a draft model cannot have the tokens of a model; vocabularies of one
+    family may be padded to different sizes.
+    """
     found, expected = draft.config.vocab_size, model.config.vocab_size
     if abs(found - expected) > _PADDING:
         raise RequestError("the draft model has another vocabulary", found=found, expected=expected)

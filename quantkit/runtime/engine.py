@@ -1,4 +1,6 @@
-"""A model over a cache of slots, and its one step for any mixture of sequences; eager, compiled or captured."""
+"""A model over a cache of slots, and its one step for any mixture of sequences; eager, compiled
+or captured.
+"""
 
 from __future__ import annotations
 
@@ -46,35 +48,48 @@ _GRAPHS = 64  # of one function: buckets of rows times sizes of caches
 class Engine:
     """Runs sequences, each in a slot of a cache.
 
-    Compiled steps are padded to buckets, powers of two, so only the first step of a bucket compiles anything. Padding
-    rows take the positions after the last row's, and are never read: later tokens are stored over them first. Each
-    slot has one more position at its end, from which nothing is ever read.
+    Compiled steps are padded to buckets, powers of two, so only the first step of a bucket compiles
+    anything. Padding rows take the positions after the last row's, and are never read: later tokens
+    are stored over them first. Each slot has one more position at its end, from which nothing is
+    ever read.
 
-    One user at a time: `quantkit.generate`, `stream`, `generate_batch` and a `ChatSession` take over all slots when
-    they begin. A conversation that has lost its slots reads its history again; a generation that was still running
-    raises an error at its next step. Only one thread may be in an engine's methods.
+    One user at a time: `quantkit.generate`, `stream`, `generate_batch` and a `ChatSession` take
+    over all slots when they begin. A conversation that has lost its slots reads its history again;
+    a generation that was still running raises an error at its next step. Only one thread may be in
+    an engine's methods.
     """
 
     def __init__(
-        self, model: Decoder, length: int, *, slots: int = 1, cache_dtype: CacheName | torch.dtype | None = None,
-        compiled: bool | None = None, draft: Decoder | None = None, draft_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        length: int,
+        *,
+        slots: int = 1,
+        cache_dtype: CacheName | torch.dtype | None = None,
+        compiled: bool | None = None,
+        draft: Decoder | None = None,
+        draft_tokens: int | None = None,
+    ) -> None:
         """
         Args:
             model: from `quantkit.load`.
             length: positions of a slot, for prompt and new tokens.
             slots: sequences that run at the same time.
-            cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes half of that.
-            compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast and start at once.
+            cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes
+                half of that.
+            compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast
+                and start at once.
             draft: a smaller model with the same tokens, which proposes what comes next; see
                 `quantkit.runtime.speculative`.
-            draft_tokens: that are proposed at a time at most, by the draft or from the text itself, 0 to 15. None is 8
-                if there is a draft, or if the model is quantized and the CPU kernels run it, neither compiled nor
+            draft_tokens: that are proposed at a time at most, by the draft or from the text itself,
+                0 to 15. None is 8 if there is a draft, or if the model is quantized and the CPU
+                kernels run it, neither compiled nor
                 captured: then each row of a step has the numbers that it has alone. Else 0.
 
         Raises:
-            RequestError: for arguments of the wrong type, numbers out of range, a length beyond the model's context, a
-                draft with another vocabulary, or a cache that does not fit in memory.
+            RequestError: for arguments of the wrong type, numbers out of range, a length beyond the
+                model's context, a draft with another vocabulary, or a cache that does not fit in
+                memory.
         """
         require_model("model", model, Decoder)
         length, slots = as_integer("length", length, 1), as_integer("slots", slots, 1)
@@ -91,10 +106,14 @@ class Engine:
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
-        self.chunk = _CHUNK if on_gpu else _CPU_CHUNK  # rows of one prompt that a step should have at most
+        self.chunk = (
+            _CHUNK if on_gpu else _CPU_CHUNK
+        )  # rows of one prompt that a step should have at most
         self.slot_table: SlotTable | None = None  # of the current user, see `take_over`
         self._compiled = on_gpu if compiled is None else compiled
-        self.length = min(bucket(length, _MIN_CACHE), context) if self._compiled else length  # positions of a slot
+        self.length = (
+            min(bucket(length, _MIN_CACHE), context) if self._compiled else length
+        )  # positions of a slot
         kind = decode_kind(model.device, self._compiled) if model.group.size == 1 else "steps"
         padded = self._compiled or kind != "steps"
         cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
@@ -112,7 +131,9 @@ class Engine:
             room = min(length, draft.config.max_positions)
             own = Engine(draft, room, slots=slots, compiled=compiled, draft_tokens=0)
             self.draft = DraftModel(own, model.config.vocab_size)
-        default = DRAFT_TOKENS if draft is not None or (not padded and _each_row_alone(model)) else 0
+        default = (
+            DRAFT_TOKENS if draft is not None or (not padded and _each_row_alone(model)) else 0
+        )
         self.draft_tokens = default if draft_tokens is None else checked_draft_tokens(draft_tokens)
         # The last token drawn in each slot, and one unused element.
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
@@ -128,37 +149,49 @@ class Engine:
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
     def take_over(self, *, any_prefix: bool) -> SlotTable:
-        """Assign all slots to a new user, for as long as `slot_table` is the returned `SlotTable`."""
+        """Assign all slots to a new user, for as long as `slot_table` is the returned
+        `SlotTable`.
+        """
         config = self.model.config
         self.slot_table = SlotTable(
-            self.slots, self.chunk, any_prefix=any_prefix, windows=any(config.windows),
+            self.slots,
+            self.chunk,
+            any_prefix=any_prefix,
+            windows=any(config.windows),
             unscaled=config.max_unscaled_context if config.follows_length else None,
             switches=config.rope_switch is not None,
-        )  # fmt: skip
+        )
         return self.slot_table
 
     def require_length(self, length: int) -> None:
         """Raise `RequestError` if a slot has fewer positions."""
         if length > self.length:
             expected = f"at most {self.length}"
-            raise RequestError("prompt and new tokens exceed the engine", found=length, expected=expected)
+            raise RequestError(
+                "prompt and new tokens exceed the engine", found=length, expected=expected
+            )
 
     @torch.inference_mode()
     def step(
-        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
+        self,
+        tokens: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
         lengths: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Append N tokens to any sequences.
 
         Args:
             tokens: their ids [N], on the model's device.
             slots: of their sequences [N]; tokens of one sequence are adjacent.
-            positions: in their sequences [N], increasing in each. A token is stored at its position with the others of
-                the step, and then sees what its slot holds up to there.
+            positions: in their sequences [N], increasing in each. A token is stored at its position
+                with the others of the step, and then sees what its slot holds up to there.
             wanted: rows [M] whose logits are returned.
-            lengths: of the sequences as each token sees them [N], to which rotary positions may be scaled: the whole
-                length of a prompt, also where it is read in parts. None is up to each token. Past `rope_switch` of the
-                config, a sequence must be read again from the start.
+            lengths: of the sequences as each token sees them [N], to which rotary positions may be
+                scaled: the whole length of a prompt, also where it is read in parts. None is up to
+                each token. Past `rope_switch` of the config, a sequence must be read again from the
+                start.
 
         Returns:
             Logits [M, V].
@@ -182,8 +215,10 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
-        """Append the last tokens of different slots [N], at their positions [N], and draw the next ones greedily: from
-        `last`, into `last`. On a GPU this replays a captured step, where one can be captured. Raises as `step`."""
+        """Append the last tokens of different slots [N], at their positions [N], and draw the next
+        ones greedily: from `last`, into `last`. On a GPU this replays a captured step, where one
+        can be captured. Raises as `step`.
+        """
         self._require_room(slots, positions)
         count = bucket(len(slots), 1)
         if (captured := self._prepared(count)) is not None:
@@ -193,8 +228,9 @@ class Engine:
             return self.set_last(slots, logits.argmax(-1), logits)
 
     def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
-        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy them to the host; of
-        several tokens of a slot the last one counts."""
+        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy
+        them to the host; of several tokens of a slot the last one counts.
+        """
         rows = {slot: row for row, slot in enumerate(slots)}
         last = tokens if len(rows) == len(slots) else tokens[self._numbers(list(rows.values()))]
         self.last[self._numbers(list(rows))] = last
@@ -214,34 +250,51 @@ class Engine:
         """
         self.slot_table = None
         steps = self._sizes() if self._compiled else []
-        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second run is captured
+        for step in steps * (
+            2 if self.model.device.type == "cuda" else 1
+        ):  # the second run is captured
             slots, positions = zip(*step, strict=True)
             self.step(self._numbers([0] * len(step)), slots, positions, [0])
-        return len(steps) + sum(self._prepared(count) is not None for count in _buckets(1, self.slots))
+        return len(steps) + sum(
+            self._prepared(count) is not None for count in _buckets(1, self.slots)
+        )
 
     def _prepared(self, count: int) -> CapturedDecode | None:
-        """The captured step, if there is one for `count` rows; after one failure no more steps are captured."""
+        """The captured step, if there is one for `count` rows; after one failure no more steps
+        are captured.
+        """
         if self._captured is not None and not self._captured.prepare(count):
             self._captured = None
         return self._captured
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
         """Slots and positions of the rows of a step, for each bucket."""
-        steps = [[(slot, 0) for slot in range(min(count, self.slots))] for count in _buckets(1, self.slots)]
+        steps = [
+            [(slot, 0) for slot in range(min(count, self.slots))]
+            for count in _buckets(1, self.slots)
+        ]
         if self.model.ops.ragged:
             count = min(self.chunk + self.slots, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), count))
             return steps + [rows[:size] for size in _buckets(MIN_BUCKET, count)]
         for start in (0, 1):  # attention to each other, and over the cache
-            rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
+            rows = [
+                (0, position) for position in range(start, min(start + self.chunk, self.length))
+            ]
             steps += [rows[:count] for count in _buckets(MIN_BUCKET, len(rows)) if len(rows) > 1]
         return steps
 
     def _run(
-        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
+        self,
+        tokens: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
         lengths: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """`step` for rows that run together: all of one sequence, or one of each; with ragged kernels, any rows."""
+    ) -> Tensor:
+        """`step` for rows that run together: all of one sequence, or one of each; with ragged
+        kernels, any rows.
+        """
         rows, ragged = len(slots), self.model.ops.ragged
         several = rows > len(set(slots))
         in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
@@ -258,15 +311,21 @@ class Engine:
         shape = (1, -1) if in_line else (-1, 1)
         place = self._numbers(positions)
         logits: Tensor = step(
-            self.model, tokens.view(shape), place if in_line else place.view(shape),
+            self.model,
+            tokens.view(shape),
+            place if in_line else place.view(shape),
             None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
             self._numbers(lengths).view(shape) if self._follows_length else None,
-            self._numbers(heads) if heads else None, self._cache, first,
-        )  # fmt: skip
+            self._numbers(heads) if heads else None,
+            self._cache,
+            first,
+        )
         # A captured step writes its logits over the previous ones.
         return logits[: len(wanted)].clone() if self._compiled else logits[: len(wanted)]
 
-    def _padded(self, slots: Sequence[int], positions: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+    def _padded(
+        self, slots: Sequence[int], positions: Sequence[int], size: int
+    ) -> tuple[list[int], list[int]]:
         """Rows padded to a size with the positions that follow the last one."""
         idle = size - len(slots)
         after = (min(positions[-1] + more, self.length) for more in range(1, idle + 1))
@@ -278,9 +337,13 @@ class Engine:
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Some devices silently drop writes beyond the cache."""
         if (last := max(positions)) >= self.length:
-            raise RequestError("the cache is full", found=last + 1, expected=f"at most {self.length} positions")
+            raise RequestError(
+                "the cache is full", found=last + 1, expected=f"at most {self.length} positions"
+            )
         if not all(0 <= slot < self.slots for slot in slots):
-            raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
+            raise RequestError(
+                "there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}"
+            )
 
 
 def checked_decoder(model: Decoder | Engine) -> Decoder:
@@ -301,19 +364,28 @@ def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
     try:
         return float_type(dtype)
     except RequestError as error:
-        raise RequestError("unknown `cache_dtype`", found=shown(dtype), expected=f"int8, {error.expected}") from error
+        raise RequestError(
+            "unknown `cache_dtype`", found=shown(dtype), expected=f"int8, {error.expected}"
+        ) from error
 
 
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
     """Systems grant more memory than they have, and kill the process that uses it."""
     if size > (free := free_bytes(device)):
         hint = "use a smaller `batch_size`" if slots > 1 else "use fewer tokens"
-        found, expected = f"{size_text(size)} for {slots} x {length} positions", f"at most {size_text(free)}"
-        raise RequestError("the cache does not fit in memory", found=found, expected=expected, hint=hint)
+        found, expected = (
+            f"{size_text(size)} for {slots} x {length} positions",
+            f"at most {size_text(free)}",
+        )
+        raise RequestError(
+            "the cache does not fit in memory", found=found, expected=expected, hint=hint
+        )
 
 
 def _rectangles(slots: Sequence[int]) -> list[list[int]]:
-    """Rows that can run together: those of sequences with one row, then those of each other sequence."""
+    """Rows that can run together: those of sequences with one row, then those of each other
+    sequence.
+    """
     starts = [0, *(row for row in range(1, len(slots)) if slots[row] != slots[row - 1]), len(slots)]
     runs = [list(range(*pair)) for pair in pairwise(starts)]
     single = [run[0] for run in runs if len(run) == 1]
@@ -327,15 +399,25 @@ def bucket(count: int, smallest: int) -> int:
 
 def _buckets(smallest: int, count: int) -> list[int]:
     """All buckets up to the one that holds `count`."""
-    return [smallest << power for power in range((bucket(count, smallest) // smallest).bit_length())]
+    return [
+        smallest << power for power in range((bucket(count, smallest) // smallest).bit_length())
+    ]
 
 
 def _few(
-    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
-    wanted: Tensor | None, cache: KVCache, first: bool,
-) -> Tensor:  # fmt: skip
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor | None,
+    lengths: Tensor | None,
+    wanted: Tensor | None,
+    cache: KVCache,
+    first: bool,
+) -> Tensor:
     """Logits [M, V] of the wanted rows of [B, T] tokens."""
-    hidden = model.hidden(tokens, positions, cache, slots=slots, lengths=lengths, first=first).flatten(0, 1)
+    hidden = model.hidden(
+        tokens, positions, cache, slots=slots, lengths=lengths, first=first
+    ).flatten(0, 1)
     if wanted is None:
         return hidden.new_empty(0, model.config.vocab_size)
     return model.head(hidden.index_select(0, wanted))
@@ -353,17 +435,20 @@ def _require_compiler() -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        hint = "install g++, name another compiler in CXX, or do not compile: that is as fast on a CPU"
+        hint = (
+            "install g++, name another compiler in CXX, or do not compile: that is as fast on a CPU"
+        )
         raise RequestError("torch.compile finds no C++ compiler", hint=hint) from None
 
 
 def cpu_compile_options() -> CompileOptions:
     """Options of `torch.compile` for CPUs.
 
-    One thread, see `Operations.single_threaded`. The width of the vectors is stated, although it is what torch would
-    choose, because options are part of the key of torch's cache and the width otherwise is not: code generated for
-    shorter vectors, by the same user on another processor or with another ``ATEN_CPU_CAPABILITY``, would be taken from
-    the cache and write beyond its tensors.
+    One thread, see `Operations.single_threaded`. The width of the vectors is stated, although it is
+    what torch would choose, because options are part of the key of torch's cache and the width
+    otherwise is not: code generated for shorter vectors, by the same user on another processor or
+    with another ``ATEN_CPU_CAPABILITY``, would be taken from the cache and write beyond its
+    tensors.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -374,13 +459,18 @@ def cpu_compile_options() -> CompileOptions:
 def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     """One graph for each set of shapes; on GPUs captured if each sequence has one token.
 
-    Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel cache.
+    Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel
+    cache.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     options = cpu_compile_options() if device == "cpu" else None
     if device == "cuda":
-        # With the second, a float weight's product with one token becomes a reduction, which reads as fast as a copy.
-        options = {"triton.cudagraphs": step is _few, "coordinate_descent_tuning": step is not _many}
+        # With the second, a float weight's product with one token becomes a reduction, which reads
+        # as fast as a copy.
+        options = {
+            "triton.cudagraphs": step is _few,
+            "coordinate_descent_tuning": step is not _many,
+        }
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, options=options)
     )

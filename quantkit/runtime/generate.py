@@ -12,7 +12,14 @@ from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine, checked_decoder
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, checked_stop, prompt_ids
+from quantkit.runtime.request import (
+    MAX_NEW_TOKENS,
+    Request,
+    TokenIds,
+    checked_request,
+    checked_stop,
+    prompt_ids,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.tokenizer import Tokenizer
@@ -32,27 +39,33 @@ class Runner(Protocol[T]):
 
 
 def generate(
-    model: Decoder | Engine, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
+    model: Decoder | Engine,
+    ids: TokenIds,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    **sampling: Unpack[SamplingOptions],
 ) -> Generator[int, None, None]:
     """Continue a prompt, token by token.
 
     Args:
         model: from `quantkit.load`, or an engine over it, to choose how it runs.
-        ids: the token ids of the prompt, in a list or a tensor [T] or [1, T]; not empty. `quantkit.stream` takes and
-            returns text instead.
+        ids: the token ids of the prompt, in a list or a tensor [T] or [1, T]; not empty.
+            `quantkit.stream` takes and returns text instead.
         max_new_tokens: the maximum number of new tokens.
-        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `presence_penalty`,
-            `frequency_penalty`, `logit_bias` and `seed`, see
-            `quantkit.SamplingParams`; greedy by default. Processes that share the model draw the same tokens.
+        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
+            `presence_penalty`, `frequency_penalty`, `logit_bias` and `seed`, see
+            `quantkit.SamplingParams`; greedy by default. Processes that share the model draw the
+            same tokens.
 
     Returns:
-        A generator of the ids of new tokens, up to the model's end token, which is left out. Each token is computed
-        when the generator is advanced; it may be closed at any time. Do not decode the tokens one by one: that breaks
-        characters and loses spaces. `quantkit.stream` decodes them correctly.
+        A generator of the ids of new tokens, up to the model's end token, which is left out. Each
+        token is computed when the generator is advanced; it may be closed at any time. Do not
+        decode the tokens one by one: that breaks characters and loses spaces. `quantkit.stream`
+        decodes them correctly.
 
     Raises:
-        RequestError: at once, if the prompt is a string, is empty, contains unknown ids, or with the new tokens exceeds
-            the model's context or the engine.
+        RequestError: at once, if the prompt is a string, is empty, contains unknown ids, or with
+            the new tokens exceeds the model's context or the engine.
         NonFiniteError: if the model's logits are NaN or Inf.
 
     Example:
@@ -70,8 +83,8 @@ def generate(
 def new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, None]:
     """The new tokens of a request that runs alone.
 
-    Inference mode is left before each `yield`: it belongs to the thread, and a generator that is not run to its end may
-    be closed when torch is gone.
+    Inference mode is left before each `yield`: it belongs to the thread, and a generator that is
+    not run to its end may be closed when torch is gone.
     """
     (found,) = runner.add(request)
     count = 0
@@ -82,9 +95,15 @@ def new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, No
 
 
 def stream(
-    model: Decoder | Engine, tokenizer: Tokenizer, prompt: str | TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS,
-    stop: str | Sequence[str] = (), specials: bool = False, **sampling: Unpack[SamplingOptions],
-) -> Generator[str, None, None]:  # fmt: skip
+    model: Decoder | Engine,
+    tokenizer: Tokenizer,
+    prompt: str | TokenIds,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: str | Sequence[str] = (),
+    specials: bool = False,
+    **sampling: Unpack[SamplingOptions],
+) -> Generator[str, None, None]:
     """Continue a prompt, piece of text by piece of text.
 
     Args:
@@ -92,13 +111,13 @@ def stream(
         prompt: a string, or token ids in a list or a tensor [T] or [1, T].
         max_new_tokens, sampling: as for `quantkit.generate`; greedy by default.
         stop: strings that end the text; they are not returned.
-        specials: whether spellings of special tokens in the prompt, such as ``<|eot_id|>``, mean those tokens. Not for
-            text from other people.
+        specials: whether spellings of special tokens in the prompt, such as ``<|eot_id|>``, mean
+            those tokens. Not for text from other people.
 
     Returns:
-        A generator of the text that each token adds, computed on demand; it may be closed at any time. The
-        prompt is not repeated, and a character that spans tokens comes whole with the last of them: joined, the
-        pieces are the text.
+        A generator of the text that each token adds, computed on demand; it may be closed at any
+        time. The prompt is not repeated, and a character that spans tokens comes whole with the
+        last of them: joined, the pieces are the text.
 
     Raises:
         RequestError, NonFiniteError: as `quantkit.generate`.
@@ -168,7 +187,11 @@ class Pace:
     def rate(self) -> float | None:
         """Tokens a second once the first is there; None if there are too few."""
         spent = self._last - self._first
-        return (self.tokens - self._at_once) / spent if spent > 0 and self.tokens > self._at_once else None
+        return (
+            (self.tokens - self._at_once) / spent
+            if spent > 0 and self.tokens > self._at_once
+            else None
+        )
 
     def line(self) -> str:
         """For people: tokens, tokens a second once the first is there, seconds to that."""

@@ -46,31 +46,44 @@ class BatchModel(Protocol):
 
 
 def generate_batch(
-    model: Decoder | Engine | BatchModel, prompts: Iterable[str | TokenIds], *, tokenizer: Tokenizer | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), n: int = 1, logprobs: int | None = None,
-    echo: bool = False, truncate: bool = False, specials: bool = False, batch_size: int = BATCH_SIZE,
-    progress: Progress | None = None, **sampling: Unpack[SamplingOptions],
-) -> list[Completion]:  # fmt: skip
+    model: Decoder | Engine | BatchModel,
+    prompts: Iterable[str | TokenIds],
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: str | Sequence[str] = (),
+    n: int = 1,
+    logprobs: int | None = None,
+    echo: bool = False,
+    truncate: bool = False,
+    specials: bool = False,
+    batch_size: int = BATCH_SIZE,
+    progress: Progress | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> list[Completion]:
     """Continue prompts, several at a time; each as if it were alone.
 
     Args:
-        model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then used.
+        model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then
+            used.
         prompts: texts, where there is a tokenizer, or token ids as `quantkit.generate` takes them.
         tokenizer: for prompts, results and stop strings as texts.
         max_new_tokens: the maximum for each; 0 scores prompts, with `echo` and `logprobs`.
         stop: strings that end a completion; they are not part of it.
         n: continuations of each prompt, up to 4096, drawn with seeds that count up.
-        logprobs: return the log-probability of each new token, and of this many of the likeliest in its place; 0 is of
-            the token alone.
+        logprobs: return the log-probability of each new token, and of this many of the likeliest in
+            its place; 0 is of the token alone.
         echo: let tokens, text and log-probabilities begin with the prompt's.
-        truncate: cut too long a prompt at its beginning, but for the first token where that is BOS. Else it is
-            refused.
-        specials: whether spellings of special tokens in texts, such as ``<|eot_id|>``, mean those tokens. Not for
-            texts that others wrote.
-        batch_size: the maximum number of sequences that run together; each uses its part of the cache. With the CPU
-            kernels, completions do not depend on it; elsewhere they do only after ties.
+        truncate: cut too long a prompt at its beginning, but for the first token where that is BOS.
+            Else it is refused.
+        specials: whether spellings of special tokens in texts, such as ``<|eot_id|>``, mean those
+            tokens. Not for texts that others wrote.
+        batch_size: the maximum number of sequences that run together; each uses its part of the
+            cache. With the CPU kernels, completions do not depend on it; elsewhere they do only
+            after ties.
         progress: called for each prompt.
-        sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. All prompts have the same seed.
+        sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. All prompts
+            have the same seed.
 
     Returns:
         The completions in the order of the prompts, `n` of each one after the other.
@@ -81,8 +94,8 @@ def generate_batch(
         NonFiniteError: if the model's logits are NaN or Inf.
 
     Example:
-        >>> model, tokenizer = quantkit.load("model-int4")
-        >>> for one in quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
+        >>> model, tokenizer = quantkit.load("model-int4") >>> for one in
+        quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
         ...     print(one.text, one.finish_reason)
     """
     require_model("model", model, (Decoder, Engine, BatchModel))
@@ -98,14 +111,18 @@ def generate_batch(
         require_rows(tokenizer, config.vocab_size)
     stops, report = checked_stop(stop, tokenizer), deduplicated(progress)
     slots = as_integer("batch_size", batch_size, 1)
-    shared = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
+    shared = checked_request(
+        config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo
+    )
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
     requests = []
     for number, prompt in enumerate(prompts):
         try:
             if isinstance(prompt, str) and tokenizer is None:
-                raise RequestError("a prompt that is a string needs a tokenizer", hint="give `tokenizer`")
+                raise RequestError(
+                    "a prompt that is a string needs a tokenizer", hint="give `tokenizer`"
+                )
             ids = prompt_ids(prompt, tokenizer, specials=specials)
             if truncate and ids:
                 ids = shortened(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
@@ -127,9 +144,13 @@ def generate_batch(
 
 
 def engine_for(
-    model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int, *,
-    cache_dtype: torch.dtype | None = None, compiled: bool | None = None,
-) -> Engine | Runner[Any]:  # fmt: skip
+    model: Decoder | BatchModel,
+    requests: Sequence[Request],
+    batch_size: int,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    compiled: bool | None = None,
+) -> Engine | Runner[Any]:
     """An engine for the longest of the requests and as many as run together; or the model's runner.
 
     Raises:
@@ -143,18 +164,24 @@ def engine_for(
 
 
 def completions(
-    engine: Engine | Runner[Any], requests: Sequence[Request], tokenizer: Tokenizer | None,
-    stops: Sequence[Sequence[str]], counted: Callable[[int], None] | None = None,
-) -> Generator[Completion, None, None]:  # fmt: skip
-    """Completions of requests, each as soon as it ends; `stops` are strings at which the text of each request ends, and
-    `counted` is called after each step with its number of new tokens."""
+    engine: Engine | Runner[Any],
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    stops: Sequence[Sequence[str]],
+    counted: Callable[[int], None] | None = None,
+) -> Generator[Completion, None, None]:
+    """Completions of requests, each as soon as it ends; `stops` are strings at which the text of
+    each request ends, and `counted` is called after each step with its number of new tokens.
+    """
     runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
     for request in requests:
         runner.require(request)
     waiting = deque(enumerate(requests))
     begun: dict[Continuation, Reader] = {}
     while waiting or begun:
-        while waiting and len(begun) < 2 * runner.slots:  # enough to fill the slots that become free
+        while (
+            waiting and len(begun) < 2 * runner.slots
+        ):  # enough to fill the slots that become free
             number, request = waiting.popleft()
             for one in runner.add(request):
                 begun[one] = Reader(number, one, tokenizer, stops[number])

@@ -21,7 +21,8 @@ class Continuation:
 
     Attributes:
         request, sample: the request, and the number of this continuation.
-        sampling: the request's options; if these have a seed, it is increased by `sample`, modulo 2^64.
+        sampling: the request's options; if these have a seed, it is increased by `sample`, modulo
+            2^64.
         tokens: the new ones so far, without an end token.
         logprobs: of `tokens`; if the prompt is echoed, of its tokens before them.
         end_token: the token that ended it, once one has.
@@ -43,7 +44,9 @@ class Continuation:
         self.error: QuantkitError | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
-        """Append a token that was drawn, with its log-probabilities, if requested; `ends` are those of the model."""
+        """Append a token that was drawn, with its log-probabilities, if requested; `ends` are
+        those of the model.
+        """
         if token in ends or token in self.request.end_ids:
             self.finish_reason, self.end_token = "stop", token
             if logprobs is not None:
@@ -63,7 +66,8 @@ class Generation(Continuation):
         siblings: the continuations of the same prompt.
         sampler: draws its tokens.
         slot: set once it has one.
-        text: the tokens to read before it continues: its prompt; after rotary positions switch, all tokens.
+        text: the tokens to read before it continues: its prompt; after rotary positions switch, all
+            tokens.
         stored: how many tokens of `text` are in the slot.
         drawn: the number of new tokens, of which the host may have seen fewer.
         lookup: proposes its next tokens, once it has been used.
@@ -76,9 +80,13 @@ class Generation(Continuation):
         super().__init__(request, sample)
         self.siblings = siblings
         self.sampler = Sampler(
-            self.sampling, request.prompt, model.config.vocab_size, model.device, model.group,
+            self.sampling,
+            request.prompt,
+            model.config.vocab_size,
+            model.device,
+            model.group,
             constraint=request.constraint,
-        )  # fmt: skip
+        )
         self.text: Sequence[int] = request.prompt
         self.stored = 0
         self.drawn = 0
@@ -96,7 +104,11 @@ class Generation(Continuation):
     @property
     def needs_tokens_only(self) -> bool:
         """Whether its next token is the likeliest one, and its logits are not used otherwise."""
-        return self.sampler.params.likeliest_only and self.logprobs is None and self.request.constraint is None
+        return (
+            self.sampler.params.likeliest_only
+            and self.logprobs is None
+            and self.request.constraint is None
+        )
 
     @property
     def added(self) -> list[int]:
@@ -118,9 +130,12 @@ class Generation(Continuation):
         count = self.request.logprobs
         return token, None if count is None else token_logprobs(logits, token, count).on_host()
 
-    def draw_verified(self, logits: Tensor, proposed: Sequence[int]) -> Iterator[tuple[Tensor, TokenLogprobs | None]]:
-        """The next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and P proposed ones: as many
-        as follow tokens that were right."""
+    def draw_verified(
+        self, logits: Tensor, proposed: Sequence[int]
+    ) -> Iterator[tuple[Tensor, TokenLogprobs | None]]:
+        """The next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and P
+        proposed ones: as many as follow tokens that were right.
+        """
         for row, expected in enumerate([*proposed, None]):
             found = self.draw(logits[row : row + 1])
             yield found
@@ -128,15 +143,18 @@ class Generation(Continuation):
                 return
 
     def score_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`, from logits [T, V]
-        at these positions; raises `NonFiniteError` if they are NaN or Inf."""
+        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`,
+        from logits [T, V] at these positions; raises `NonFiniteError` if they are NaN or Inf.
+        """
         assert self.logprobs is not None and self.request.logprobs is not None
         tokens = self.request.prompt[start + 1 : stop + 1]
         if start == 0:
             self.logprobs.add([None], [{}])
         if tokens:
             logits = finite_logits(logits[: len(tokens)])
-            found = token_logprobs(logits, torch.tensor(tokens, device=logits.device), self.request.logprobs)
+            found = token_logprobs(
+                logits, torch.tensor(tokens, device=logits.device), self.request.logprobs
+            )
             self.logprobs.add(*found.listed())
 
 
@@ -172,4 +190,6 @@ class Siblings:
     @property
     def prompt_free(self) -> bool:
         """Whether another one may begin: none is reading the prompt."""
-        return self.logits is not None or self.reader is None or self.reader.finish_reason is not None
+        return (
+            self.logits is not None or self.reader is None or self.reader.finish_reason is not None
+        )

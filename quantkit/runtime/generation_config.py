@@ -43,33 +43,39 @@ _NUMBERS = (
     "encoder_no_repeat_ngram_size",
     "assistant_ensemble_weight",
 )
-"""The keys of transformers' GenerationConfig with a number, whether or not the other keys let it be used."""
+"""The keys of transformers' GenerationConfig with a number, whether or not the other keys let it
+be used.
+"""
 _NO_PADDING = -1
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
-    """The sampling options of a folder's generation_config.json, for conversations; `quantkit.generate` is greedy by
-    default.
+    """The sampling options of a folder's generation_config.json, for conversations;
+    `quantkit.generate` is greedy by default.
 
     Args:
         folder: of the model.
 
     Returns:
-        Arguments for functions that generate: of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`
-        those that are stated; only the last where the file does not say ``do_sample``.
+        Arguments for functions that generate: of `temperature`, `top_k`, `top_p`, `min_p` and
+        `repetition_penalty` those that are stated; only the last where the file does not say
+        ``do_sample``.
 
     Raises:
         CheckpointError: if a value is of the wrong type or out of its range.
 
     Example:
-        >>> session = quantkit.ChatSession(model, tokenizer, chat, **quantkit.sampling_defaults("model"))
+        >>> session = quantkit.ChatSession(model, tokenizer, chat,
+        **quantkit.sampling_defaults("model"))
     """
     settings = _settings(as_path("folder", folder))
     found: SamplingOptions = {}
     if settings.has("repetition_penalty"):
         found["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
     if settings.flag("do_sample", False):
-        found["temperature"] = settings.number("temperature", 0, _MAX) if settings.has("temperature") else 1.0
+        found["temperature"] = (
+            settings.number("temperature", 0, _MAX) if settings.has("temperature") else 1.0
+        )
         if settings.has("top_k"):
             found["top_k"] = _top_k(settings)
         if settings.has("top_p"):
@@ -81,17 +87,21 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     except RequestError as error:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
-        _log.info("%s: requests beam search, which is not supported; tokens are drawn one by one", settings.path)
+        _log.info(
+            "%s: requests beam search, which is not supported; tokens are drawn one by one",
+            settings.path,
+        )
     if unapplied := list_unapplied(settings.values):
         _log.info("%s: quantkit does not apply %s", settings.path, ", ".join(unapplied))
     return found
 
 
 def require_valid(folder: Path) -> None:
-    """Raise `CheckpointError` if a folder's generation_config.json has a value that quantkit or transformers refuses.
+    """Raise `CheckpointError` if a folder's generation_config.json has a value that quantkit or
+    transformers refuses.
 
-    `sampling_defaults` reads only what applies to sampling here. transformers validates all keys when it loads the
-    file, and fails on some others only when it generates.
+    `sampling_defaults` reads only what applies to sampling here. transformers validates all keys
+    when it loads the file, and fails on some others only when it generates.
     """
     settings = _settings(folder)
     sampling_defaults(folder)
@@ -107,7 +117,11 @@ def require_valid(folder: Path) -> None:
         settings.number("max_new_tokens", 1, _MAX)
     if settings.has("assistant_ensemble_weight"):
         settings.number("assistant_ensemble_weight", 1e-9, 1 - 1e-9)
-    if settings.has("early_stopping") and settings.values["early_stopping"] not in (True, False, "never"):
+    if settings.has("early_stopping") and settings.values["early_stopping"] not in (
+        True,
+        False,
+        "never",
+    ):
         settings.wrong_type("early_stopping", "true, false or 'never'")
     if settings.has("cache_implementation"):
         settings.string("cache_implementation")
@@ -120,7 +134,9 @@ def require_valid(folder: Path) -> None:
 
 
 def _require_sequences(settings: Settings) -> None:
-    """Check that greedy search has one answer, and beam search no more answers than beams, as transformers requires."""
+    """Check that greedy search has one answer, and beam search no more answers than beams, as
+    transformers requires.
+    """
     if not settings.has("num_return_sequences"):
         return
     sequences = settings.number("num_return_sequences", 1, _MAX)
@@ -144,11 +160,12 @@ def _top_k(settings: Settings) -> int:
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens of a model: its config's, and those that its folder names, see `text.end_tokens`.
+    """Return the end tokens of a model: its config's, and those that its folder names, see
+    `text.end_tokens`.
 
     Raises:
-        CheckpointError: if generation_config.json lists anything other than tokens of the vocabulary, or a file of the
-            tokenizer is damaged.
+        CheckpointError: if generation_config.json lists anything other than tokens of the
+            vocabulary, or a file of the tokenizer is damaged.
     """
     settings = _settings(folder)
     stated = settings.ids("eos_token_id")
@@ -161,7 +178,9 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
         )
     listed = [*config.eos_token_ids, *stated]
     eos = tokenizer_eos(text_folder(folder))
-    if eos is not None and eos < config.vocab_size:  # a tokenizer of another model is reported by its reader
+    if (
+        eos is not None and eos < config.vocab_size
+    ):  # a tokenizer of another model is reported by its reader
         listed.append(eos)
     return tuple(dict.fromkeys(listed))
 

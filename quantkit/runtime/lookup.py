@@ -1,4 +1,6 @@
-"""Tokens proposed from the text itself (prompt lookup): what followed the last tokens where they stood before."""
+"""Tokens proposed from the text itself (prompt lookup): what followed the last tokens where they
+stood before.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class Acceptance:
 class Lookup:
     """Proposes how a sequence of tokens goes on, from the sequence itself.
 
-    What it would have proposed is compared with what came, also where nobody wanted it, so it knows how often it is
-    right without any cost.
+    What it would have proposed is compared with what came, also where nobody wanted it, so it knows
+    how often it is right without any cost.
 
     Attributes:
         proposed: the last proposal; None if there was none.
@@ -46,7 +48,9 @@ class Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        self._after: dict[int, int] = {}  # where the text went on after a run of tokens, by its hash
+        self._after: dict[
+            int, int
+        ] = {}  # where the text went on after a run of tokens, by its hash
         self._rates = {size: Acceptance() for size in SIZES}
         self.proposed: list[int] | None = None
         self._size = SIZES[0]  # of the run that was found for it
@@ -70,9 +74,15 @@ class Lookup:
         self._append(tokens)
 
     def propose(self, count: int) -> list[int]:
-        """At most `count` tokens that may come next; none where the last tokens stood nowhere before."""
+        """At most `count` tokens that may come next; none where the last tokens stood nowhere
+        before.
+        """
         for size in SIZES:
-            at = self._after.get(_hash(self._text, len(self._text), size)) if len(self._text) >= size else None
+            at = (
+                self._after.get(_hash(self._text, len(self._text), size))
+                if len(self._text) >= size
+                else None
+            )
             if at is not None:
                 found = self._text[at : at + count]
                 while len(found) < count:  # what repeats itself goes on so

@@ -20,10 +20,20 @@ class Reader:
         tokens: the new ones that were read.
     """
 
-    def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        generation: Continuation,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+    ) -> None:
         self.number, self._of = number, generation
         request = generation.request
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, stop, request.spelled)
+        self._text = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, request.prompt, stop, request.spelled)
+        )
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
@@ -43,7 +53,10 @@ class Reader:
         return self._text.stopped is not None
 
     def completion(self) -> Completion:
-        """The completion, once the continuation has ended. Raises `QuantkitError` if it has ended with an error."""
+        """The completion, once the continuation has ended.
+
+        Raises `QuantkitError` if it has ended with an error.
+        """
         if self._of.error is not None:
             raise self._of.error
         request, reason = self._of.request, self._of.finish_reason
@@ -55,9 +68,14 @@ class Reader:
         stopped = None if self._text is None else self._text.stopped
         is_ended_by_token = stopped is None and self._of.end_token is not None
         return Completion(
-            self.number, self._of.sample, [*echoed, *tokens],
+            self.number,
+            self._of.sample,
+            [*echoed, *tokens],
             None if self._text is None else self._prompt + "".join(self.pieces),
-            reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
+            reason if stopped is None else "stop",
+            stopped,
+            len(request.prompt),
+            logprobs,
             end_token=self._of.end_token if is_ended_by_token else None,
             end_logprobs=self._of.end_logprobs if is_ended_by_token else None,
-        )  # fmt: skip
+        )

@@ -1,4 +1,6 @@
-"""Requests to a model, checked before anything is computed, and their completions; without torch."""
+"""Requests to a model, checked before anything is computed, and their completions; without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_
 """The names of its options in other libraries."""
 
 MIN_ROOM = 16
-"""New tokens: a prompt that leaves room for fewer than this, and fewer than requested, is too long."""
+"""New tokens: a prompt that leaves room for fewer than this, and fewer than requested, is too
+long.
+"""
 
 FinishReason = Literal["stop", "length"]
 """An end token or stop string, or the maximum number of new tokens."""
 
-_SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
+_SHOW_HOW = (
+    "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text"
+    " itself"
+)
 
 
 class PromptLengthError(RequestError):
@@ -60,13 +67,15 @@ class Request:
         prompt: token ids, not empty.
         max_new_tokens: the maximum number; 0 where only the prompt is scored.
         samples: continuations, each drawn separately; a seed is increased by 1 for each.
-        logprobs: return the log-probability of each token drawn, and of this many of the likeliest tokens;
-            None is of none at all.
+        logprobs: return the log-probability of each token drawn, and of this many of the likeliest
+            tokens; None is of none at all.
         echo: whether to return the same for the prompt's tokens.
         end_ids: tokens that end it, besides those that end any text of the model.
-        draft_tokens: that are proposed at a time at most; None is the engine's number, and 0 proposes none.
+        draft_tokens: that are proposed at a time at most; None is the engine's number, and 0
+            proposes none.
         spelled: special tokens that the text shows, with their spellings.
-        constraint: makes for each continuation what restricts its tokens; not for XLA. None allows all.
+        constraint: makes for each continuation what restricts its tokens; not for XLA. None allows
+            all.
     """
 
     prompt: list[int]
@@ -121,11 +130,13 @@ class Completion:
         sample: the number of the continuation among those of the prompt, from 0.
         token_ids: new tokens, without an end token; after the prompt's, where that is echoed.
         text: the same as text, without what a stop string cut off; None without a tokenizer.
-        finish_reason: ``stop`` for an end token or a stop string, ``length`` for the maximum number of new tokens.
+        finish_reason: ``stop`` for an end token or a stop string, ``length`` for the maximum number
+            of new tokens.
         stop: the stop string that was found.
         prompt_tokens: of the prompt.
         logprobs: of `token_ids`, if requested.
-        end_token: the token that ended it, which is not among `token_ids`; None if something else ended it.
+        end_token: the token that ended it, which is not among `token_ids`; None if something else
+            ended it.
         end_logprobs: of `end_token`, if requested.
     """
 
@@ -143,9 +154,14 @@ class Completion:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values; log-probabilities only if requested."""
         found: dict[str, Any] = {
-            "prompt": self.prompt, "sample": self.sample, "text": self.text, "finish_reason": self.finish_reason,
-            "stop": self.stop, "prompt_tokens": self.prompt_tokens, "token_ids": self.token_ids,
-        }  # fmt: skip
+            "prompt": self.prompt,
+            "sample": self.sample,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stop": self.stop,
+            "prompt_tokens": self.prompt_tokens,
+            "token_ids": self.token_ids,
+        }
         if self.logprobs is not None:
             top = [[[token, value] for token, value in one.items()] for one in self.logprobs.top]
             found["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
@@ -154,25 +170,36 @@ class Completion:
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
     """Require a model that can be run: not a path, nor the pair that `quantkit.load` returns."""
-    require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
+    require_instance(
+        name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one"
+    )
 
 
-def prompt_ids(prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False) -> list[int]:
-    """The ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it is a string without a
-    tokenizer, not integers, or several prompts."""
+def prompt_ids(
+    prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False
+) -> list[int]:
+    """The ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it is a
+    string without a tokenizer, not integers, or several prompts.
+    """
     if isinstance(prompt, str) and tokenizer is not None:
         return text_ids(tokenizer, prompt, specials=specials)
     if isinstance(prompt, (str, bytes)):
-        raise RequestError("the prompt is a string", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
+        raise RequestError(
+            "the prompt is a string", found=shown(prompt), expected="token ids", hint=_SHOW_HOW
+        )
     try:
         rows = token_rows(prompt)
     except TypeError as error:
         raise RequestError(
-            "the prompt is not a list of token ids", found=type(prompt).__name__,
-            expected="integers in a list, or a tensor [T] or [1, T]", hint=_SHOW_HOW,
-        ) from error  # fmt: skip
+            "the prompt is not a list of token ids",
+            found=type(prompt).__name__,
+            expected="integers in a list, or a tensor [T] or [1, T]",
+            hint=_SHOW_HOW,
+        ) from error
     if len(rows) > 1:
-        raise RequestError("one prompt at a time", found=f"{len(rows)} prompts", expected="ids [T] or [1, T]")
+        raise RequestError(
+            "one prompt at a time", found=f"{len(rows)} prompts", expected="ids [T] or [1, T]"
+        )
     return rows[0]
 
 
@@ -198,7 +225,9 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def stop_strings(stop: object) -> list[str]:
-    """One stop string or several; raises `RequestError` if they are not strings, or one is empty or invalid Unicode."""
+    """One stop string or several; raises `RequestError` if they are not strings, or one is empty
+    or invalid Unicode.
+    """
     found = as_strings("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty", argument="stop")
@@ -207,12 +236,16 @@ def stop_strings(stop: object) -> list[str]:
             one.encode()
         except UnicodeEncodeError as error:
             found_character = f"{one[error.start]!r}"
-            raise RequestError("a stop string is not valid Unicode", found=found_character, argument="stop") from error
+            raise RequestError(
+                "a stop string is not valid Unicode", found=found_character, argument="stop"
+            ) from error
     return found
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
-    """The token ids of a prompt that is a string; raises `RequestError` if it is empty or invalid Unicode."""
+    """The token ids of a prompt that is a string; raises `RequestError` if it is empty or
+    invalid Unicode.
+    """
     if not text:
         raise RequestError("the prompt is empty")
     return tokenizer.encode(text, specials=specials)
@@ -228,40 +261,65 @@ def shortened(ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | N
 
 
 def checked_request(
-    config: ModelConfig, ids: list[int], max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1,
-    logprobs: object = None, echo: bool = False,
-) -> Request:  # fmt: skip
+    config: ModelConfig,
+    ids: list[int],
+    max_new_tokens: object,
+    sampling: SamplingOptions,
+    *,
+    samples: object = 1,
+    logprobs: object = None,
+    echo: bool = False,
+) -> Request:
     """A request that a model can take; raises what `checked_options` and `with_prompt` raise."""
-    request = checked_options(max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo)
+    request = checked_options(
+        max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo
+    )
     return with_prompt(config, request, ids)
 
 
 def checked_options(
-    max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1, logprobs: object = None,
-    echo: bool = False, draft_tokens: object = None,
-) -> Request:  # fmt: skip
-    """A request without its prompt, checked as far as possible without a model; raises `RequestError` for numbers out
-    of range or options that exclude each other."""
+    max_new_tokens: object,
+    sampling: SamplingOptions,
+    *,
+    samples: object = 1,
+    logprobs: object = None,
+    echo: bool = False,
+    draft_tokens: object = None,
+) -> Request:
+    """A request without its prompt, checked as far as possible without a model; raises
+    `RequestError` for numbers out of range or options that exclude each other.
+    """
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
     if beams := unknown & BEAM_SEARCH:
         raise no_beam_search(min(beams))
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, top = as_integer("n", samples, 1), None if logprobs is None else as_integer("logprobs", logprobs)
+    count, top = (
+        as_integer("n", samples, 1),
+        None if logprobs is None else as_integer("logprobs", logprobs),
+    )
     if count > MAX_SAMPLES:
-        raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}", argument="n")
+        raise RequestError(
+            "n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}", argument="n"
+        )
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         expected = f"0 to {MAX_LOGPROBS}"
-        raise RequestError("logprobs is out of range", found=top, expected=expected, argument="logprobs")
+        raise RequestError(
+            "logprobs is out of range", found=top, expected=expected, argument="logprobs"
+        )
     new = as_integer("max_new_tokens", max_new_tokens)
     if new == 0 and echo != (top is not None):
         hint = "prompts are scored with both `echo` and `logprobs`"
-        raise RequestError("nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens")
+        raise RequestError(
+            "nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens"
+        )
     if new != 0 or not echo:
         new = checked_count(new)
     elif count > 1:
-        raise RequestError("a prompt that is only scored has one result", found=f"n = {count}", argument="n")
+        raise RequestError(
+            "a prompt that is only scored has one result", found=f"n = {count}", argument="n"
+        )
     drafts = None if draft_tokens is None else checked_draft_tokens(draft_tokens)
     return Request([], new, params, count, top, echo, draft_tokens=drafts)
 
@@ -279,8 +337,12 @@ def checked_draft_tokens(value: object) -> int:
     return count
 
 
-def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None) -> Request:
-    """A request with its prompt; raises `RequestError` as `checked_length`, or if a bias is of unknown tokens."""
+def with_prompt(
+    config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None
+) -> Request:
+    """A request with its prompt; raises `RequestError` as `checked_length`, or if a bias is of
+    unknown tokens.
+    """
     request.sampling.require_vocabulary(config.vocab_size)
     checked_length(config, ids, request.max_new_tokens, max_tokens)
     return replace(request, prompt=ids)
@@ -293,14 +355,20 @@ def no_beam_search(name: str) -> RequestError:
 
 
 def no_prompt_logprobs(name: str) -> RequestError:
-    """The error for log-probabilities of prompts where XLA runs the model; `name` is the argument to leave out."""
+    """The error for log-probabilities of prompts where XLA runs the model; `name` is the
+    argument to leave out.
+    """
     problem = "log-probabilities of prompts are not given through XLA"
     return RequestError(problem, hint=f"leave out `{name}`", argument=name)
 
 
-def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None) -> int:
-    """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's context. Raises
-    `RequestError` if they are more, or if the prompt is empty or holds unknown ids or those of images."""
+def checked_length(
+    config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None
+) -> int:
+    """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's
+    context. Raises `RequestError` if they are more, or if the prompt is empty or holds unknown ids
+    or those of images.
+    """
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):
@@ -308,17 +376,23 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
         raise RequestError("the prompt holds token ids outside the vocabulary", expected=known)
     if media := set(ids).intersection(config.media_tokens):
         raise RequestError(
-            "the prompt has a token that stands for an image, video or sound, which the model is not given here",
-            found=f"token {min(media)}", expected="text",
-        )  # fmt: skip
+            "the prompt has a token that stands for an image, video or sound, which the model is"
+            " not given here",
+            found=f"token {min(media)}",
+            expected="text",
+        )
     length = len(ids) + max_new_tokens
     max_tokens = config.max_positions if max_tokens is None else max_tokens
     if length > max_tokens:
         room, wanted = max_tokens - len(ids), min(max_new_tokens, MIN_ROOM)
         switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
-        exceeded = "the length at which rotary positions switch" if switch else "the model's context"
+        exceeded = (
+            "the length at which rotary positions switch" if switch else "the model's context"
+        )
         raise PromptLengthError(
-            f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {max_tokens}",
+            f"prompt and new tokens exceed {exceeded}",
+            found=length,
+            expected=f"at most {max_tokens}",
             hint="give a shorter prompt" if room < wanted else "lower `max_new_tokens`",
-        )  # fmt: skip
+        )
     return length

@@ -27,14 +27,20 @@ class Sampler:
 
     Attributes:
         params: the options; if processes share the model, with rank 0's seed.
-        error: why no token is allowed, once that is so. The tokens from number `failed_at` on, counted from 0, are then
-            placeholders, which must not be used.
+        error: why no token is allowed, once that is so. The tokens from number `failed_at` on,
+            counted from 0, are then placeholders, which must not be used.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device,
-        group: ProcessGroup = SINGLE, *, constraint: ConstraintFactory | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        group: ProcessGroup = SINGLE,
+        *,
+        constraint: ConstraintFactory | None = None,
+    ) -> None:
         self.error: QuantkitError | None = None
         self.failed_at: int | None = None
         self._begin, self._drawn = constraint, 0
@@ -50,7 +56,10 @@ class Sampler:
             self._seen[0, list(prompt)] = True
 
     def draw(self, logits: Tensor) -> Tensor:
-        """The next token [1] from logits [1, V]. Of logits that are not finite it is any token that is allowed."""
+        """The next token [1] from logits [1, V].
+
+        Of logits that are not finite it is any token that is allowed.
+        """
         if self._begin is None:
             return self._draw(logits if self.params.likeliest_only else logits.nan_to_num())
         try:
@@ -76,8 +85,9 @@ class Sampler:
         return token
 
     def guesses(self) -> Callable[[Tensor], int]:
-        """Draws tokens from another model's logits [1, V], with the random numbers that `draw` will use; nothing is
-        remembered of them."""
+        """Draws tokens from another model's logits [1, V], with the random numbers that `draw` will
+        use; nothing is remembered of them.
+        """
         params, generator = self.params, self._generator
         if generator is not None:
             generator = generator.clone_state()
@@ -101,14 +111,22 @@ def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
     """The options with one seed for all processes that share the model."""
     if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
-    return replace(params, seed=group.broadcast_from_rank0(generator_of(params, torch.device("cpu")).initial_seed()))
+    return replace(
+        params,
+        seed=group.broadcast_from_rank0(generator_of(params, torch.device("cpu")).initial_seed()),
+    )
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, generator: torch.Generator | None, seen: Tensor | None = None,
+    logits: Tensor,
+    params: SamplingParams,
+    generator: torch.Generator | None,
+    seen: Tensor | None = None,
     counts: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Draw one token per row: logits [B, V] to token ids [B, 1]; `seen` and `counts` are as for `adjusted`."""
+) -> Tensor:
+    """Draw one token per row: logits [B, V] to token ids [B, 1]; `seen` and `counts` are as for
+    `adjusted`.
+    """
     if params.temperature == 0:
         return adjusted(logits, params, seen, counts).argmax(-1, keepdim=True)
     return torch.multinomial(probabilities(logits, params, seen, counts), 1, generator=generator)
@@ -117,11 +135,13 @@ def sample(
 def adjusted(
     logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none is set.
+    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none
+    is set.
 
     Args:
         seen: which tokens each sequence already contains, bool [B, V]; for a repetition penalty.
-        counts: how often each token is among the new ones of its sequence, [B, V]; for the other penalties.
+        counts: how often each token is among the new ones of its sequence, [B, V]; for the other
+            penalties.
 
     Raises:
         RequestError: if an option names a token outside the vocabulary, or needs what is not given.
@@ -133,15 +153,18 @@ def adjusted(
             if option.past is not None and past[option.past] is None:
                 raise RequestError(f"{option.name} is not supported here", hint="leave it out")
             # In float32: float16 may not hold the result.
-            logits = option.adjust(torch, logits.float(), getattr(params, option.name), past.get(option.past or ""))
+            logits = option.adjust(
+                torch, logits.float(), getattr(params, option.name), past.get(option.past or "")
+            )
     return logits
 
 
 def probabilities(
     logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0. `seen` and `counts`
-    are as for `adjusted`."""
+    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0.
+    `seen` and `counts` are as for `adjusted`.
+    """
     logits = adjusted(logits, params, seen, counts)
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
@@ -156,7 +179,9 @@ def probabilities(
             kept: Tensor = option.keep(found, value)
         else:
             ranked, order = found.sort(dim=-1, descending=True)
-            dropped = option.drops(torch, ranked, torch.arange(ranked.shape[-1], device=ranked.device), value)
+            dropped = option.drops(
+                torch, ranked, torch.arange(ranked.shape[-1], device=ranked.device), value
+            )
             kept = torch.zeros_like(found).scatter(-1, order, ranked.masked_fill(dropped, 0))
         if kept is not found:
             found = kept / kept.sum(-1, keepdim=True)
@@ -164,8 +189,9 @@ def probabilities(
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities at T positions: of one token each [T], and of the K likeliest [T, K] with
-    their ids [T, K]."""
+    """Natural logarithms of probabilities at T positions: of one token each [T], and of the K
+    likeliest [T, K] with their ids [T, K].
+    """
 
     chosen: Tensor
     top: Tensor
@@ -182,7 +208,9 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
-    """Log-probabilities of tokens [T], and of the `count` likeliest at each position, from logits [T, V]."""
+    """Log-probabilities of tokens [T], and of the `count` likeliest at each position, from
+    logits [T, V].
+    """
     found = torch.log_softmax(logits.float(), dim=-1)
     values, ids = found.topk(min(count, found.shape[-1]), dim=-1)
     return TokenLogprobs(found.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), values, ids)

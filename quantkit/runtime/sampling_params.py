@@ -1,7 +1,9 @@
-"""The sampling options. All that an option needs is here: its field, range, help text and effect on logits.
+"""The sampling options. All that an option needs is here: its field, range, help text and effect on
+logits.
 
-A new option is a key of `SamplingOptions`, a field of `SamplingParams` and an entry of `OPTIONS`. Everything that
-generates, on torch or XLA, files of prompts and the command line take it from there. torch is not imported.
+A new option is a key of `SamplingOptions`, a field of `SamplingParams` and an entry of `OPTIONS`.
+Everything that generates, on torch or XLA, files of prompts and the command line take it from
+there. torch is not imported.
 
 V vocabulary.
 """
@@ -34,25 +36,28 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn: logits are biased and penalized, divided by the temperature, and cut by `top_k`,
-    `top_p` and `min_p`, in this order.
+    """How the next token is drawn: logits are biased and penalized, divided by the temperature, and
+    cut by `top_k`, `top_p` and `min_p`, in this order.
 
     Attributes:
         temperature: 0 takes the likeliest token; else logits are divided by it.
-        top_p: draw from the likeliest tokens, up to the one with which the sum of their probabilities exceeds this
-            (nucleus sampling, 1904.09751).
+        top_p: draw from the likeliest tokens, up to the one with which the sum of their
+            probabilities exceeds this (nucleus sampling, 1904.09751).
         seed: of the random numbers; None is unpredictable. torch's global generator is not used.
         top_k: draw from the `top_k` likeliest tokens; 0 or -1 is all.
-        min_p: draw from tokens with at least this share of the likeliest one's probability (2407.01082).
-        repetition_penalty: logits of tokens that the text already contains are divided by it where positive, and
-            multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
-        logit_bias: added to the logits of tokens, by token id; -10000 to 10000, of which 100 mostly forces or forbids
-            a token.
-        presence_penalty: subtracted from the logits of tokens that are among the new ones, as in OpenAI's API; -2 to 2.
+        min_p: draw from tokens with at least this share of the likeliest one's probability
+            (2407.01082).
+        repetition_penalty: logits of tokens that the text already contains are divided by it where
+            positive, and multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
+        logit_bias: added to the logits of tokens, by token id; -10000 to 10000, of which 100 mostly
+            forces or forbids a token.
+        presence_penalty: subtracted from the logits of tokens that are among the new ones, as in
+            OpenAI's API; -2 to 2.
         frequency_penalty: the same for each time that a token is among the new ones.
 
     Raises:
-        RequestError: for a value of the wrong type or out of range, or a seed that does not fit 64 bits.
+        RequestError: for a value of the wrong type or out of range, or a seed that does not fit 64
+            bits.
     """
 
     temperature: float = 0.0
@@ -67,12 +72,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
-            object.__setattr__(self, option.name, option.validate(option.name, getattr(self, option.name)))
+            object.__setattr__(
+                self, option.name, option.validate(option.name, getattr(self, option.name))
+            )
 
     @cached_property
     def active(self) -> tuple[Option, ...]:
         """The options whose value differs from the default, with which they have no effect."""
-        return tuple(one for one in OPTIONS if getattr(self, one.name) != getattr(_DEFAULTS, one.name))
+        return tuple(
+            one for one in OPTIONS if getattr(self, one.name) != getattr(_DEFAULTS, one.name)
+        )
 
     @cached_property
     def needs_seen_tokens(self) -> bool:
@@ -90,10 +99,14 @@ class SamplingParams:
         return all(option.name == "seed" for option in self.active)
 
     def require_vocabulary(self, size: int) -> None:
-        """Raise `RequestError` if an option names a token that a vocabulary of this size does not have."""
+        """Raise `RequestError` if an option names a token that a vocabulary of this size does
+        not have.
+        """
         if unknown := sorted(token for token in self.logit_bias if not 0 <= token < size):
             problem = "logit_bias names tokens outside the vocabulary"
-            raise RequestError(problem, found=unknown[:8], expected=f"0 to {size - 1}", argument="logit_bias")
+            raise RequestError(
+                problem, found=unknown[:8], expected=f"0 to {size - 1}", argument="logit_bias"
+            )
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
@@ -144,7 +157,9 @@ def _keep_top_k(probabilities: Any, top_k: int) -> Any:
 
 
 def _keep_min_p(probabilities: Any, min_p: float) -> Any:
-    return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
+    return probabilities.masked_fill(
+        probabilities < min_p * probabilities.amax(-1, keepdim=True), 0
+    )
 
 
 @dataclass(frozen=True)
@@ -155,15 +170,18 @@ class Option:
         name: of the field of `SamplingParams`.
         validate: the value that a name and an argument stand for; raises `RequestError`.
         help: on the command line.
-        type: of its value on the command line; None where it is no option of both ``generate`` and ``chat``.
-        adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the value, and what
-            `past` names, else None.
-        past: what `adjust` uses: ``seen``, which tokens prompt and new text contain, bool [..., V]; or ``counts``, how
-            often the new text alone contains each, numbers [..., V].
-        row: the value as an array [V] for XLA, given the vocabulary size; None where it is a number.
-        drops: which tokens are not drawn. Called with ``torch`` or ``jax.numpy``, probabilities in falling order
-            [..., V], their ranks from 0, and the value.
-        keep: the same in torch without sorting: probabilities [..., V] with zeros for the tokens that are dropped.
+        type: of its value on the command line; None where it is no option of both ``generate`` and
+            ``chat``.
+        adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the
+            value, and what `past` names, else None.
+        past: what `adjust` uses: ``seen``, which tokens prompt and new text contain, bool [..., V];
+            or ``counts``, how often the new text alone contains each, numbers [..., V].
+        row: the value as an array [V] for XLA, given the vocabulary size; None where it is a
+            number.
+        drops: which tokens are not drawn. Called with ``torch`` or ``jax.numpy``, probabilities in
+            falling order [..., V], their ranks from 0, and the value.
+        keep: the same in torch without sorting: probabilities [..., V] with zeros for the tokens
+            that are dropped.
     """
 
     name: str
@@ -177,50 +195,76 @@ class Option:
     keep: Callable[[Any, Any], Any] | None = None
 
 
-# The bounds of options that change logits are wider than any use, but float32 does not overflow within them.
+# The bounds of options that change logits are wider than any use, but float32 does not overflow
+# within them.
 OPTIONS = (
     Option(
-        "logit_bias", _logit_bias, "Add to the logits of a token.", adjust=_add_bias,
+        "logit_bias",
+        _logit_bias,
+        "Add to the logits of a token.",
+        adjust=_add_bias,
         row=lambda bias, vocab_size: [bias.get(token, 0.0) for token in range(vocab_size)],
     ),
     Option(
-        "repetition_penalty", _number(lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
-        "Lower the logits of tokens that the text already contains; 1 does nothing.", float,
-        adjust=_penalize, past="seen",
+        "repetition_penalty",
+        _number(lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
+        "Lower the logits of tokens that the text already contains; 1 does nothing.",
+        float,
+        adjust=_penalize,
+        past="seen",
     ),
     Option(
-        "presence_penalty", _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
-        "Subtract this from the logits of tokens that the new text contains.", float,
-        adjust=lambda xp, logits, penalty, counts: logits - penalty * (counts > 0), past="counts",
+        "presence_penalty",
+        _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
+        "Subtract this from the logits of tokens that the new text contains.",
+        float,
+        adjust=lambda xp, logits, penalty, counts: logits - penalty * (counts > 0),
+        past="counts",
     ),
     Option(
-        "frequency_penalty", _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
-        "Subtract this from the logits of tokens for each time that the new text contains them.", float,
-        adjust=lambda xp, logits, penalty, counts: logits - penalty * counts, past="counts",
+        "frequency_penalty",
+        _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
+        "Subtract this from the logits of tokens for each time that the new text contains them.",
+        float,
+        adjust=lambda xp, logits, penalty, counts: logits - penalty * counts,
+        past="counts",
     ),
     Option(
-        "temperature", _number(lambda x: 0 <= x < math.inf, "be finite and not negative"),
-        "Sampling temperature; 0 takes the likeliest token.", float,
+        "temperature",
+        _number(lambda x: 0 <= x < math.inf, "be finite and not negative"),
+        "Sampling temperature; 0 takes the likeliest token.",
+        float,
     ),
     Option(
-        "top_k", _top_k, "Draw from the K likeliest tokens; 0 or -1 is all.", int,
-        drops=lambda xp, ranked, rank, top_k: (top_k > 0) & (rank >= top_k), keep=_keep_top_k,
+        "top_k",
+        _top_k,
+        "Draw from the K likeliest tokens; 0 or -1 is all.",
+        int,
+        drops=lambda xp, ranked, rank, top_k: (top_k > 0) & (rank >= top_k),
+        keep=_keep_top_k,
     ),
     Option(
-        "top_p", _number(lambda x: 0 < x <= 1, "lie in (0, 1]"),
-        "Draw from the likeliest tokens whose probabilities together exceed this.", float,
+        "top_p",
+        _number(lambda x: 0 < x <= 1, "lie in (0, 1]"),
+        "Draw from the likeliest tokens whose probabilities together exceed this.",
+        float,
         drops=lambda xp, ranked, rank, top_p: (top_p < 1) & (ranked.cumsum(-1) - ranked > top_p),
     ),
     Option(
-        "min_p", _number(lambda x: 0 <= x <= 1, "lie in [0, 1]"),
-        "Draw from tokens with at least this share of the likeliest one's probability.", float,
-        drops=lambda xp, ranked, rank, min_p: ranked < min_p * ranked[..., :1], keep=_keep_min_p,
+        "min_p",
+        _number(lambda x: 0 <= x <= 1, "lie in [0, 1]"),
+        "Draw from tokens with at least this share of the likeliest one's probability.",
+        float,
+        drops=lambda xp, ranked, rank, min_p: ranked < min_p * ranked[..., :1],
+        keep=_keep_min_p,
     ),
     Option(
-        "seed", lambda name, value: None if value is None else as_seed(name, value),
-        "Seed of the random numbers; unpredictable by default.", int,
+        "seed",
+        lambda name, value: None if value is None else as_seed(name, value),
+        "Seed of the random numbers; unpredictable by default.",
+        int,
     ),
-)  # fmt: skip
+)
 """In the order in which they are applied."""
 
 _DEFAULTS = SamplingParams()

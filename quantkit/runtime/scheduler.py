@@ -23,14 +23,15 @@ from quantkit.runtime.speculative import Speculation
 from quantkit.tensors.finite import finite_logits, nonfinite_logits
 
 READ_LAG = 2
-"""Steps that a GPU may be ahead of the tokens that the host reads, so that it always has work. Tokens drawn beyond the
-end of a sequence are dropped."""
+"""Steps that a GPU may be ahead of the tokens that the host reads, so that it always has work.
+Tokens drawn beyond the end of a sequence are dropped.
+"""
 
 
 @dataclass
 class _Rows:
-    """The rows of the next step. The first `decoding` rows append the last token of a running sequence each, which is
-    on the device; the others read `texts`.
+    """The rows of the next step. The first `decoding` rows append the last token of a running
+    sequence each, which is on the device; the others read `texts`.
 
     Attributes:
         lengths, wanted: see `Engine.step`.
@@ -51,8 +52,9 @@ class _Rows:
 
 @dataclass
 class _Chunk:
-    """A part of a prompt that a step reads, up to `stop`; `echoed` is the index of the logits of its first row, if all
-    its logits are needed."""
+    """A part of a prompt that a step reads, up to `stop`; `echoed` is the index of the logits of
+    its first row, if all its logits are needed.
+    """
 
     reader: Generation
     stop: int
@@ -68,19 +70,23 @@ class _Drawn(NamedTuple):
 
 
 class Scheduler:
-    """Runs requests in an engine's slots, which the first request takes over, also back from another user.
+    """Runs requests in an engine's slots, which the first request takes over, also back from
+    another user.
 
-    Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
-    for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
-    Where several requests wait, the one whose share has the fewest running continuations is next.
+    Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short
+    prompt never waits for all of a long one. Chunks begin at fixed places of a prompt, so its
+    numbers do not depend on other requests. Where several requests wait, the one whose share has
+    the fewest running continuations is next.
     """
 
-    def __init__(self, engine: Engine, *, any_prefix: bool = False, max_running: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, any_prefix: bool = False, max_running: int | None = None
+    ) -> None:
         """
         Args:
             any_prefix: see `SlotTable`.
-            max_running: continuations that run at the same time; the engine's other slots hold prompts that may come
-                again. None is as many as there are slots.
+            max_running: continuations that run at the same time; the engine's other slots hold
+                prompts that may come again. None is as many as there are slots.
         """
         self.engine = engine
         self._max_running = engine.slots if max_running is None else max_running
@@ -112,18 +118,22 @@ class Scheduler:
         """Add a request, and return its continuations.
 
         Args:
-            share: of the client whose request it is, if that has others; by default each request has its own.
+            share: of the client whose request it is, if that has others; by default each request
+                has its own.
 
         Raises:
-            RequestError: as `require`, or if another user has taken over the engine while continuations of this one
-                run.
+            RequestError: as `require`, or if another user has taken over the engine while
+                continuations of this one run.
         """
         self.require(request)
         self._require_engine()
         if self._slots is None or self._slots is not self.engine.slot_table:
             self._slots = self.engine.take_over(any_prefix=self._any_prefix)
         siblings = Siblings(waiting=request.samples, share=share or Share())
-        found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
+        found = [
+            Generation(request, number, siblings, self.engine.model)
+            for number in range(request.samples)
+        ]
         self._waiting.extend(found)
         return found
 
@@ -164,11 +174,15 @@ class Scheduler:
             tokens = self.engine.decode(rows.slots, rows.positions)
             self._pending.append(_Drawn(sequences, tokens, [None] * len(sequences)))
         elif rows.slots:
-            logits = self.engine.step(self._tokens(rows), rows.slots, rows.positions, rows.wanted, rows.lengths)
+            logits = self.engine.step(
+                self._tokens(rows), rows.slots, rows.positions, rows.wanted, rows.lengths
+            )
             scored = self._finish_chunks(rows, logits)
             if sequences:
                 self._draw(logits, rows.drawing, rows.proposals)
-        news = self._collect_tokens(idle=not rows.slots or any(map(self.speculation.wanted, sequences)))
+        news = self._collect_tokens(
+            idle=not rows.slots or any(map(self.speculation.wanted, sequences))
+        )
         if rows.slots:
             self.speculation.count_step(len(rows.slots), time.perf_counter() - began)
         return [*scored, *news]
@@ -185,9 +199,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Assign free slots to waiting continuations."""
-        while self._waiting and self._table.free and len(self._reading) + len(self._running) < self._max_running:
+        while (
+            self._waiting
+            and self._table.free
+            and len(self._reading) + len(self._running) < self._max_running
+        ):
             ready = (one for one in self._waiting if one.siblings.prompt_free)
-            if (one := min(ready, key=lambda one: one.siblings.share.running, default=None)) is None:
+            if (
+                one := min(ready, key=lambda one: one.siblings.share.running, default=None)
+            ) is None:
                 return
             siblings, logits, prompt = one.siblings, one.siblings.logits, one.request.prompt
             self._remove_waiting(one)
@@ -223,7 +243,11 @@ class Scheduler:
 
     def _next_rows(self) -> _Rows:
         rows = _Rows(chunks=self._next_chunks())
-        running = [one for one in self._running if one.drawn < one.request.max_new_tokens and not self._switches(one)]
+        running = [
+            one
+            for one in self._running
+            if one.drawn < one.request.max_new_tokens and not self._switches(one)
+        ]
         known = [one for one in running if len(one.tokens) == one.drawn]
         reading = sum(chunk.stop - chunk.reader.stored for chunk in rows.chunks)
         rows.proposals = self.speculation.propose(known, len(running) + reading)
@@ -304,10 +328,19 @@ class Scheduler:
         return ended
 
     def _draw(
-        self, logits: Tensor, places: Mapping[Generation, int], proposals: Mapping[Generation, list[int]]
+        self,
+        logits: Tensor,
+        places: Mapping[Generation, int],
+        proposals: Mapping[Generation, list[int]],
     ) -> None:
-        """Draw the next tokens of sequences from logits [M, V], where each has its first row at its place."""
-        sequences, found, rows = list[Generation](), list[tuple[Tensor, TokenLogprobs | None]](), list[int]()
+        """Draw the next tokens of sequences from logits [M, V], where each has its first row at
+        its place.
+        """
+        sequences, found, rows = (
+            list[Generation](),
+            list[tuple[Tensor, TokenLogprobs | None]](),
+            list[int](),
+        )
         with self.engine.model.ops.single_threaded():
             for one, place in places.items():
                 proposed = proposals.get(one, [])
@@ -347,9 +380,13 @@ class Scheduler:
         return list(news)
 
     def _num_ready_steps(self, idle: bool) -> int:
-        """The number of steps whose tokens are read now; `idle` is whether the device has nothing else to do."""
+        """The number of steps whose tokens are read now; `idle` is whether the device has
+        nothing else to do.
+        """
         pending = self._pending
-        if idle or any(one.drawn == 1 or self._switches(one) for drawn in pending for one in drawn.sequences):
+        if idle or any(
+            one.drawn == 1 or self._switches(one) for drawn in pending for one in drawn.sequences
+        ):
             return len(pending)
         count = max(0, len(pending) - READ_LAG)
         while count < len(pending) and pending[count].tokens.arrived:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FEW_ROWS = 16
-"""Up to this many rows of one sequence in a step, attention kernels may add up scores in another order."""
+"""Up to this many rows of one sequence in a step, attention kernels may add up scores in another
+order.
+"""
 
 
 class Held(NamedTuple):
-    """The tokens whose keys and values a slot holds, in the order of their positions, and the length of the prompt that
-    they begin with, or that begins with them."""
+    """The tokens whose keys and values a slot holds, in the order of their positions, and the
+    length of the prompt that they begin with, or that begins with them.
+    """
 
     tokens: Sequence[int] = ()
     prompt_length: int = 0
@@ -26,11 +29,13 @@ def common_prefix(prompt: Sequence[int], held: Held) -> int:
 
 
 def bitwise_reusable_prefix(prompt: Sequence[int], held: Held, chunk: int, *, windows: bool) -> int:
-    """The length of the common prefix whose keys and values have the bits that the prompt would compute itself.
+    """The length of the common prefix whose keys and values have the bits that the prompt would
+    compute itself.
 
-    A prompt is read in chunks that begin at multiples of `chunk`. Keys and values of a whole chunk are the same in
-    every prompt with that prefix. Those of a part of a chunk are the same if the chunk has many rows in both prompts,
-    many rows are left to compute, and no sliding window makes sums begin at other positions.
+    A prompt is read in chunks that begin at multiples of `chunk`. Keys and values of a whole chunk
+    are the same in every prompt with that prefix. Those of a part of a chunk are the same if the
+    chunk has many rows in both prompts, many rows are left to compute, and no sliding window makes
+    sums begin at other positions.
     """
     count = min(common_prefix(prompt, held), held.prompt_length)
     start = count // chunk * chunk
@@ -44,15 +49,24 @@ class SlotTable:
     """The slots of an engine."""
 
     def __init__(
-        self, slots: int, chunk: int, *, any_prefix: bool, windows: bool, unscaled: int | None = None,
+        self,
+        slots: int,
+        chunk: int,
+        *,
+        any_prefix: bool,
+        windows: bool,
+        unscaled: int | None = None,
         switches: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             any_prefix: reuse the whole common prefix; else only the `bitwise_reusable_prefix`.
-            chunk, windows: rows of a prompt that are read at a time; whether a layer has a sliding window.
-            unscaled: up to this length, a prompt's length does not change its rotary positions; None is any length.
-            switches: whether all longer prompts have the same rotary positions; else each length has others.
+            chunk, windows: rows of a prompt that are read at a time; whether a layer has a sliding
+                window.
+            unscaled: up to this length, a prompt's length does not change its rotary positions;
+                None is any length.
+            switches: whether all longer prompts have the same rotary positions; else each length
+                has others.
         """
         self._free = deque(range(slots))  # the slot that was released first is taken first
         self._held = [Held() for _ in range(slots)]
@@ -66,11 +80,14 @@ class SlotTable:
         return bool(self._free)
 
     def take(self, prompt: Sequence[int]) -> int:
-        """Take a free slot: where the prompt goes on from all that one holds, but for less than a chunk, that one; else
-        the one that is free for longest, so that what others hold stays."""
+        """Take a free slot: where the prompt goes on from all that one holds, but for less than a
+        chunk, that one; else the one that is free for longest, so that what others hold stays.
+        """
         reusable = {slot: self._reusable(prompt, slot) for slot in self._free}
         going_on = {
-            slot: count for slot, count in reusable.items() if 0 <= len(self._held[slot].tokens) - count < self._chunk
+            slot: count
+            for slot, count in reusable.items()
+            if 0 <= len(self._held[slot].tokens) - count < self._chunk
         }
         best = max(going_on, key=going_on.__getitem__, default=self._free[0])
         return self._take(best if going_on.get(best) else self._free[0])
@@ -95,9 +112,13 @@ class SlotTable:
         self._held[slot] = Held(prompt[:count], len(prompt))
 
     def with_all_of(self, prompt: Sequence[int]) -> int | None:
-        """A slot that holds a whole prompt, read as such and not as the beginning of a longer one."""
+        """A slot that holds a whole prompt, read as such and not as the beginning of a longer
+        one.
+        """
         for slot, held in enumerate(self._held):
-            if held.prompt_length == len(prompt) and list(held.tokens[: len(prompt)]) == list(prompt):
+            if held.prompt_length == len(prompt) and list(held.tokens[: len(prompt)]) == list(
+                prompt
+            ):
                 return slot
         return None
 

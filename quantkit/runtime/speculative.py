@@ -1,9 +1,10 @@
 """Speculative decoding: tokens are proposed, and several verified in one step (2211.17192).
 
-Proposals come from the text itself (prompt lookup), or else from a draft model. A sequence draws its tokens one after
-the other, as it would without proposals and with the same random numbers, and goes on to its next row of the step for
-as long as it draws what was proposed. So no proposal changes what a model says, greedy or sampled. The draft model
-draws with the same random numbers too, which makes equal tokens likely.
+Proposals come from the text itself (prompt lookup), or else from a draft model. A sequence draws
+its tokens one after the other, as it would without proposals and with the same random numbers, and
+goes on to its next row of the step for as long as it draws what was proposed. So no proposal
+changes what a model says, greedy or sampled. The draft model draws with the same random numbers
+too, which makes equal tokens likely.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from quantkit.runtime.lookup import Acceptance, Lookup
 
 
 class Speculation:
-    """Proposes tokens for a scheduler's sequences, where that makes them faster; the engine counts them."""
+    """Proposes tokens for a scheduler's sequences, where that makes them faster; the engine
+    counts them.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -39,12 +42,15 @@ class Speculation:
         self._times.add(rows, seconds)
 
     def propose(self, sequences: Sequence[Generation], rows: int) -> dict[Generation, list[int]]:
-        """What the next step verifies, of sequences whose tokens the host has read; `rows` are those of the step
-        without it."""
+        """What the next step verifies, of sequences whose tokens the host has read; `rows` are
+        those of the step without it.
+        """
         limits = {one: limit for one in sequences if (limit := self._limit(one))}
         if not limits:
             return {}
-        found = {one: tokens for one, limit in limits.items() if (tokens := self._looked_up(one, limit))}
+        found = {
+            one: tokens for one, limit in limits.items() if (tokens := self._looked_up(one, limit))
+        }
         chances = {one: Chance(len(tokens), _lookup(one).rate) for one, tokens in found.items()}
         if self._draft is not None:
             for one in [one for one in limits if one not in found]:  # in one order in all processes
@@ -59,7 +65,11 @@ class Speculation:
             for one in drafted:
                 if not proposals.get(one):
                     self._drafted[one].fade(1)
-        return {one: kept for one, tokens in proposals.items() if (kept := self._before_end(one, tokens))}
+        return {
+            one: kept
+            for one, tokens in proposals.items()
+            if (kept := self._before_end(one, tokens))
+        }
 
     def verified(self, one: Generation, proposed: Sequence[int], accepted: int) -> None:
         """Learn how many proposals for a sequence were right."""
@@ -85,7 +95,9 @@ class Speculation:
         lookup.extend(one.tokens[len(lookup) - len(one.request.prompt) :])
         return lookup.propose(count)
 
-    def _counts(self, chances: Mapping[Generation, Chance], rows: int, tokens: int) -> Mapping[Generation, int]:
+    def _counts(
+        self, chances: Mapping[Generation, Chance], rows: int, tokens: int
+    ) -> Mapping[Generation, int]:
         if not self._adaptive:
             return {one: chance.limit for one, chance in chances.items()}
         return lengths(chances, rows, tokens, self._times)

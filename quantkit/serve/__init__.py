@@ -1,5 +1,6 @@
-"""OpenAI's API over HTTP: a server for one model, which needs the packages of `quantkit[serve]`, and a client, which
-needs none of them. This file imports none."""
+"""OpenAI's API over HTTP: a server for one model, which needs the packages of `quantkit[serve]`,
+and a client, which needs none of them. This file imports none.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
 SLOTS, WAITING, TIME_LIMIT, KEPT, PORT = 8, 64, 600.0, 8, 8000
-"""Sequences that run at the same time, requests that may wait for them, seconds that a request may take, sequences that
-stay in the cache when they end, and the port, by default."""
+"""Sequences that run at the same time, requests that may wait for them, seconds that a request may
+take, sequences that stay in the cache when they end, and the port, by default.
+"""
 
 CONNECTIONS = 256
-"""Open connections of one address, by default: more than requests are taken at the same time, and fewer than a process
-may usually have files open."""
+"""Open connections of one address, by default: more than requests are taken at the same time, and
+fewer than a process may usually have files open.
+"""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]*)(?::\d*)?", re.ASCII)  # with or without a port
 _NAME = re.compile(r"\[[0-9a-fA-F:.]+\]|[\w.-]+", re.ASCII)
@@ -40,13 +43,17 @@ def is_loopback(host: str) -> bool:
 
 
 def without_port(host: str) -> str | None:
-    """Return the value of a header Host without its port, in small letters; None if it is not a host."""
+    """Return the value of a header Host without its port, in small letters; None if it is not a
+    host.
+    """
     match = _HOST.fullmatch(host.lower())
     return None if match is None else match[1]
 
 
 def host_name(host: str) -> str:
-    """Return a name of a server as the header Host has it; raises `RequestError` for anything else."""
+    """Return a name of a server as the header Host has it; raises `RequestError` for anything
+    else.
+    """
     name = f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
     if not _NAME.fullmatch(name):
         expected = "a name or an address, without a port"

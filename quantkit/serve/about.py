@@ -1,4 +1,6 @@
-"""What a model's folder states about it: its schemes and size, and the certificate of its quantization."""
+"""What a model's folder states about it: its schemes and size, and the certificate of its
+quantization.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,17 @@ from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.dtypes import FLOATS
 
-_INSPECTED = ("format", "architecture", "parameters", "weight_bytes", "bits_per_weight", "context", "tensors",
-              "readers", "made_by")  # fmt: skip
+_INSPECTED = (
+    "format",
+    "architecture",
+    "parameters",
+    "weight_bytes",
+    "bits_per_weight",
+    "context",
+    "tensors",
+    "readers",
+    "made_by",
+)
 _OF_TEXT = ("text", "tokens", "kl", "kl_error", "kl_bound", "top1_agreement", "rounding_kl")
 
 
@@ -27,9 +38,9 @@ def about(path: Path, weights: WeightKind | None = None) -> dict[str, Any]:
         path, weights: as for `quantkit.inspect`.
 
     Returns:
-        Fields of `quantkit.Inspection`; ``scheme``, the schemes of the quantized tensors, None if all are floats; and
-        ``certificate``, None where the folder has none. A folder that cannot be inspected has ``problem`` alone: the
-        model may run nevertheless.
+        Fields of `quantkit.Inspection`; ``scheme``, the schemes of the quantized tensors, None if
+        all are floats; and ``certificate``, None where the folder has none. A folder that cannot be
+        inspected has ``problem`` alone: the model may run nevertheless.
     """
     try:
         found = inspect(path, weights=weights)
@@ -52,7 +63,9 @@ def _finite(value: Any) -> Any:
 
 
 def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str, Any] | None:
-    """How far a model is from its float model, on the texts of its gate and by position; None if nothing states it."""
+    """How far a model is from its float model, on the texts of its gate and by position; None if
+    nothing states it.
+    """
     quality = manifest_or_empty(path).get("quality")
     try:
         gate = Gate.from_json(quality, path)
@@ -62,11 +75,17 @@ def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str,
     kl = weighted_mean([one.kl_estimate for one in gate.texts], tokens)
     problem = gate.problem() or (None if positions is None else positions.problem())
     return {
-        "passed": problem is None, "problem": None if problem is None else f"{problem[0]}: {problem[1]}, {problem[2]}",
-        "kl": kl.value, "kl_error": kl.error, "kl_bound": min(one.kl_bound for one in gate.texts),
+        "passed": problem is None,
+        "problem": None if problem is None else f"{problem[0]}: {problem[1]}, {problem[2]}",
+        "kl": kl.value,
+        "kl_error": kl.error,
+        "kl_bound": min(one.kl_bound for one in gate.texts),
         "texts": [
-            {**{name: getattr(one, name) for name in _OF_TEXT}, "perplexity_ratio": one.perplexity_ratio.value}
+            {
+                **{name: getattr(one, name) for name in _OF_TEXT},
+                "perplexity_ratio": one.perplexity_ratio.value,
+            }
             for one in gate.texts
         ],
         "positions": None if positions is None else asdict(positions),
-    }  # fmt: skip
+    }

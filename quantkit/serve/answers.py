@@ -10,8 +10,22 @@ from typing import Any
 
 from quantkit.answers.pieces import Parser
 from quantkit.errors import QuantkitError
-from quantkit.jobs.openai_batch import BatchRequest, chat_logprobs, choices_of, text_logprobs, tool_call, usage_of
-from quantkit.jobs.prompt_lines import TokenTexts, call_ids, end_entries, entries_of, finish_reason, line_of
+from quantkit.jobs.openai_batch import (
+    BatchRequest,
+    chat_logprobs,
+    choices_of,
+    text_logprobs,
+    tool_call,
+    usage_of,
+)
+from quantkit.jobs.prompt_lines import (
+    TokenTexts,
+    call_ids,
+    end_entries,
+    entries_of,
+    finish_reason,
+    line_of,
+)
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.json_values import printable
 from quantkit.runtime.detokenizer import TextOffsets
@@ -20,7 +34,8 @@ from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
 DONE = b"data: [DONE]\n\n"
-# Line ends for Python's `str.splitlines`, and so for the lines of httpx and requests, which cut an event there.
+# Line ends for Python's `str.splitlines`, and so for the lines of httpx and requests, which cut an
+# event there.
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 _MAX_MESSAGE = 1000  # characters
 
@@ -71,7 +86,11 @@ class Answer:
         if self._prompt.request.echo and choice not in self._offsets:
             yield self._echo(choice, delta)
         text = delta.text
-        if self._prompt.begins_answer and choice not in self._with_text and not self.texts.tokenizer.byte_level:
+        if (
+            self._prompt.begins_answer
+            and choice not in self._with_text
+            and not self.texts.tokenizer.byte_level
+        ):
             text = text.removeprefix(" ")
         if delta.text:
             self._with_text.add(choice)
@@ -90,7 +109,10 @@ class Answer:
     def _lines(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         """Return continuations as a file of prompts gets them, prompt by prompt."""
         ordered = sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
-        return [line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number) for one in ordered]
+        return [
+            line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number)
+            for one in ordered
+        ]
 
     def _echo(self, choice: int, delta: Delta) -> bytes:
         """Return the piece with the prompt, which comes before all else of a continuation."""
@@ -170,15 +192,24 @@ class Answer:
         return _data({**self._head(stream=True), "choices": [whole], **usage})
 
     def _head(self, *, stream: bool = False) -> dict[str, Any]:
-        kind = f"chat.completion{'.chunk' if stream else ''}" if self._is_chat else "text_completion"
+        kind = (
+            f"chat.completion{'.chunk' if stream else ''}" if self._is_chat else "text_completion"
+        )
         name = "chatcmpl" if self._is_chat else "cmpl"
-        return {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": f"{name}-{self.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
 
 
 def error_of(
     error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error as JSON: on one short line, whatever the request holds, with the field that is wrong."""
+    """Return an error as JSON: on one short line, whatever the request holds, with the field
+    that is wrong.
+    """
     field_name = None
     if isinstance(error, QuantkitError):
         field_name = error.argument

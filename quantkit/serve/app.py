@@ -1,4 +1,6 @@
-"""The server's paths: OpenAI's chat completions, completions and models, tokens of texts, health, metrics and page."""
+"""The server's paths: OpenAI's chat completions, completions and models, tokens of texts,
+health, metrics and page.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +75,19 @@ class Served:
 
 
 def application(
-    served: Served, *, api_key: str | None, hosts: frozenset[str] | None, max_requests: int,
-    log: Callable[[Mapping[str, Any]], None] | None = None, log_prompts: bool = False,
-) -> Any:  # fmt: skip
+    served: Served,
+    *,
+    api_key: str | None,
+    hosts: frozenset[str] | None,
+    max_requests: int,
+    log: Callable[[Mapping[str, Any]], None] | None = None,
+    log_prompts: bool = False,
+) -> Any:
     """The ASGI application.
 
     Args:
-        api_key: that requests must have, but for the health and the files of the page; None for none.
+        api_key: that requests must have, but for the health and the files of the page; None for
+            none.
         hosts: the names that requests may have for this server; None for any.
         max_requests: at the same time, also before they are read.
         log, log_prompts: see `RequestLog`.
@@ -102,9 +110,13 @@ def application(
         yield
         await asyncio.to_thread(served.worker.stop)
 
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app = Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+    )
     app.router.redirect_slashes = False  # a path with one more slash is another path
-    guarded = Guard(app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES}))
+    guarded = Guard(
+        app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES})
+    )
     return RequestLog(guarded, log, prompts=log_prompts)
 
 
@@ -122,7 +134,9 @@ class _Paths:
         # formats of answers are compiled one by one, and no other request waits for that
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
-    def answered(self, path: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def answered(
+        self, path: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """A path whose errors are answered as OpenAI's API does."""
 
         async def answer(request: Request) -> Response:
@@ -164,7 +178,9 @@ class _Paths:
         loop = asyncio.get_running_loop()
         compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
         threads = self._compiling if compiled else None
-        prompts = await loop.run_in_executor(threads, reader.answered, request.url.path, number, body)
+        prompts = await loop.run_in_executor(
+            threads, reader.answered, request.url.path, number, body
+        )
         _require_few(prompts)
         requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
@@ -175,9 +191,20 @@ class _Paths:
         job = self._served.worker.submit(requests, prompts[0].stop, deliver)
         if job is None:
             self._metrics.refused.inc()
-            busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
+            busy = error_of(
+                "too many requests at once; try again",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
             return _error(429, busy, RETRY)
-        answer = Answer(prompts, texts=self._texts, number=number, model=self._served.name, usage=usage, created=now())
+        answer = Answer(
+            prompts,
+            texts=self._texts,
+            number=number,
+            model=self._served.name,
+            usage=usage,
+            created=now(),
+        )
         counted = recorded(request.scope, requests, body, self._metrics.of(requests))
         if stream:
             pieces = self._pieces(answer, job, events, counted)
@@ -200,10 +227,15 @@ class _Paths:
         body = await self._body(request)
         _require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
-        text, specials = as_string("prompt", body.get("prompt")), body.get("add_special_tokens", True)
+        text, specials = (
+            as_string("prompt", body.get("prompt")),
+            body.get("add_special_tokens", True),
+        )
         require_flags(add_special_tokens=specials)
         tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=specials)
-        return JSONResponse({"count": len(tokens), "max_model_len": self._served.context, "tokens": tokens})
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": self._served.context, "tokens": tokens}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -221,9 +253,14 @@ class _Paths:
         if max(tokens, default=0) >= self._served.vocabulary:
             expected = f"less than {self._served.vocabulary}"
             raise RequestError(
-                "'tokens' has ids outside the vocabulary", found=max(tokens), expected=expected, argument="tokens"
+                "'tokens' has ids outside the vocabulary",
+                found=max(tokens),
+                expected=expected,
+                argument="tokens",
             )
-        return JSONResponse({"prompt": await asyncio.to_thread(self._served.tokenizer.decode, tokens)})
+        return JSONResponse(
+            {"prompt": await asyncio.to_thread(self._served.tokenizer.decode, tokens)}
+        )
 
     async def metrics(self, request: Request) -> Response:
         """Counts and times, as Prometheus reads them."""
@@ -254,9 +291,13 @@ class _Paths:
             self._served.worker.cancel(job)
 
     async def _whole(
-        self, request: Request, answer: Answer, job: Job,
-        events: asyncio.Queue[Delta | QuantkitError], counted: Any,
-    ) -> Response:  # fmt: skip
+        self,
+        request: Request,
+        answer: Answer,
+        job: Job,
+        events: asyncio.Queue[Delta | QuantkitError],
+        counted: Any,
+    ) -> Response:
         """A whole answer; the request is given up where its reader goes away."""
         completions = list[Completion]()
         gone = asyncio.ensure_future(_disconnected(request))
@@ -279,14 +320,17 @@ class _Paths:
         return JSONResponse(answer.whole(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request has. Raises `RequestError` if it has none, and `HTTPException` if it is too
-        large or comes too slowly."""
+        """The JSON object that a request has. Raises `RequestError` if it has none, and
+        `HTTPException` if it is too large or comes too slowly.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the body must be application/json")
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
-            raise HTTPException(415, "the body must not be compressed", headers={"Accept-Encoding": "identity"})
+            raise HTTPException(
+                415, "the body must not be compressed", headers={"Accept-Encoding": "identity"}
+            )
         content = bytearray()
         try:
             async with asyncio.timeout(self._served.body_seconds):
@@ -310,13 +354,19 @@ class _Paths:
     def _model(self) -> dict[str, Any]:
         served = self._served
         return {
-            "id": served.name, "object": "model", "created": self._created, "owned_by": "quantkit",
-            "max_model_len": served.context, "quantkit": served.about,
-        }  # fmt: skip
+            "id": served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quantkit",
+            "max_model_len": served.context,
+            "quantkit": served.about,
+        }
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
         """Raise an error if a request names another model, or something that is no name."""
-        if (name := body.get("model")) is not None and as_string("model", name) != self._served.name:
+        if (name := body.get("model")) is not None and as_string(
+            "model", name
+        ) != self._served.name:
             problem = f"the model {shown(name)} is not served here; {shown(self._served.name)} is"
             raise _UnknownModelError(problem, argument="model")
 
@@ -325,7 +375,9 @@ def _require_few(prompts: Sequence[Prompt]) -> None:
     """Raise a `RequestError` if a request has too many answers or stop strings."""
     samples, stops = prompts[0].request.samples, prompts[0].stop
     if samples > _MAX_SAMPLES:
-        raise RequestError("n is out of range", found=samples, expected=f"1 to {_MAX_SAMPLES}", argument="n")
+        raise RequestError(
+            "n is out of range", found=samples, expected=f"1 to {_MAX_SAMPLES}", argument="n"
+        )
     if samples * len(prompts) > _MAX_CHOICES:
         raise RequestError(
             "too many answers in one request",
@@ -335,7 +387,9 @@ def _require_few(prompts: Sequence[Prompt]) -> None:
         )
     if len(stops) > _MAX_STOPS:
         expected = f"at most {_MAX_STOPS}"
-        raise RequestError("'stop' has too many strings", found=len(stops), expected=expected, argument="stop")
+        raise RequestError(
+            "'stop' has too many strings", found=len(stops), expected=expected, argument="stop"
+        )
 
 
 def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
@@ -366,7 +420,9 @@ def _usage_requested(options: object, stream: bool) -> bool:
 def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:
     if unknown := found.keys() - known:
         name = min(unknown)
-        raise RequestError(f"unknown key {shown(name)}", expected=", ".join(sorted(known)), argument=name)
+        raise RequestError(
+            f"unknown key {shown(name)}", expected=", ".join(sorted(known)), argument=name
+        )
 
 
 async def _disconnected(request: Request) -> None:
@@ -376,7 +432,11 @@ async def _disconnected(request: Request) -> None:
 
 
 def _health(served: Served) -> Response:
-    return JSONResponse({"status": "ok"}) if served.worker.alive else JSONResponse({"status": "stopping"}, 503)
+    return (
+        JSONResponse({"status": "ok"})
+        if served.worker.alive
+        else JSONResponse({"status": "stopping"}, 503)
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -384,5 +444,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _error(error.status_code, error_of(error.detail), error.headers)
 
 
-def _error(status: int, content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+def _error(
+    status: int, content: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Response:
     return JSONResponse(content, status, dict(headers or {}))

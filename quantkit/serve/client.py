@@ -1,5 +1,6 @@
-"""A client of servers with OpenAI's API: of `quantkit serve`, and of others. It needs the standard library alone, and
-follows no redirects, which could lead the API key to another host."""
+"""A client of servers with OpenAI's API: of `quantkit serve`, and of others. It needs the standard
+library alone, and follows no redirects, which could lead the API key to another host.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from quantkit.json_values import shown
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
 
-_CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0  # a request may wait for others, and a long prompt takes its time
+_CONNECT_SECONDS, _SILENT_SECONDS = (
+    10.0,
+    600.0,
+)  # a request may wait for others, and a long prompt takes its time
 _POLL_SECONDS = 0.05
 _LINE_BYTES, _BODY_BYTES = 1 << 20, 4 << 20
 _END = object()
@@ -51,16 +55,22 @@ class Server:
         except ValueError:
             parts, port = urlsplit(""), None
         if "@" in url:  # nor is it shown, as a password may stand before it
-            raise RequestError("`url` has the name of a user", hint="leave it out, and give `api_key`")
+            raise RequestError(
+                "`url` has the name of a user", hint="leave it out, and give `api_key`"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             expected = "an address such as http://127.0.0.1:8000/v1"
             raise RequestError("`url` is not valid", found=shown(url), expected=expected)
-        if api_key is not None and not (api_key.strip() and api_key.isascii() and api_key.isprintable()):
+        if api_key is not None and not (
+            api_key.strip() and api_key.isascii() and api_key.isprintable()
+        ):
             raise RequestError("`api_key` cannot be sent", expected="printable ASCII characters")
         self._path, self._key = parts.path.rstrip("/") or "/v1", api_key
         self._encrypted, self._host, self._port = parts.scheme == "https", parts.hostname, port
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
-        self.exposes_key = api_key is not None and not self._encrypted and not is_loopback(parts.hostname)
+        self.exposes_key = (
+            api_key is not None and not self._encrypted and not is_loopback(parts.hostname)
+        )
 
     def models(self) -> list[str]:
         """The names of its models.
@@ -71,14 +81,19 @@ class Server:
         """
         (found,) = (one for one in self._read("GET", "/models", None) if one is not None)
         listed = found.get("data") if isinstance(found, dict) else None
-        ids = [one.get("id") if isinstance(one, dict) else None for one in listed] if isinstance(listed, list) else []
+        ids = (
+            [one.get("id") if isinstance(one, dict) else None for one in listed]
+            if isinstance(listed, list)
+            else []
+        )
         names = [one for one in ids if isinstance(one, str)]
         if not names or len(names) < len(ids):
             raise other_api(self.url, found)
         return names
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        """Request an answer in pieces. Closing the generator closes the connection, and so ends the server's work.
+        """Request an answer in pieces. Closing the generator closes the connection, and so ends the
+        server's work.
 
         Yields:
             JSON values as they arrive, and None whenever nothing has come for a moment.
@@ -86,7 +101,8 @@ class Server:
         Raises:
             ContextLengthError: if the request is too long for the model's context.
             RequestError: if the server refuses it, or answers with something else.
-            UnreachableError: if the server cannot be reached, has no room or fails, or the connection is lost.
+            UnreachableError: if the server cannot be reached, has no room or fails, or the
+                connection is lost.
         """
         return self._read("POST", path, json.dumps(body).encode())
 
@@ -94,7 +110,9 @@ class Server:
         return _in_thread(lambda opened: self._values(opened, method, path, body))
 
     def _values(self, opened: _Opened, method: str, path: str, body: bytes | None) -> Iterator[Any]:
-        """The JSON values of an answer; blocks until they come. `opened` is called with the connection's socket."""
+        """The JSON values of an answer; blocks until they come. `opened` is called with the
+        connection's socket.
+        """
         kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
         with closing(kind(self._host, self._port, timeout=_CONNECT_SECONDS)) as connection:
             try:
@@ -129,7 +147,11 @@ class Server:
             if name != b"data":
                 continue  # the end of an event, a comment, or a field that this API does not use
             if not line.endswith(b"\n"):
-                raise lost(self.url) if len(line) < _LINE_BYTES else other_api(self.url, "a line without end")
+                raise (
+                    lost(self.url)
+                    if len(line) < _LINE_BYTES
+                    else other_api(self.url, "a line without end")
+                )
             if value.strip() == b"[DONE]":
                 return
             event = self._parsed(value)
@@ -146,8 +168,10 @@ class Server:
 
 
 def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, None, None]:
-    """What another thread reads from a connection, and None whenever nothing has come for a moment. So whoever waits
-    can stop at any time, also while the name of the host is looked up; the connection is then closed."""
+    """What another thread reads from a connection, and None whenever nothing has come for a moment.
+    So whoever waits can stop at any time, also while the name of the host is looked up; the
+    connection is then closed.
+    """
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     lock, sockets, closed = threading.Lock(), list[socket.socket](), threading.Event()
 
@@ -186,7 +210,8 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
 
 
 def _shut_down(one: socket.socket) -> None:
-    """End a connection that another thread may be reading: it reads the end. TLS's own farewell is left out, as it
-    could wait for the other side."""
+    """End a connection that another thread may be reading: it reads the end. TLS's own farewell is
+    left out, as it could wait for the other side.
+    """
     with suppress(OSError):  # it has ended
         socket.socket.shutdown(one, socket.SHUT_RDWR)

@@ -1,5 +1,6 @@
-"""What went wrong with a request to a server with OpenAI's API, in one line. Whatever the server sent is shown without
-control characters."""
+"""What went wrong with a request to a server with OpenAI's API, in one line. Whatever the server
+sent is shown without control characters.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +32,39 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     message, code = server_message(response.read(_BODY_BYTES))
     answered = message or f"status {status} {printable(response.reason)}".rstrip()
     if 300 <= status < 400:
-        problem, place = f"{url} redirects, which is not followed", response.headers.get("Location", "")
+        problem, place = (
+            f"{url} redirects, which is not followed",
+            response.headers.get("Location", ""),
+        )
         return RequestError(problem, found=shown(place), hint="give that address if you trust it")
     if status in (401, 403):
         problem = "does not accept the API key" if with_key else "needs an API key"
-        return RequestError(f"{url} {problem}: {answered}", hint="check `api_key`" if with_key else "give `api_key`")
+        return RequestError(
+            f"{url} {problem}: {answered}", hint="check `api_key`" if with_key else "give `api_key`"
+        )
     if status == 404:
         model = code == "model_not_found"
-        hint = "`model` selects one that it has" if model else "check the address, which often ends in /v1"
-        return RequestError(f"{url} does not have {'this model' if model else 'this path'}: {answered}", hint=hint)
+        hint = (
+            "`model` selects one that it has"
+            if model
+            else "check the address, which often ends in /v1"
+        )
+        return RequestError(
+            f"{url} does not have {'this model' if model else 'this path'}: {answered}", hint=hint
+        )
     if status == 429:
         after = response.headers.get("Retry-After", "")
-        hint = f"try again in {int(after)} s" if after.isdecimal() and len(after) < 6 else "try again later"
+        hint = (
+            f"try again in {int(after)} s"
+            if after.isdecimal() and len(after) < 6
+            else "try again later"
+        )
         return UnreachableError(f"{url} has too many requests: {answered}", hint=hint)
     if status >= 500:
         found = f"status {status}" if message else None
-        return UnreachableError(f"{url} has failed: {answered}", found=found, hint="try again later")
+        return UnreachableError(
+            f"{url} has failed: {answered}", found=found, hint="try again later"
+        )
     kind = ContextLengthError if code == "context_length_exceeded" else RequestError
     return kind(f"{url} refuses the request: {answered}")
 
@@ -59,17 +77,25 @@ def other_api(url: str, found: object) -> RequestError:
 
 def unreachable(url: str, error: Exception) -> UnreachableError:
     """The error for a connection that cannot be opened."""
-    reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else _reason(error)
-    return UnreachableError(f"{url} cannot be reached: {reason}", hint="check the address, and whether the server runs")
+    reason = (
+        error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else _reason(error)
+    )
+    return UnreachableError(
+        f"{url} cannot be reached: {reason}", hint="check the address, and whether the server runs"
+    )
 
 
 def lost(url: str, error: Exception | None = None) -> RequestError:
     """The error for a connection that ended before the answer did."""
-    if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError | http.client.IncompleteRead):
+    if isinstance(error, http.client.HTTPException) and not isinstance(
+        error, OSError | http.client.IncompleteRead
+    ):
         return other_api(url, "no HTTP")
     early = error is None or isinstance(error, http.client.IncompleteRead)
     reason = "it was closed" if early else _reason(error)
-    return UnreachableError(f"{url} lost the connection before the answer ended: {reason}", hint="try again")
+    return UnreachableError(
+        f"{url} lost the connection before the answer ended: {reason}", hint="try again"
+    )
 
 
 def server_message(content: bytes) -> tuple[str, str | None]:

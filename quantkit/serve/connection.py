@@ -1,4 +1,6 @@
-"""Connections of a server: no client keeps one open by sending or reading nothing, and none has too many of them."""
+"""Connections of a server: no client keeps one open by sending or reading nothing, and none has
+too many of them.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quantkit.serve.answers import error_of
 
 DELIVERED = "quantkit.delivered"
-"""In the state of a request's scope: a function that waits until the client has taken the whole response, and returns
-whether it has."""
+"""In the state of a request's scope: a function that waits until the client has taken the whole
+response, and returns whether it has.
+"""
 
 Delivered = Callable[[], Awaitable[bool]]
 
 MAKE_ROOM = "quantkit.make_room"
-"""In the state of a request's scope: a function that gives up another request, whose client is slow to send it, and
-returns whether there is one."""
+"""In the state of a request's scope: a function that gives up another request, whose client is slow
+to send it, and returns whether there is one.
+"""
 
 MakeRoom = Callable[[], bool]
 
 _CHECK_SECONDS = 1.0  # between two looks at all connections
 _SLOW_SENDER_SECONDS = 1.0  # for the body of a request, before it can be given up for another one
-_SLOWEST_READER = 1 << 16  # bytes per second, which a large response may take besides `write_seconds`
+_SLOWEST_READER = (
+    1 << 16
+)  # bytes per second, which a large response may take besides `write_seconds`
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class ConnectionLimits:
 
     Attributes:
         per_address: open connections of one address.
-        header_seconds: for a whole header, after the connection was opened or the last response was sent.
+        header_seconds: for a whole header, after the connection was opened or the last response was
+            sent.
         write_seconds: for reading what was written, and more for a large response.
     """
 
@@ -50,14 +57,16 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._of_address: dict[str, set[Connection]] = {}
-        self._check_seconds = min(_CHECK_SECONDS, limits.header_seconds / 4, limits.write_seconds / 4)
+        self._check_seconds = min(
+            _CHECK_SECONDS, limits.header_seconds / 4, limits.write_seconds / 4
+        )
         self._next_check: asyncio.TimerHandle | None = None
 
     def admit(self, connection: Connection) -> bool:
         """Add a new connection, unless its address has too many already.
 
-        A connection whose client has been silent the longest gives way. So silent clients keep no other one out, even
-        if all of them come through one proxy.
+        A connection whose client has been silent the longest gives way. So silent clients keep no
+        other one out, even if all of them come through one proxy.
         """
         siblings = self._of_address.setdefault(connection.address, set())
         if len(siblings) >= self.limits.per_address:
@@ -81,9 +90,11 @@ class Connections:
             self._of_address.pop(connection.address, None)
 
     def drop_slowest_sender(self) -> bool:
-        """Close the connection that has waited the longest for the body of a request, and return whether there is one.
+        """Close the connection that has waited the longest for the body of a request, and return
+        whether there is one.
 
-        Its age counts, and not how long its client has been silent: a client could send a byte at a time.
+        Its age counts, and not how long its client has been silent: a client could send a byte at a
+        time.
         """
         senders = []
         for siblings in self._of_address.values():
@@ -98,7 +109,9 @@ class Connections:
     def _check(self) -> None:
         """Close the connections whose time is up."""
         self._next_check = None
-        connections = [connection for siblings in self._of_address.values() for connection in siblings]
+        connections = [
+            connection for siblings in self._of_address.values() for connection in siblings
+        ]
         for connection in connections:
             if connection.is_overdue:
                 connection.drop()
@@ -109,8 +122,8 @@ class Connections:
 class Connection(H11Protocol):
     """An HTTP connection that is closed if its client takes too long.
 
-    uvicorn closes idle connections after a response only: it waits for ever for the first header, and for clients that
-    stop reading.
+    uvicorn closes idle connections after a response only: it waits for ever for the first header,
+    and for clients that stop reading.
 
     Attributes:
         address: of the client.
@@ -135,7 +148,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing pauses as soon as the client does not read, so that `flow.drain` waits for all that was written.
+        # Writing pauses as soon as the client does not read, so that `flow.drain` waits for all
+        # that was written.
         transport.set_write_buffer_limits(high=0)
         self.address = self.client[0] if self.client else ""
         self.last_active = self.request_since = self._idle_since = self.loop.time()
@@ -165,7 +179,9 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         seconds = self._open_connections.limits.write_seconds
-        self._read_by = self.loop.time() + seconds + self.transport.get_write_buffer_size() / _SLOWEST_READER
+        self._read_by = (
+            self.loop.time() + seconds + self.transport.get_write_buffer_size() / _SLOWEST_READER
+        )
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -180,7 +196,9 @@ class Connection(H11Protocol):
 
     @property
     def is_slow_sender(self) -> bool:
-        """Whether the client has not sent the whole body of a request in the time that others need for one."""
+        """Whether the client has not sent the whole body of a request in the time that others
+        need for one.
+        """
         if self._is_between_requests or not self.cycle.more_body:
             return False
         return self.loop.time() > self.request_since + _SLOW_SENDER_SECONDS
@@ -191,7 +209,10 @@ class Connection(H11Protocol):
         now = self.loop.time()
         if self._read_by is not None:
             return now > self._read_by
-        return self._is_between_requests and now > self._idle_since + self._open_connections.limits.header_seconds
+        return (
+            self._is_between_requests
+            and now > self._idle_since + self._open_connections.limits.header_seconds
+        )
 
     def drop(self) -> None:
         """Close the connection now, also if the client has not read all of a response."""
@@ -211,7 +232,11 @@ class Connection(H11Protocol):
 
 def _refuse_connection() -> bytes:
     """Return the response to a connection of an address that has too many."""
-    error = error_of("too many connections from this address", kind="rate_limit_error", code="rate_limit_exceeded")
+    error = error_of(
+        "too many connections from this address",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+    )
     body = json.dumps(error).encode()
     head = (
         "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"

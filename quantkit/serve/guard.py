@@ -25,16 +25,21 @@ class Guard:
     """An ASGI application that passes on what is allowed."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None,
-        hosts: frozenset[str] | None, *, max_requests: int, open_paths: frozenset[str],
-    ) -> None:  # fmt: skip
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        api_key: str | None,
+        hosts: frozenset[str] | None,
+        *,
+        max_requests: int,
+        open_paths: frozenset[str],
+    ) -> None:
         """
         Args:
             api_key: that the header Authorization must have; None lets all in.
-            hosts: the names that the header Host may have: a page of another site, whose name leads here, has its
-                own. None for any. A request of HTTP/1.0 may have no such header.
-            max_requests: at the same time; more would take too much memory, even before they are read. For one more,
-                a request gives way whose client is slow to send it.
+            hosts: the names that the header Host may have: a page of another site, whose name leads
+                here, has its own. None for any. A request of HTTP/1.0 may have no such header.
+            max_requests: at the same time; more would take too much memory, even before they are
+                read. For one more, a request gives way whose client is slow to send it.
             open_paths: that need no key, and are answered however many requests run.
         """
         self._app, self._hosts, self._open = app, hosts, open_paths
@@ -47,19 +52,33 @@ class Guard:
             return
         headers, refusal = Headers(scope=scope), None
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that believes the other header than this server sees another request after this one.
+            # A proxy that believes the other header than this server sees another request after
+            # this one.
             wrong = error_of("the request has both Content-Length and Transfer-Encoding")
             refusal = JSONResponse(wrong, 400, {"Connection": "close"})
         elif not self._has_known_host(headers):
-            unknown = error_of("this server is not known by that name; whoever runs it can allow it")
+            unknown = error_of(
+                "this server is not known by that name; whoever runs it can allow it"
+            )
             refusal = JSONResponse(unknown, 421)
         elif scope["path"] not in self._open and not self._has_key(headers):
             wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
             refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
         is_counted = scope["path"] not in self._open
-        if refusal is None and is_counted and self._running >= self._max_requests and not _make_room(scope):
-            busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
-            refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})  # the body is not waited for
+        if (
+            refusal is None
+            and is_counted
+            and self._running >= self._max_requests
+            and not _make_room(scope)
+        ):
+            busy = error_of(
+                "too many requests at once; try again",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
+            refusal = JSONResponse(
+                busy, 503, {**RETRY, "Connection": "close"}
+            )  # the body is not waited for
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -72,8 +91,8 @@ class Guard:
     def _has_known_host(self, headers: Headers) -> bool:
         """Whether a request calls this server by a name that it may have.
 
-        HTTP/1.0 has no such header, and neither have the checks that load balancers send with it. Each browser sends
-        it, so that no page of another site gets here without one.
+        HTTP/1.0 has no such header, and neither have the checks that load balancers send with it.
+        Each browser sends it, so that no page of another site gets here without one.
         """
         if self._hosts is None or "host" not in headers:
             return True
@@ -84,13 +103,18 @@ class Guard:
 
 
 def _make_room(scope: Scope) -> bool:
-    """Give up the request of another client that is slow to send it, and return whether there is one."""
+    """Give up the request of another client that is slow to send it, and return whether there is
+    one.
+    """
     make_room: MakeRoom | None = scope.get("state", {}).get(MAKE_ROOM)
     return make_room is not None and make_room()
 
 
 def _bearer_token(headers: Headers) -> bytes:
-    """Return the key that a request has; empty if there is none. The name of the scheme may have any case."""
+    """Return the key that a request has; empty if there is none.
+
+    The name of the scheme may have any case.
+    """
     authorization = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
     scheme, _, token = authorization.partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""

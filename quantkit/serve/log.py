@@ -43,13 +43,19 @@ class _Record:
     first_token_seconds: float | None = None
 
     def line(self, scope: Scope, *, prompts: bool) -> dict[str, Any]:
-        """The line of the log, in which nothing of the request's content stands, unless `prompts`."""
+        """The line of the log, in which nothing of the request's content stands, unless
+        `prompts`.
+        """
         seconds = time.perf_counter() - self.begun
         found = {
-            "time": self.arrived.isoformat(timespec="milliseconds"), "request_id": self.id,
-            "client": (scope.get("client") or (None,))[0], "method": scope["method"],
-            "path": scope["path"][:_MAX_PATH], "status": self._status(), "seconds": round(seconds, 4),
-        }  # fmt: skip
+            "time": self.arrived.isoformat(timespec="milliseconds"),
+            "request_id": self.id,
+            "client": (scope.get("client") or (None,))[0],
+            "method": scope["method"],
+            "path": scope["path"][:_MAX_PATH],
+            "status": self._status(),
+            "seconds": round(seconds, 4),
+        }
         if self.requests:
             first = self.first_token_seconds
             found |= {
@@ -70,20 +76,28 @@ class _Record:
 
     def _continuations(self) -> list[tuple[int, int]]:
         """Return the numbers of the prompt and of the sample of each continuation."""
-        return [(number, sample) for number, request in enumerate(self.requests) for sample in range(request.samples)]
+        return [
+            (number, sample)
+            for number, request in enumerate(self.requests)
+            for sample in range(request.samples)
+        ]
 
 
 class RequestLog:
-    """An ASGI application that gives each response of another one the request's id, in the header X-Request-Id, and
-    logs the request once it has ended.
+    """An ASGI application that gives each response of another one the request's id, in the header
+    X-Request-Id, and logs the request once it has ended.
 
-    A client's own id is used if it consists of at most 64 letters, digits, dots, hyphens and underscores.
+    A client's own id is used if it consists of at most 64 letters, digits, dots, hyphens and
+    underscores.
     """
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], log: Callable[[Mapping[str, Any]], None] | None,
-        *, prompts: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        log: Callable[[Mapping[str, Any]], None] | None,
+        *,
+        prompts: bool = False,
+    ) -> None:
         """
         Args:
             log: called with the line of each request; None logs nothing.
@@ -127,7 +141,10 @@ class RequestLog:
 
 
 def recorded(
-    scope: Scope, requests: Sequence[Request], body: Mapping[str, Any], counted: Callable[[Delta], None]
+    scope: Scope,
+    requests: Sequence[Request],
+    body: Mapping[str, Any],
+    counted: Callable[[Delta], None],
 ) -> Callable[[Delta], None]:
     """Note for the log what comes of a request.
 

@@ -16,12 +16,16 @@ _log = logging.getLogger(__name__)
 
 
 class LogFile:
-    """Appends a line for each object. If that fails, a warning says so once, and the server goes on."""
+    """Appends a line for each object.
+
+    If that fails, a warning says so once, and the server goes on.
+    """
 
     def __init__(self, file: Path | int) -> None:
         """
         Args:
-            file: a path, which only its owner can read if it is new; or the descriptor of an open file.
+            file: a path, which only its owner can read if it is new; or the descriptor of an open
+                file.
 
         Raises:
             DestinationError: if the file cannot be opened.
@@ -32,11 +36,14 @@ class LogFile:
             self._file = os.dup(file) if isinstance(file, int) else os.open(file, flags, 0o600)
         except OSError as error:
             path = None if isinstance(file, int) else file
-            raise DestinationError(f"the log cannot be written: {error.strerror}", path=path) from error
+            raise DestinationError(
+                f"the log cannot be written: {error.strerror}", path=path
+            ) from error
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append a line. What clients have sent is escaped and ASCII, so it neither begins another line nor drives a
-        terminal."""
+        """Append a line. What clients have sent is escaped and ASCII, so it neither begins another
+        line nor drives a terminal.
+        """
         line = json.dumps(value).encode() + b"\n"
         try:
             while line:
@@ -50,6 +57,9 @@ class LogFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         os.close(self._file)

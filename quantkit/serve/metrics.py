@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from quantkit.runtime.request import Request
 from quantkit.serve.worker import Delta, Worker
@@ -22,23 +29,36 @@ class Metrics:
 
     def __init__(self, worker: Worker) -> None:
         self._registry = own = CollectorRegistry()
-        self.refused = Counter("quantkit_refused_requests", "Requests that found too many others.", registry=own)
-        self._ended = Counter("quantkit_requests", "Continuations that ended.", ["finish_reason"], registry=own)
+        self.refused = Counter(
+            "quantkit_refused_requests", "Requests that found too many others.", registry=own
+        )
+        self._ended = Counter(
+            "quantkit_requests", "Continuations that ended.", ["finish_reason"], registry=own
+        )
         self._prompts = Counter("quantkit_prompt_tokens", "Tokens of prompts.", registry=own)
         self._new = Counter("quantkit_generation_tokens", "New tokens.", registry=own)
         self._first = Histogram(
             "quantkit_first_token_seconds", "Until the first token.", buckets=_SECONDS, registry=own
         )
         self._next = Histogram(
-            "quantkit_next_token_seconds", "Between two tokens of a continuation.", buckets=_SECONDS, registry=own
+            "quantkit_next_token_seconds",
+            "Between two tokens of a continuation.",
+            buckets=_SECONDS,
+            registry=own,
         )
         running = Gauge("quantkit_running_requests", "Requests that wait or run.", registry=own)
         running.set_function(lambda: worker.jobs)
-        reused = Gauge("quantkit_reused_prompt_tokens", "Tokens of prompts that the cache held.", registry=own)
+        reused = Gauge(
+            "quantkit_reused_prompt_tokens", "Tokens of prompts that the cache held.", registry=own
+        )
         reused.set_function(lambda: worker.reused)
-        proposed = Gauge("quantkit_proposed_tokens", "Tokens that speculative decoding proposed.", registry=own)
+        proposed = Gauge(
+            "quantkit_proposed_tokens", "Tokens that speculative decoding proposed.", registry=own
+        )
         proposed.set_function(lambda: worker.proposed)
-        accepted = Gauge("quantkit_accepted_tokens", "Proposed tokens that were right.", registry=own)
+        accepted = Gauge(
+            "quantkit_accepted_tokens", "Proposed tokens that were right.", registry=own
+        )
         accepted.set_function(lambda: worker.accepted)
 
     def of(self, requests: Sequence[Request]) -> Callable[[Delta], None]:

@@ -17,7 +17,10 @@ from quantkit.serve.client_errors import ContextLengthError, lost, other_api
 
 _log = logging.getLogger(__name__)
 
-_FULL = "the context of the server is full: from now on the oldest questions and answers are forgotten"  # logged once
+# logged once
+_FULL = (
+    "the context of the server is full: from now on the oldest questions and answers are forgotten"
+)
 _SHARE = 4  # a quarter of the messages is dropped each time
 
 
@@ -39,7 +42,10 @@ class Usage:
         if self.completion_tokens > 1 and later > 0:
             rate = f", {(self.completion_tokens - 1) / later:.1f} tokens/s"
         counts = f"{self.completion_tokens} tokens in {self.seconds:.1f} s{rate}"
-        return f"{counts}, the first after {self.first_seconds:.2f} s; prompt of {self.prompt_tokens} tokens"
+        return (
+            f"{counts}, the first after {self.first_seconds:.2f} s; prompt of {self.prompt_tokens}"
+            " tokens"
+        )
 
 
 class RemoteChat:
@@ -48,28 +54,35 @@ class RemoteChat:
     Attributes:
         messages: what was said, each with ``role`` and ``content``, without the system prompt.
         system: the system prompt; messages stay when it is changed.
-        finish_reason: what ended the last answer: ``stop``, ``length`` or what else the server says; None before one,
-            and where it was cut off.
+        finish_reason: what ended the last answer: ``stop``, ``length`` or what else the server
+            says; None before one, and where it was cut off.
         usage: of the last answer, if the server counts it.
     """
 
     def __init__(
-        self, server: Server, model: str | None = None, *, system: str | None = None,
+        self,
+        server: Server,
+        model: str | None = None,
+        *,
+        system: str | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             model: its name; None is the server's only one.
             options: of all requests, as the API names them.
 
         Raises:
-            RequestError: if the server has several models and none is named, or as `Server.models` does.
+            RequestError: if the server has several models and none is named, or as `Server.models`
+                does.
         """
         if model is None:
             model, *others = server.models()
             if others:
                 names = ", ".join(shown(name) for name in (model, *others))
-                raise RequestError(f"{server.url} has several models", found=names, hint="select one with `model`")
+                raise RequestError(
+                    f"{server.url} has several models", found=names, hint="select one with `model`"
+                )
         self.model, self.system = model, system
         self.messages: list[dict[str, str]] = []
         self.finish_reason: str | None = None
@@ -82,15 +95,17 @@ class RemoteChat:
         self.messages.clear()
         self.finish_reason = self.usage = None
 
-    def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]:
+    def ask(
+        self, text: str, *, interrupted: Callable[[], bool] | None = None
+    ) -> Generator[str, None, None]:
         """Ask a question.
 
         Args:
             interrupted: called several times a second; the answer ends once it returns True.
 
         Returns:
-            A generator of the pieces of the answer. It may be closed at any time: the answer that is remembered ends
-            there. A question without an answer is dropped, also after an error.
+            A generator of the pieces of the answer. It may be closed at any time: the answer that
+            is remembered ends there. A question without an answer is dropped, also after an error.
 
         Raises:
             RequestError: as `Server.stream` does, while the answer is read.
@@ -98,7 +113,9 @@ class RemoteChat:
         question = {"role": "user", "content": as_string("text", text)}
         return self._answered(question, interrupted or (lambda: False))
 
-    def _answered(self, question: dict[str, str], interrupted: Callable[[], bool]) -> Generator[str, None, None]:
+    def _answered(
+        self, question: dict[str, str], interrupted: Callable[[], bool]
+    ) -> Generator[str, None, None]:
         said: list[str] = []
         self.finish_reason = self.usage = None
         try:
@@ -113,8 +130,12 @@ class RemoteChat:
             if said or self.finish_reason is not None:
                 self.messages += [question, {"role": "assistant", "content": "".join(said)}]
 
-    def _fitted(self, question: dict[str, str], interrupted: Callable[[], bool]) -> Generator[str, None, None]:
-        """The pieces of an answer; as long as the server finds the conversation too long, without its oldest part."""
+    def _fitted(
+        self, question: dict[str, str], interrupted: Callable[[], bool]
+    ) -> Generator[str, None, None]:
+        """The pieces of an answer; as long as the server finds the conversation too long,
+        without its oldest part.
+        """
         dropped = 0
         while True:
             try:
@@ -135,13 +156,18 @@ class RemoteChat:
             self._dropped_reported = True
             _log.info(_FULL)
 
-    def _pieces(self, messages: list[dict[str, str]], interrupted: Callable[[], bool]) -> Generator[str, None, None]:
+    def _pieces(
+        self, messages: list[dict[str, str]], interrupted: Callable[[], bool]
+    ) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         body = {
-            "model": self.model, "messages": [*system, *messages], "stream": True,
-            "stream_options": {"include_usage": True}, **self._options,
-        }  # fmt: skip
+            "model": self.model,
+            "messages": [*system, *messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
         begun, first, last = time.perf_counter(), None, 0.0
         with closing(self._server.stream("/chat/completions", body)) as events:
             for event in events:
@@ -166,8 +192,9 @@ class RemoteChat:
 
 
 def _delta(event: Any) -> tuple[str, str | None, tuple[int, int] | None]:
-    """The text of an event, what ended the answer, and the tokens of prompt and answer; each only where it is there.
-    Raises any error for an event of another API."""
+    """The text of an event, what ended the answer, and the tokens of prompt and answer; each only
+    where it is there. Raises any error for an event of another API.
+    """
     counts = None
     if (usage := event.get("usage")) is not None:
         counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])

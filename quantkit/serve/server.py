@@ -26,7 +26,17 @@ from quantkit.model.device import free_bytes
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING, host_name, is_loopback, require_packages
+from quantkit.serve import (
+    CONNECTIONS,
+    KEPT,
+    PORT,
+    SLOTS,
+    TIME_LIMIT,
+    WAITING,
+    host_name,
+    is_loopback,
+    require_packages,
+)
 from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
@@ -62,13 +72,14 @@ class ServeOptions:
         slots: sequences that run at the same time.
         waiting: requests that may wait for these.
         time_limit: seconds that a request may wait and run.
-        kept: sequences that ended and stay in the cache, so that others which begin with the same are read faster; as
-            far as half of the free memory allows.
+        kept: sequences that ended and stay in the cache, so that others which begin with the same
+            are read faster; as far as half of the free memory allows.
         context: tokens of a sequence; None is the model's, 8192 at most.
         template: for messages; see `quantkit.chat_format`.
         device, dtype, backend, allow_slow, weights: see `quantkit.load`.
         int8_cache: keep keys and values in int8.
-        draft, draft_tokens: a smaller model that proposes tokens; how many are proposed at a time at most.
+        draft, draft_tokens: a smaller model that proposes tokens; how many are proposed at a time
+            at most.
         log_prompts: also log the messages or prompts of requests.
     """
 
@@ -95,7 +106,9 @@ class ServeOptions:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        """Raise a `RequestError` for a value out of range, or a server that strangers could use without a key."""
+        """Raise a `RequestError` for a value out of range, or a server that strangers could use
+        without a key.
+        """
         as_integer("slots", self.slots, 1)
         as_integer("waiting", self.waiting, 0)
         as_integer("kept", self.kept, 0)
@@ -110,7 +123,9 @@ class ServeOptions:
             raise RequestError("`api_key` is empty")
         if self.api_key is None and not self.local:
             raise RequestError(
-                "other machines could use this server without a key", found=self.host, hint="give `api_key`"
+                "other machines could use this server without a key",
+                found=self.host,
+                hint="give `api_key`",
             )
 
     @property
@@ -125,7 +140,9 @@ class ServeOptions:
             return None
         names = _LOCAL | {host_name(host) for host in self.allowed_host}
         if not self._is_wildcard:
-            names |= {self.name_in_address.lower()}  # one of this machine's addresses, such as 127.0.0.2
+            names |= {
+                self.name_in_address.lower()
+            }  # one of this machine's addresses, such as 127.0.0.2
         return names
 
     @property
@@ -153,9 +170,12 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     from quantkit.serve.app import Served
 
     placement: Placement = {
-        "device": options.device, "dtype": options.dtype, "backend": options.backend, "allow_slow": options.allow_slow,
+        "device": options.device,
+        "dtype": options.dtype,
+        "backend": options.backend,
+        "allow_slow": options.allow_slow,
         "progress": progress,
-    }  # fmt: skip
+    }
     model, tokenizer = load(path, weights=options.weights, **placement)
     draft = None
     if options.draft is not None:
@@ -165,19 +185,33 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     slot = cache_bytes(model.config, 1, context, cache or model.dtype)
     kept = min(options.kept, max(0, free_bytes(model.device) // 2 // slot - options.slots))
     engine = Engine(
-        model, context, slots=options.slots + kept, cache_dtype=cache, draft=draft, draft_tokens=options.draft_tokens
+        model,
+        context,
+        slots=options.slots + kept,
+        cache_dtype=cache,
+        draft=draft,
+        draft_tokens=options.draft_tokens,
     )
     grammars = Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     chats, texts = (
         PromptReader(
-            path, model.config, tokenizer, given, template=options.template, max_tokens=engine.length, grammars=grammars
+            path,
+            model.config,
+            tokenizer,
+            given,
+            template=options.template,
+            max_tokens=engine.length,
+            grammars=grammars,
         )
         for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
     )
     worker = Worker(
-        engine, tokenizer, most_jobs=options.slots + options.waiting, max_running=options.slots,
+        engine,
+        tokenizer,
+        most_jobs=options.slots + options.waiting,
+        max_running=options.slots,
         seconds=options.time_limit,
-    )  # fmt: skip
+    )
     vocabulary = model.config.vocab_size
     no_chat = _find_chat_problem(path, tokenizer, options)
     facts = {**about(path, options.weights), "chat": no_chat is None}
@@ -198,11 +232,14 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     )
 
 
-def _find_chat_problem(path: Path, tokenizer: Tokenizer, options: ServeOptions) -> RequestError | None:
+def _find_chat_problem(
+    path: Path, tokenizer: Tokenizer, options: ServeOptions
+) -> RequestError | None:
     """Return the error for messages to a model without a chat template; None if it has one.
 
     Raises:
-        RequestError, CheckpointError: if the requested template cannot be used: no request could be answered with it.
+        RequestError, CheckpointError: if the requested template cannot be used: no request could be
+            answered with it.
     """
     if options.template is not None:
         chat_format(path, tokenizer, options.template)
@@ -212,14 +249,20 @@ def _find_chat_problem(path: Path, tokenizer: Tokenizer, options: ServeOptions) 
     return RequestError(
         "the model has no chat template",
         expected="a prompt, at /v1/completions",
-        hint=f"for messages, start the server with --template {', '.join(META_FORMATS)} or a file *.jinja",
+        hint=(
+            f"for messages, start the server with --template {', '.join(META_FORMATS)} or a file"
+            " *.jinja"
+        ),
     )
 
 
 def serve(
-    found: Served, options: ServeOptions, began: Callable[[str], None], *,
+    found: Served,
+    options: ServeOptions,
+    began: Callable[[str], None],
+    *,
     log: Callable[[Mapping[str, Any]], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model until SIGINT or SIGTERM: then running requests have half a minute to end.
 
     Args:
@@ -235,10 +278,16 @@ def serve(
     from quantkit.serve.connection import Connection, ConnectionLimits, Connections
 
     app = application(
-        found, api_key=options.api_key, hosts=options.host_names,
-        max_requests=2 * (options.slots + options.waiting) + 16, log=log, log_prompts=options.log_prompts,
-    )  # fmt: skip
-    limits = ConnectionLimits(options.connections, header_seconds=_HEADER_SECONDS, write_seconds=_WRITE_SECONDS)
+        found,
+        api_key=options.api_key,
+        hosts=options.host_names,
+        max_requests=2 * (options.slots + options.waiting) + 16,
+        log=log,
+        log_prompts=options.log_prompts,
+    )
+    limits = ConnectionLimits(
+        options.connections, header_seconds=_HEADER_SECONDS, write_seconds=_WRITE_SECONDS
+    )
     protocol: Any = functools.partial(Connection, connections=Connections(limits))
     config = uvicorn.Config(
         app,
@@ -270,7 +319,9 @@ def serve(
 
 
 def _ending_server(config: uvicorn.Config, worker: Worker) -> uvicorn.Server:
-    """A server that ends the requests that still run after the grace time, so that their clients read an error."""
+    """A server that ends the requests that still run after the grace time, so that their clients
+    read an error.
+    """
     import uvicorn
 
     async def end_requests() -> None:

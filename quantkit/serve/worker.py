@@ -71,12 +71,19 @@ class Job:
 
 
 class Worker:
-    """Runs the jobs of a server in an engine, which it has for itself; its methods may be called from any thread."""
+    """Runs the jobs of a server in an engine, which it has for itself; its methods may be called
+    from any thread.
+    """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, max_running: int | None = None,
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        most_jobs: int,
+        max_running: int | None = None,
         seconds: float = math.inf,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             most_jobs: that wait and run at the same time; `submit` refuses more.
@@ -120,7 +127,9 @@ class Worker:
         """Whether it can run jobs."""
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str], deliver: Deliver) -> Job | None:
+    def submit(
+        self, requests: Sequence[Request], stop: Sequence[str], deliver: Deliver
+    ) -> Job | None:
         """Start the requests of one client, and hand what comes of them to `deliver`.
 
         Returns:
@@ -177,7 +186,9 @@ class Worker:
         now = time.monotonic()
         for job in [one for one in self._jobs if one.ends_by <= now]:
             self._give_up(job)
-            self._deliver(job, TimeLimitError(f"the request took more than {self._seconds:g} seconds"))
+            self._deliver(
+                job, TimeLimitError(f"the request took more than {self._seconds:g} seconds")
+            )
         if not self._scheduler.busy:
             return
         for one in self._scheduler.step():

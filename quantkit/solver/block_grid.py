@@ -1,7 +1,8 @@
-"""Scales and minima of GGUF's blocks: those with the smallest weighted error, and those that fit given codes best.
+"""Scales and minima of GGUF's blocks: those with the smallest weighted error, and those that fit
+given codes best.
 
-The search finds a scale, and a minimum, for each group as if they were floats. Then they are rounded to what blocks
-hold: integers with one float16 for 256 weights.
+The search finds a scale, and a minimum, for each group as if they were floats. Then they are
+rounded to what blocks hold: integers with one float16 for 256 weights.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ _STARTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _ROUNDS = 2  # in which codes and the line through them improve each other
 
 
-def search_blocks(weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales) -> BlockScales:
-    """The scales [O, G], held as blocks hold them, with a small ``sum(importance * error ** 2)`` of rounded weights.
+def search_blocks(
+    weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales
+) -> BlockScales:
+    """The scales [O, G], held as blocks hold them, with a small ``sum(importance * error ** 2)`` of
+    rounded weights.
 
     Args:
         weight: [I, O] float32: inputs first.
@@ -38,7 +42,9 @@ def search_blocks(weight: Tensor, importance: Tensor, scheme: QuantScheme, searc
     grouped = weight.view(-1, size, weight.shape[1])
     if scheme.symmetric:
         found, _ = search(weight, importance, scheme.of_floats, torch.float32)
-        return BlockScales.nearest(torch.where(grouped.abs().amax(1) == 0, 0, found).t(), None, scheme)
+        return BlockScales.nearest(
+            torch.where(grouped.abs().amax(1) == 0, 0, found).t(), None, scheme
+        )
     weights = importance.view(-1, size, 1)
     parts = [_fitted_lines(grouped[:, :, part], weights, scheme) for part in _row_slices(weight)]
     steps, offsets = (torch.cat(part, 1).t() for part in zip(*parts, strict=True))
@@ -52,8 +58,10 @@ def _row_slices(weight: Tensor) -> list[slice]:
 
 
 def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best, of several that begin
-    with steps which span a group, or about so; `weights` [G, S, 1] are those of squared errors."""
+    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best,
+    of several that begin with steps which span a group, or about so; `weights` [G, S, 1] are those
+    of squared errors.
+    """
     high, low = grouped.amax(1).clamp(min=0), grouped.amin(1).clamp(max=0)
     best_steps, best_offsets = (high - low) / (scheme.levels - 1), -low
     best = torch.full_like(high, torch.inf)
@@ -61,7 +69,9 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
     for more in _STARTS:
         steps, offsets = (high - low) / (scheme.levels - 1 + more), -low
         for _ in range(_ROUNDS + 1):
-            codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(1)
+            codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(
+                1
+            )
             codes = codes.round_().clamp_(0, scheme.levels - 1)
             error = codes * steps.unsqueeze(1) - offsets.unsqueeze(1) - grouped
             loss = (weights * error.square_()).sum(1)
@@ -75,19 +85,28 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
             determinant = total * second - first.square()
             slope = (total * product - first * mean) / determinant
             offsets = (first * product - second * mean) / determinant
-            steps = torch.where(offsets < 0, product / second, slope)  # through zero, where all would be above it
+            steps = torch.where(
+                offsets < 0, product / second, slope
+            )  # through zero, where all would be above it
             offsets = offsets.clamp(min=0)
             usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
-            steps, offsets = torch.where(usable, steps, best_steps), torch.where(usable, offsets, best_offsets)
+            steps, offsets = (
+                torch.where(usable, steps, best_steps),
+                torch.where(usable, offsets, best_offsets),
+            )
     return best_steps, best_offsets
 
 
-def refit_blocks(codes: Tensor, scales: BlockScales, refit: Callable[[Tensor, Tensor], Tensor]) -> BlockScales:
-    """Scales of blocks that fit given codes best: their float16 numbers, with the integers as they are.
+def refit_blocks(
+    codes: Tensor, scales: BlockScales, refit: Callable[[Tensor, Tensor], Tensor]
+) -> BlockScales:
+    """Scales of blocks that fit given codes best: their float16 numbers, with the integers as they
+    are.
 
     Args:
         codes: [I, O] float32, of symmetric schemes less their middle.
-        refit: takes values [I, O] and the factors [S, O] float16 with which they are multiplied; returns better ones.
+        refit: takes values [I, O] and the factors [S, O] float16 with which they are multiplied;
+            returns better ones.
     """
 
     def fitted(values: Tensor, inner: Tensor, outer: Tensor | None) -> Tensor:

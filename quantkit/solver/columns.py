@@ -1,7 +1,9 @@
-"""The solver's two loops over a weight's columns: rounding with compensation, and coordinate descent.
+"""The solver's two loops over a weight's columns: rounding with compensation, and coordinate
+descent.
 
-Columns are processed in panels. Kernels round a few columns of a panel at a time, by a device's own code or by torch;
-the effect of earlier columns on later ones comes from matrix products, and no value is read on the host.
+Columns are processed in panels. Kernels round a few columns of a panel at a time, by a device's own
+code or by torch; the effect of earlier columns on later ones comes from matrix products, and no
+value is read on the host.
 """
 
 from __future__ import annotations
@@ -24,27 +26,35 @@ PANEL_COLUMNS = 256
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
 Rounds = Callable[[Tensor, Tensor | None, int], None]
-"""Rounds what codes should be to codes less their zero point, in place; takes zero points and the number of codes."""
-ColumnStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None]
-"""Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors; see `ColumnKernels`."""
+"""Rounds what codes should be to codes less their zero point, in place; takes zero points and
+the number of codes.
+"""
+ColumnStep = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None
+]
+"""Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors;
+see `ColumnKernels`.
+"""
 
 
 @dataclass(frozen=True)
 class ColumnKernels:
-    """Functions that search scales and round columns [C, O] of a weight one after the other; tensors are float32,
-    column indices int64.
+    """Functions that search scales and round columns [C, O] of a weight one after the other;
+    tensors are float32, column indices int64.
 
-    Both steps write `codes` [I, O], less their zero points, in the rows `columns` [C], and add a column's error to the
-    later ones by `ratios` [C, C]. `scale` and `zero` are those of groups [G, O] of `size` columns; codes without zero
-    points are signed; `levels` is the number of codes.
+    Both steps write `codes` [I, O], less their zero points, in the rows `columns` [C], and add a
+    column's error to the later ones by `ratios` [C, C]. `scale` and `zero` are those of groups [G,
+    O] of `size` columns; codes without zero points are signed; `levels` is the number of codes.
 
     Attributes:
         search_scales: finds scales and zero points.
-        round_in_turn: ``(start, wanted, ...)`` rounds `start` [C, O], which is `wanted` [C, O] with the errors of
-            earlier columns compensated, and writes `wanted` less the codes' values to `errors` [C, O].
-        improve_in_turn: ``(start, inverse, ...)`` replaces each code by the best one given all others, and writes by
-            how much the values have decreased to `errors`. `start` is the Hessian times target less values, [C, O], and
-            `inverse` one over the Hessian's diagonal, [C].
+        round_in_turn: ``(start, wanted, ...)`` rounds `start` [C, O], which is `wanted` [C, O] with
+            the errors of earlier columns compensated, and writes `wanted` less the codes' values to
+            `errors` [C, O].
+        improve_in_turn: ``(start, inverse, ...)`` replaces each code by the best one given all
+            others, and writes by how much the values have decreased to `errors`. `start` is the
+            Hessian times target less values, [C, O], and `inverse` one over the Hessian's diagonal,
+            [C].
         max_columns: the most columns in one call of a step.
     """
 
@@ -55,9 +65,19 @@ class ColumnKernels:
 
 
 def _round_in_turn(
-    start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor, *, round_: Rounds | None = None,
-) -> None:  # fmt: skip
+    start: Tensor,
+    wanted: Tensor,
+    ratios: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    levels: int,
+    size: int,
+    codes: Tensor,
+    errors: Tensor,
+    *,
+    round_: Rounds | None = None,
+) -> None:
     start, round_ = start.clone(), round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
@@ -68,9 +88,19 @@ def _round_in_turn(
 
 
 def _improve_in_turn(
-    start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor, *, round_: Rounds | None = None,
-) -> None:  # fmt: skip
+    start: Tensor,
+    inverse: Tensor,
+    ratios: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    levels: int,
+    size: int,
+    codes: Tensor,
+    errors: Tensor,
+    *,
+    round_: Rounds | None = None,
+) -> None:
     start, factors, round_ = start.clone(), inverse.tolist(), round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group, code = column // size, codes[column]
@@ -99,12 +129,17 @@ def with_positive_scales(kernels: ColumnKernels) -> ColumnKernels:
 
 
 def small_float_kernels(kind: Codes) -> ColumnKernels:
-    """As `TORCH`, for codes that are small floats, which stand in `codes` by their values; there is no zero point."""
+    """As `TORCH`, for codes that are small floats, which stand in `codes` by their values; there
+    is no zero point.
+    """
 
     def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
         steps.copy_(float_codes.rounded(steps, kind))
 
-    in_turn, improve = partial(_round_in_turn, round_=round_), partial(_improve_in_turn, round_=round_)
+    in_turn, improve = (
+        partial(_round_in_turn, round_=round_),
+        partial(_improve_in_turn, round_=round_),
+    )
     return ColumnKernels(search_scales, in_turn, improve, TORCH.max_columns)
 
 
@@ -119,8 +154,9 @@ def solve_codes(
         order: [I] the order of the columns.
 
     Returns:
-        Codes less their zero points, float32 [I, O], in the original column order; and target less values, times the
-        factor, [I, O] in the factor's order: its squares add up to the squared output errors.
+        Codes less their zero points, float32 [I, O], in the original column order; and target less
+        values, times the factor, [I, O] in the factor's order: its squares add up to the squared
+        output errors.
     """
     wanted = grid.shifted(target)[
         order.flip(0)
@@ -137,7 +173,17 @@ def solve_codes(
         if first:
             whitened = times(factor[here, later], errors[later])
             start = own + (whitened / diagonal).flip(0)
-        _run(kernels, kernels.round_in_turn, start, own, ratios, order[first:last], grid, codes, wrong)
+        _run(
+            kernels,
+            kernels.round_in_turn,
+            start,
+            own,
+            ratios,
+            order[first:last],
+            grid,
+            codes,
+            wrong,
+        )
         errors[here] = wrong.flip(0)
         product = times(corner, errors[here])
         wanted[here] = product if whitened is None else product.add_(whitened)
@@ -145,9 +191,14 @@ def solve_codes(
 
 
 def descend(
-    target: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH,
+    target: Tensor,
+    codes: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    order: Tensor,
+    kernels: ColumnKernels = TORCH,
     ordered: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """One sweep of coordinate descent: each column in turn gets its best codes given the others.
 
     Args:
@@ -177,17 +228,36 @@ def descend(
 
 
 def _run(
-    kernels: ColumnKernels, step: ColumnStep, start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor,
-    grid: Grid, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
-    """Run a step over the columns of a panel, a few at a time, with the errors of earlier ones compensated."""
+    kernels: ColumnKernels,
+    step: ColumnStep,
+    start: Tensor,
+    other: Tensor,
+    ratios: Tensor,
+    columns: Tensor,
+    grid: Grid,
+    codes: Tensor,
+    errors: Tensor,
+) -> None:
+    """Run a step over the columns of a panel, a few at a time, with the errors of earlier ones
+    compensated.
+    """
     for begin, end in _ranges(len(columns), kernels.max_columns):
         here = slice(begin, end)
-        moved = start[here] + times(ratios[:begin, here].t(), errors[:begin]) if begin else start[here]
+        moved = (
+            start[here] + times(ratios[:begin, here].t(), errors[:begin]) if begin else start[here]
+        )
         step(
-            moved, other[here], ratios[here, here], columns[here], grid.scale, grid.zero, grid.scheme.levels, grid.size,
-            codes, errors[here],
-        )  # fmt: skip
+            moved,
+            other[here],
+            ratios[here, here],
+            columns[here],
+            grid.scale,
+            grid.zero,
+            grid.scheme.levels,
+            grid.size,
+            codes,
+            errors[here],
+        )
 
 
 def _ranges(stop: int, step: int) -> Iterator[tuple[int, int]]:

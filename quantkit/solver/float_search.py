@@ -1,4 +1,6 @@
-"""The scales of small floats of 4 bits with the smallest squared error, of a few near those that span the groups."""
+"""The scales of small floats of 4 bits with the smallest squared error, of a few near those that
+span the groups.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,27 @@ import torch
 from torch import Tensor
 
 from quantkit.tensors import float_codes
-from quantkit.tensors.qtensor import CACHED_ELEMENTS, QuantTensor, concatenated, row_chunks, small_floats
+from quantkit.tensors.qtensor import (
+    CACHED_ELEMENTS,
+    QuantTensor,
+    concatenated,
+    row_chunks,
+    small_floats,
+)
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 
 def quantize_small_floats(
-    weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, outer: Tensor | None = None
+    weight: Tensor,
+    scheme: QuantScheme,
+    importance: Tensor | None = None,
+    outer: Tensor | None = None,
 ) -> QuantTensor:
-    """Round each weight to the nearest code of the scale with which its group has the smallest squared error.
+    """Round each weight to the nearest code of the scale with which its group has the smallest
+    squared error.
 
-    Scales are tried that are next to the spanning one in their type: powers of two for MXFP4, e4m3 numbers for NVFP4.
-    No group has a larger error, weighted by importance, than by `quantize_rtn`.
+    Scales are tried that are next to the spanning one in their type: powers of two for MXFP4, e4m3
+    numbers for NVFP4. No group has a larger error, weighted by importance, than by `quantize_rtn`.
 
     Args:
         weight: [O, I], any float dtype, finite.
@@ -29,13 +41,17 @@ def quantize_small_floats(
     weights = weights.to(weight.device).view(groups, -1)
     if scheme.scales is Scales.NESTED and outer is None:
         outer = float_codes.outer_scale(weight)
-    return concatenated([
-        _searched(weight[start:stop].float(), scheme, weights, outer)
-        for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS)
-    ])  # fmt: skip
+    return concatenated(
+        [
+            _searched(weight[start:stop].float(), scheme, weights, outer)
+            for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS)
+        ]
+    )
 
 
-def _searched(rows: Tensor, scheme: QuantScheme, weights: Tensor, outer: Tensor | None) -> QuantTensor:
+def _searched(
+    rows: Tensor, scheme: QuantScheme, weights: Tensor, outer: Tensor | None
+) -> QuantTensor:
     grouped = rows.view(len(rows), len(weights), -1)
     found, outer = float_codes.spanning_scales(rows, scheme, torch.float32, outer)
     spanning, best = found, _loss(grouped, found, outer, scheme, weights)
@@ -46,7 +62,9 @@ def _searched(rows: Tensor, scheme: QuantScheme, weights: Tensor, outer: Tensor 
     return small_floats(rows, found, outer, scheme)
 
 
-def _loss(grouped: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme, weights: Tensor) -> Tensor:
+def _loss(
+    grouped: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme, weights: Tensor
+) -> Tensor:
     """The weighted squared errors [O, G] of rounding groups [O, G, S]."""
     steps = (scale.float() if outer is None else scale.float() / outer).unsqueeze(-1)
     values = float_codes.rounded(torch.where(steps == 0, 0.0, grouped / steps), scheme.codes)

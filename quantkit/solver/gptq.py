@@ -1,13 +1,15 @@
 """GPTQ: codes that minimize a layer's output error, given the Hessian of its inputs.
 
-Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric calibration target of GPTAQ
-(2504.02692), which compensates the error of earlier layers; coordinate descent as in QuantEase (2309.01885); feedback
-between outputs, where it is known how they add up, as in YAQA (2505.22988). The result needs no column order on disk.
-Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse order, instead of that of its
-inverse: the codes are the same (2507.18553).
+Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric calibration
+target of GPTAQ (2504.02692), which compensates the error of earlier layers; coordinate descent as
+in QuantEase (2309.01885); feedback between outputs, where it is known how they add up, as in YAQA
+(2505.22988). The result needs no column order on disk. Rounding uses the Cholesky factor of the
+Hessian itself, with its inputs in reverse order, instead of that of its inverse: the codes are the
+same (2507.18553).
 
-Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows together. Factors are upper
-triangular, so that most operations multiply parts of their rows, which are contiguous.
+Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows
+together. Factors are upper triangular, so that most operations multiply parts of their rows, which
+are contiguous.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class GptqReport:
     Attributes:
         damping: share of the mean diagonal that was added to the Hessian.
         dead_columns: inputs that were zero in all calibration samples.
-        error, energy: [O] float64: for each row, the squared error of its outputs, and the squared outputs, both
-            relative to the target.
+        error, energy: [O] float64: for each row, the squared error of its outputs, and the squared
+            outputs, both relative to the target.
     """
 
     damping: float
@@ -63,10 +65,14 @@ class GptqReport:
 
     def rows(self, start: int, stop: int) -> GptqReport:
         """The report for a range of rows."""
-        return GptqReport(self.damping, self.dead_columns, self.error[start:stop], self.energy[start:stop])
+        return GptqReport(
+            self.damping, self.dead_columns, self.error[start:stop], self.energy[start:stop]
+        )
 
     def where(self, rows: Tensor, other: GptqReport) -> GptqReport:
-        """Return the rows where a mask [O] is true, and another report's rows of the same layer elsewhere."""
+        """Return the rows where a mask [O] is true, and another report's rows of the same layer
+        elsewhere.
+        """
         error = torch.where(rows, self.error, other.error)
         energy = torch.where(rows, self.energy, other.energy)
         return GptqReport(self.damping, self.dead_columns, error, energy)
@@ -94,8 +100,9 @@ class Damped:
 
     @classmethod
     def of_(cls, hessian: Tensor, min_damping: float = DAMPING) -> Damped:
-        """Damp a Hessian [I, I] in place. NaN or Inf in it is a `NonFiniteError`; if adding the whole mean diagonal is
-        not enough, a `SingularError` is raised."""
+        """Damp a Hessian [I, I] in place. NaN or Inf in it is a `NonFiniteError`; if adding the
+        whole mean diagonal is not enough, a `SingularError` is raised.
+        """
         if not torch.isfinite(hessian).all():
             raise NonFiniteError("the Hessian holds NaN or Inf")
         stored = hessian.diagonal()
@@ -110,15 +117,17 @@ class Damped:
             if factor is not None:
                 return cls(hessian, diagonal, damping, int(dead.sum()), order, factor)
             if damping >= _MAX_DAMPING:
-                raise SingularError(f"the Hessian stays singular with {damping:g} of its mean diagonal added")
+                raise SingularError(
+                    f"the Hessian stays singular with {damping:g} of its mean diagonal added"
+                )
             damping = min(10 * damping, _MAX_DAMPING)
 
     def divide(self, right: Tensor) -> Tensor:
         """``right @ matrix^-1``, [N, I] float32.
 
-        With ``right = weight @ (X_float - X).T @ X``, for the inputs X of this Hessian, which the layer will get, and
-        X_float of the unquantized model, it is the change of the weights [O, I] that brings the outputs closest to
-        those of the unquantized model.
+        With ``right = weight @ (X_float - X).T @ X``, for the inputs X of this Hessian, which the
+        layer will get, and X_float of the unquantized model, it is the change of the weights [O, I]
+        that brings the outputs closest to those of the unquantized model.
         """
         inputs = self.order.flip(0)
         found = torch.empty_like(right)
@@ -127,9 +136,16 @@ class Damped:
 
 
 def solve(
-    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels = TORCH, start: QuantTensor | None = None, outputs: OutputFactor | None = None,
-) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
+    weight: Tensor,
+    hessian: Damped,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    *,
+    target: Tensor | None = None,
+    kernels: ColumnKernels = TORCH,
+    start: QuantTensor | None = None,
+    outputs: OutputFactor | None = None,
+) -> tuple[QuantTensor, GptqReport]:
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
     Args:
@@ -140,8 +156,8 @@ def solve(
         target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.
         kernels: for the device.
         start: the weight rounded to nearest, for schemes in small floats: its scales are kept.
-        outputs: how errors of different outputs add up, for schemes whose scales are floats; see `two_sided`. If
-            that is not known, all outputs count alike. Not changed.
+        outputs: how errors of different outputs add up, for schemes whose scales are floats; see
+            `two_sided`. If that is not known, all outputs count alike. Not changed.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -159,7 +175,11 @@ def solve(
     for number, (first, last) in enumerate(pairwise(bounds)):
         wanted = (weight if target is None else target)[first:last].float().t().contiguous()
         if outputs is not None:
-            parts.append(_solve_two_sided(wanted, hessian, outputs.blocks[number], scheme, scale_dtype, kernels))
+            parts.append(
+                _solve_two_sided(
+                    wanted, hessian, outputs.blocks[number], scheme, scale_dtype, kernels
+                )
+            )
         elif start is not None:
             parts.append(_solve_small_floats(wanted, hessian, start.rows(first, last)))
         elif scheme.scales is Scales.FLOATS:
@@ -167,11 +187,17 @@ def solve(
         else:
             parts.append(_solve_blocks(wanted, hessian, scheme, kernels))
     weights, errors, energies = zip(*parts, strict=True)
-    return concatenated(weights), GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
+    return concatenated(weights), GptqReport(
+        hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies)
+    )
 
 
 def _solve_rows(
-    wanted: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels
+    wanted: Tensor,
+    hessian: Damped,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """Solve some rows of a layer, for targets [I, O]: the weight, error and energy of each row."""
     scale, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
@@ -195,9 +221,13 @@ def _solve_rows(
 
 
 def _solve_two_sided(
-    wanted: Tensor, hessian: Damped, outputs: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype,
+    wanted: Tensor,
+    hessian: Damped,
+    outputs: Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
     kernels: ColumnKernels,
-) -> tuple[QuantTensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for rows that know how their outputs add up, by the factor [O, O] of these."""
     found, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
     damped = Damped.of_(outputs.clone(), OUTPUT_DAMPING)
@@ -208,17 +238,27 @@ def _solve_two_sided(
     return _stored(codes, scale, zero, scheme, grid.size), error, energy
 
 
-def _stored(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int) -> QuantTensor:
-    """The weight [O, I] of codes [I, O] less their zero points, with scales and zero points [G, O]."""
+def _stored(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int
+) -> QuantTensor:
+    """The weight [O, I] of codes [I, O] less their zero points, with scales and zero points [G,
+    O].
+    """
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
-    return QuantTensor(unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme)
+    return QuantTensor(
+        unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme
+    )
 
 
-def _solve_small_floats(wanted: Tensor, hessian: Damped, start: QuantTensor) -> tuple[QuantTensor, Tensor, Tensor]:
+def _solve_small_floats(
+    wanted: Tensor, hessian: Damped, start: QuantTensor
+) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for small floats, on the scales of `start`, by torch alone."""
     kind, steps = start.scheme.codes, start.steps.t().contiguous()
-    grid = Grid(torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(wanted) // len(steps))
+    grid = Grid(
+        torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(wanted) // len(steps)
+    )
     kernels = small_float_kernels(kind)
     values, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
     values, _ = descend(wanted, values, hessian.matrix, grid, hessian.order, kernels)
@@ -227,10 +267,14 @@ def _solve_small_floats(wanted: Tensor, hessian: Damped, start: QuantTensor) -> 
 
 
 def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
-    """The squared error of the outputs of each row, and the squared outputs, for weights [I, O] less their targets."""
+    """The squared error of the outputs of each row, and the squared outputs, for weights [I, O]
+    less their targets.
+    """
     added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
     error, energy = (
-        (times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()).clamp_(min=0)
+        (
+            times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()
+        ).clamp_(min=0)
         for one in (missing, wanted)
     )
     return error, energy
@@ -239,7 +283,10 @@ def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, T
 def _solve_blocks(
     wanted: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """`_solve_rows` for blocks of GGUF. The float16 scales are fitted to the codes; their integers stay."""
+    """`_solve_rows` for blocks of GGUF.
+
+    The float16 scales are fitted to the codes; their integers stay.
+    """
     scales = search_blocks(wanted, hessian.diagonal, scheme, kernels.search_scales)
     grid = Grid.of_blocks(scales, scheme, len(wanted))
     codes, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
@@ -261,15 +308,17 @@ def _solve_blocks(
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
-    """The upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in reverse order; None if it
-    is not positive definite."""
+    """The upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in
+    reverse order; None if it is not positive definite.
+    """
     inputs = order.flip(0)
     return cholesky(hessian[inputs.unsqueeze(1), inputs])
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """The upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not positive definite. The matrix
-    is overwritten; only its upper triangle is read."""
+    """The upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not positive
+    definite. The matrix is overwritten; only its upper triangle is read.
+    """
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
         return None if info else factor
@@ -277,7 +326,9 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     for start in range(0, size, BLOCK_SIZE):
         stop = min(start + BLOCK_SIZE, size)
         if start:
-            matrix[start:stop, start:].sub_(times(matrix[:start, start:stop].t(), matrix[:start, start:]))
+            matrix[start:stop, start:].sub_(
+                times(matrix[:start, start:stop].t(), matrix[:start, start:])
+            )
         corner, info = torch.linalg.cholesky_ex(matrix[start:stop, start:stop], upper=True)
         if info:
             return None
@@ -292,12 +343,18 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
     """The X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor [N, N]."""
     found = right.clone()
-    blocks = [(start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)]
+    blocks = [
+        (start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)
+    ]
     identity = torch.eye(BLOCK_SIZE, dtype=factor.dtype, device=factor.device)
     inverses = []  # of the blocks on the diagonal, so that all other steps are products
     for start, stop in blocks:
         corner = factor[start:stop, start:stop]
-        inverses.append(torch.linalg.solve_triangular(corner, identity[: len(corner), : len(corner)], upper=True))
+        inverses.append(
+            torch.linalg.solve_triangular(
+                corner, identity[: len(corner), : len(corner)], upper=True
+            )
+        )
     for (start, stop), inverse in zip(blocks, inverses, strict=True):
         if start:
             found[start:stop].sub_(times(factor[:start, start:stop].t(), found[:start]))

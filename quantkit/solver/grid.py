@@ -1,6 +1,7 @@
 """Scales and zero points by search: for each group, the step with the smallest weighted error.
 
-Also how much the solver processes at a time: on a CPU as much as its caches hold, on a GPU as much as its memory.
+Also how much the solver processes at a time: on a CPU as much as its caches hold, on a GPU as much
+as its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from quantkit.tensors.scheme import QuantScheme
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
-_LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
+_LESS = (
+    1 - 1e-6
+)  # steps of both signs often have equal losses except for rounding: the first is kept
 MIN_TILE_ROWS = 16
 ENDLESS = 1e30
 """A step with which all codes are zero."""
@@ -31,7 +34,9 @@ _SEARCHED = 1 << 15  # weights; torch computes on as few in one thread
 
 
 def weights_at_once(device: torch.device) -> int:
-    """Weights of a layer that are solved together; on a GPU they depend on its total memory, so that runs are equal."""
+    """Weights of a layer that are solved together; on a GPU they depend on its total memory, so
+    that runs are equal.
+    """
     if device.type != "cuda":
         return WEIGHTS_AT_ONCE
     fitting = torch.cuda.get_device_properties(device).total_memory // _GPU_BYTES
@@ -39,7 +44,9 @@ def weights_at_once(device: torch.device) -> int:
 
 
 def max_divided_elements(device: torch.device) -> int:
-    """Elements that are divided by a Hessian together; its factor is read twice for each portion."""
+    """Elements that are divided by a Hessian together; its factor is read twice for each
+    portion.
+    """
     return weights_at_once(device) // 2 if device.type == "cuda" else _DIVIDED_AT_ONCE
 
 
@@ -55,7 +62,9 @@ def searched_weights(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """Scales [G, O], zero points and minima [G, O] or None, all float32, of groups of `size` columns."""
+    """Scales [G, O], zero points and minima [G, O] or None, all float32, of groups of `size`
+    columns.
+    """
 
     scale: Tensor
     zero: Tensor | None
@@ -66,11 +75,16 @@ class Grid:
     @classmethod
     def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
         """The grid of stored scales and zero points."""
-        return cls(scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0])
+        return cls(
+            scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0]
+        )
 
     @classmethod
     def of_blocks(cls, scales: BlockScales, scheme: QuantScheme, columns: int) -> Grid:
-        """The grid of scales [O, G] as blocks of GGUF hold them. A step of zero is so long that all codes are zero."""
+        """The grid of scales [O, G] as blocks of GGUF hold them.
+
+        A step of zero is so long that all codes are zero.
+        """
         steps, offsets = scales.steps.t(), scales.offsets
         steps = torch.where(steps == 0, ENDLESS, steps).contiguous()
         minimum = None if offsets is None else offsets.t().contiguous()
@@ -80,15 +94,26 @@ class Grid:
     def values(self, codes: Tensor) -> Tensor:
         """The weights [I, O] of codes less their zero points."""
         grouped = codes.view(self.scale.shape[0], self.size, -1) * self.scale.unsqueeze(1)
-        return (grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))).view_as(codes)
+        return (
+            grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))
+        ).view_as(codes)
 
     def shifted(self, target: Tensor) -> Tensor:
         """Weights [I, O] plus their groups' minima: what codes times scales are to approximate."""
-        return target if self.minimum is None else target + self.minimum.repeat_interleave(self.size, 0)
+        return (
+            target
+            if self.minimum is None
+            else target + self.minimum.repeat_interleave(self.size, 0)
+        )
 
 
 def search_scales(
-    weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, signed: bool = True
+    weight: Tensor,
+    importance: Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    *,
+    signed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each group that minimize ``sum(importance * error ** 2)``.
 
@@ -127,13 +152,16 @@ def search_scales(
     height = max(1, max_weights // (size * width))
     tiles = [
         (slice(first, first + height), slice(start, start + width))
-        for first in range(0, groups, height) for start in range(0, rows, width)
-    ]  # fmt: skip
+        for first in range(0, groups, height)
+        for start in range(0, rows, width)
+    ]
     if weight.device.type == "cpu":
         count = torch.get_num_threads()
         try:
             # Otherwise each of the threads would start as many torch threads.
-            with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            with ThreadPoolExecutor(
+                count, initializer=torch.set_num_threads, initargs=(1,)
+            ) as threads:
                 list(threads.map(search, tiles))
         finally:
             torch.set_num_threads(count)
@@ -152,12 +180,22 @@ class _Search:
     """The search over one tile [G, size, O], small enough to stay in a core's cache."""
 
     def __init__(
-        self, grouped: Tensor, weights: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, signed: bool
+        self,
+        grouped: Tensor,
+        weights: Tensor,
+        scheme: QuantScheme,
+        scale_dtype: torch.dtype,
+        *,
+        signed: bool,
     ) -> None:
         self._grouped, self._weights, self._scheme = grouped, weights, scheme
         self._top = scheme.levels - 1
         self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
-        span = torch.maximum(-self._low, high) / (self._top / 2) if scheme.symmetric else (high - self._low) / self._top
+        span = (
+            torch.maximum(-self._low, high) / (self._top / 2)
+            if scheme.symmetric
+            else (high - self._low) / self._top
+        )
         self._span = span
         self._loss = torch.full_like(span, torch.inf)
         self._codes = torch.empty_like(grouped)

@@ -9,7 +9,9 @@ from quantkit.solver.grid import refit_bytes
 from quantkit.tensors.products import times
 
 
-def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def refit_scales(
+    gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The scales [G, O] that fit given codes best, by least squares over an output's groups.
 
     A group whose fitted scale is not finite or changes sign keeps its old one.
@@ -21,12 +23,16 @@ def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor
         scale: [G, O] the scales so far, in the dtype they are stored in.
 
     Returns:
-        The scales; by how much the squared output error of each row is less, [O]; and by how much the squared outputs
-        of the target are more than that was, [O].
+        The scales; by how much the squared output error of each row is less, [O]; and by how much
+        the squared outputs of the target are more than that was, [O].
     """
     groups, rows = scale.shape
     size = codes.shape[0] // groups
-    found, gain, explained = torch.empty_like(scale), scale.new_empty(rows).float(), scale.new_empty(rows).float()
+    found, gain, explained = (
+        torch.empty_like(scale),
+        scale.new_empty(rows).float(),
+        scale.new_empty(rows).float(),
+    )
     step = max(1, refit_bytes(codes.device) // (4 * groups * (groups + 3 * size)))
     for start in range(0, rows, step):
         part = codes[:, start : start + step].contiguous()
@@ -45,9 +51,16 @@ def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor
         diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + 1e-20
         here = slice(start, start + step)
         stored = scale[:, here]
-        # By Cholesky: torch 2.13's LU of a batch on two threads fails for 172 groups and more (its MKL's SLASWP).
+        # By Cholesky: torch 2.13's LU of a batch on two threads fails for 172 groups and more (its
+        # MKL's SLASWP).
         factor, failed = torch.linalg.cholesky_ex(system)
-        fitted = torch.cholesky_solve(right.t().unsqueeze(-1), factor).squeeze(-1).t().add_(stored).to(scale.dtype)
+        fitted = (
+            torch.cholesky_solve(right.t().unsqueeze(-1), factor)
+            .squeeze(-1)
+            .t()
+            .add_(stored)
+            .to(scale.dtype)
+        )
         usable = torch.isfinite(fitted) & (fitted * stored.sign() > 0) & (failed == 0)
         found[:, here] = torch.where(usable, fitted, stored)
         before, change = stored.float(), found[:, here].float() - stored.float()
@@ -57,6 +70,8 @@ def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor
 
 
 def _twice_less_square(change: Tensor, right: Tensor, system: Tensor) -> Tensor:
-    """``2 * change @ right - change @ system @ change`` for each of N, with [G, N], [G, N] and [N, G, G]."""
+    """``2 * change @ right - change @ system @ change`` for each of N, with [G, N], [G, N] and
+    [N, G, G].
+    """
     products = torch.bmm(system, change.t().unsqueeze(-1)).squeeze(-1).t()
     return (change * (2 * right - products)).sum(0)

@@ -1,4 +1,6 @@
-"""Rounding to nearest on searched scales: for each group the scale with the smallest squared error of its outputs."""
+"""Rounding to nearest on searched scales: for each group the scale with the smallest squared
+error of its outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,39 @@ from quantkit.tensors.qtensor import (
     quantize_rtn,
     row_chunks,
     spanning_scales,
-)  # fmt: skip
+)
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 Importance = Mapping[str, Tensor]
-"""How much the errors of each input's weights count, [I], by name of the linear; see `round_to_nearest`."""
+"""How much the errors of each input's weights count, [I], by name of the linear; see
+`round_to_nearest`.
+"""
 
 SEARCHED_ELEMENTS = 1 << 24
 """Elements of a weight that are copied in float32 at a time."""
 
 
 def round_to_nearest(
-    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: Callable[[torch.device], ColumnKernels],
-    importance: Tensor | None = None, outer: Tensor | None = None,
-) -> tuple[QuantTensor, str]:  # fmt: skip
+    weight: Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    kernels_of: Callable[[torch.device], ColumnKernels],
+    importance: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> tuple[QuantTensor, str]:
     """A rounded weight, and what manifests call its solver.
 
-    int8 is rounded on scales that span its groups, fewer bits on searched ones: with 256 levels, a search gains little.
+    int8 is rounded on scales that span its groups, fewer bits on searched ones: with 256 levels, a
+    search gains little.
 
     Args:
         weight: [O, I], any float dtype, finite.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
-        kernels_of: returns the kernels of a device; not called for int8, since they may have to be compiled.
-        importance: [I] float32, positive: how much the errors of an input's weights count; None is all the same.
+        kernels_of: returns the kernels of a device; not called for int8, since they may have to be
+            compiled.
+        importance: [I] float32, positive: how much the errors of an input's weights count; None is
+            all the same.
         outer: float32 [1] of NVFP4, see `quantize_rtn`.
     """
     solver = Solver.SEARCHED if importance is None else Solver.WEIGHTED
@@ -59,19 +70,28 @@ def round_to_nearest(
 
 
 def quantize_searched(
-    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels = TORCH,
+    weight: Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    kernels: ColumnKernels = TORCH,
     importance: Tensor | None = None,
-) -> QuantTensor:  # fmt: skip
-    """Round each weight to the nearest code of the scale with which its group has the smallest squared error.
+) -> QuantTensor:
+    """Round each weight to the nearest code of the scale with which its group has the smallest
+    squared error.
 
-    The scales are searched as for GPTQ, so symmetric ones may be negative. Then each is replaced by the scale that fits
-    its group's codes best, if the codes nearest to that have a smaller error. No group has a larger error, weighted by
-    importance, than by `quantize_rtn`, which finds the scales of groups whose squares overflow. `kernels` are those of
-    the weight's device; the other arguments are as in `round_to_nearest`.
+    The scales are searched as for GPTQ, so symmetric ones may be negative. Then each is replaced by
+    the scale that fits its group's codes best, if the codes nearest to that have a smaller error.
+    No group has a larger error, weighted by importance, than by `quantize_rtn`, which finds the
+    scales of groups whose squares overflow. `kernels` are those of the weight's device; the other
+    arguments are as in `round_to_nearest`.
     """
     rows, columns = weight.shape
     groups = scheme.groups(columns)
-    importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
+    importance = (
+        torch.ones(columns, device=weight.device)
+        if importance is None
+        else importance.to(weight.device)
+    )
     weights = importance.view(groups, -1)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
@@ -100,8 +120,15 @@ def quantize_searched(
 def _searched_blocks(
     weight: Tensor, scheme: QuantScheme, kernels: ColumnKernels, importance: Tensor | None
 ) -> QuantTensor:
-    """`quantize_searched` for blocks of GGUF. A row has the scales that span its groups where these are better."""
-    weights = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(weight.device)
+    """`quantize_searched` for blocks of GGUF.
+
+    A row has the scales that span its groups where these are better.
+    """
+    weights = (
+        torch.ones(weight.shape[1], device=weight.device)
+        if importance is None
+        else importance.to(weight.device)
+    )
     parts = []
     for start, stop in row_chunks(weight.shape[0], weight.shape[1], SEARCHED_ELEMENTS // 4):
         rows = weight[start:stop].float()
@@ -109,7 +136,9 @@ def _searched_blocks(
         grouped = rows.view(len(rows), scheme.groups(rows.shape[1]), -1)
         found = QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
         spanning = quantize_rtn(rows, scheme, torch.float16)
-        losses = ((one.dequantize() - rows).square_().mul_(weights).sum(1) for one in (found, spanning))
+        losses = (
+            (one.dequantize() - rows).square_().mul_(weights).sum(1) for one in (found, spanning)
+        )
         parts.append(found.where(torch.le(*losses), spanning))
     return concatenated(parts)
 
@@ -117,10 +146,11 @@ def _searched_blocks(
 def _fitted(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
-    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero points [O, G, S];
-    `weights` [G, S] are those of squared errors.
+    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero
+    points [O, G, S]; `weights` [G, S] are those of squared errors.
 
-    A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find it.
+    A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find
+    it.
     """
     spanning = spanning_scales(grouped, scheme, scale.dtype)
     scale = torch.where(spanning.isfinite(), scale, spanning)

@@ -1,13 +1,16 @@
-"""GPTQ with feedback in two directions: from input to input within a row, and from each row to those solved later.
+"""GPTQ with feedback in two directions: from input to input within a row, and from each row to
+those solved later.
 
-The loss is ``tr(G E H E^T)`` for errors E [O, I] of the weights, the Hessian H [I, I] of the inputs, and a factor G
-[O, O] of the outputs: the mean of ``g g^T``, where g are the gradients of what the model predicts. In it, errors of
-several outputs cancel out where the model adds these up. YAQA (2505.22988), whose first estimate of G this is.
+The loss is ``tr(G E H E^T)`` for errors E [O, I] of the weights, the Hessian H [I, I] of the
+inputs, and a factor G [O, O] of the outputs: the mean of ``g g^T``, where g are the gradients of
+what the model predicts. In it, errors of several outputs cancel out where the model adds these up.
+YAQA (2505.22988), whose first estimate of G this is.
 
-The Cholesky factors of both matrices give what the rows that are still to be solved should make up for. Rows are solved
-in blocks, the ones with the largest gradients first, and a block's rows do not see each other's errors. Then each block
-gets scales and codes for what is best given all other rows, which is a sweep of descent from block to block. A block
-makes up for the others' errors as a whole: if each of its rows did so alone, they would do it several times over.
+The Cholesky factors of both matrices give what the rows that are still to be solved should make up
+for. Rows are solved in blocks, the ones with the largest gradients first, and a block's rows do not
+see each other's errors. Then each block gets scales and codes for what is best given all other
+rows, which is a sweep of descent from block to block. A block makes up for the others' errors as a
+whole: if each of its rows did so alone, they would do it several times over.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class OutputFactor:
     """The factor G of a layer's outputs, whose rows belong together block by block.
 
     Attributes:
-        blocks: of consecutive outputs, each symmetric, [N, N] float32; between two blocks G is zero.
+        blocks: of consecutive outputs, each symmetric, [N, N] float32; between two blocks G is
+            zero.
     """
 
     blocks: tuple[Tensor, ...]
@@ -81,9 +85,14 @@ class OutputFactor:
 
 
 def solve_two_sided(
-    target: Tensor, hessian: Factored, outputs: Factored, scale: Tensor, zero: Tensor | None, scheme: QuantScheme,
+    target: Tensor,
+    hessian: Factored,
+    outputs: Factored,
+    scale: Tensor,
+    zero: Tensor | None,
+    scheme: QuantScheme,
     kernels: ColumnKernels,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of a layer, for groups whose scales have been searched.
 
     Args:
@@ -93,7 +102,8 @@ def solve_two_sided(
         scale, zero: [G, O] of groups, as stored.
 
     Returns:
-        Codes less their zero points, float32 [I, O], and the scales, which are fitted to them, [G, O].
+        Codes less their zero points, float32 [I, O], and the scales, which are fitted to them, [G,
+        O].
     """
     rows = outputs.order.flip(0)  # the first to solve is the last, as in the factor
     wanted, scale, zero = target[:, rows], scale[:, rows], None if zero is None else zero[:, rows]
@@ -113,7 +123,7 @@ def solve_two_sided(
         if done.start < done.stop:
             ratios = torch.linalg.solve_triangular(
                 outputs.factor[here, here], outputs.factor[here, done], upper=True
-            )  # fmt: skip
+            )
             aim += times(errors[:, done], ratios.t())
         found, _ = solve_codes(aim, hessian.factor, grid, hessian.order, kernels)
         keep(here, found, grid)
@@ -124,7 +134,9 @@ def solve_two_sided(
         missing, found = times(errors, coupled), codes[:, here].contiguous()
         aim = grid_of(here).values(found).add_(missing)
         gradient = times(hessian.matrix, missing)
-        scale[:, here], _, _ = refit_scales(gradient, found, hessian.matrix, scale[:, here].contiguous())
+        scale[:, here], _, _ = refit_scales(
+            gradient, found, hessian.matrix, scale[:, here].contiguous()
+        )
         grid = grid_of(here)
         found, _ = descend(aim, found, hessian.matrix, grid, hessian.order, kernels, ordered)
         keep(here, found, grid)

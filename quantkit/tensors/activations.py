@@ -1,7 +1,8 @@
-"""What runtimes do to the inputs of quantized linears: which types they round them to, by scheme, and how.
+"""What runtimes do to the inputs of quantized linears: which types they round them to, by scheme,
+and how.
 
-Sources: vLLM 0.32's `CompressedTensorsConfig`, which maps schemes and types to kernels; its kernels round each token's
-inputs to the type's largest value.
+Sources: vLLM 0.32's `CompressedTensorsConfig`, which maps schemes and types to kernels; its kernels
+round each token's inputs to the type's largest value.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Activations(StrEnum):
         """Those with which runtimes multiply a scheme, its default first."""
         none, int8, fp8 = Activations
         if scheme.of_small_floats:
-            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8)}.get(scheme, (none,))
+            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8)}.get(
+                scheme, (none,)
+            )
         if scheme == QuantScheme(8, None):
             return none, int8
         if scheme.bits == 8 or scheme.group_size is None or not scheme.symmetric:

@@ -1,4 +1,5 @@
-"""The scales and minima of GGUF's blocks: float16 numbers for each group, or integers with a float16 for 256 weights.
+"""The scales and minima of GGUF's blocks: float16 numbers for each group, or integers with a
+float16 for 256 weights.
 
 Sources: ggml's block_q4_1, block_q5_0, block_q5_1 and block_q3_K to block_q6_K.
 """
@@ -16,16 +17,19 @@ from quantkit.tensors.scheme import SUPER_BLOCK, QuantScheme, Scales
 _MINIMA = 63
 """The largest integer for a minimum, and for a scale of groups that have one."""
 _SIGNED = {3: 32, 6: 128}
-"""By bits of symmetric codes, minus the smallest integer for a scale; the largest is one less than this."""
+"""By bits of symmetric codes, minus the smallest integer for a scale; the largest is one less
+than this.
+"""
 
 
 @dataclass(frozen=True)
 class BlockScales:
-    """The scales of groups: ``w = outer * scale * code - outer_minimum * minimum``, codes of symmetric schemes less
-    ``2 ** (bits - 1)``.
+    """The scales of groups: ``w = outer * scale * code - outer_minimum * minimum``, codes of
+    symmetric schemes less ``2 ** (bits - 1)``.
 
     Attributes:
-        scale, minimum: [O, G] float16; no minimum for symmetric schemes. Integers if there are outer ones.
+        scale, minimum: [O, G] float16; no minimum for symmetric schemes. Integers if there are
+            outer ones.
         outer, outer_minimum: [O, S] float16, one for 256 weights; None for blocks without.
     """
 
@@ -46,12 +50,16 @@ class BlockScales:
         if offsets is None:
             limit = _SIGNED[scheme.bits]
             grouped = _by_block(steps, count)
-            outer = (grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1) / -limit).half()
+            outer = (
+                grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1) / -limit
+            ).half()
             return cls(_integers(steps, outer, -limit, limit - 1), None, outer, None)
         outer = (_by_block(steps, count).amax(-1) / _MINIMA).half()
         outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / _MINIMA).half()
         scale = _integers(steps, outer, 0, _MINIMA)
-        scale = torch.where((steps > 0) & (outer.repeat_interleave(count, 1) > 0), scale.clamp(min=1), scale)
+        scale = torch.where(
+            (steps > 0) & (outer.repeat_interleave(count, 1) > 0), scale.clamp(min=1), scale
+        )
         return cls(scale, _integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:

@@ -43,12 +43,15 @@ class CachedRows(NamedTuple):
 def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
     """Floats [B, K, T, Dh] as a cache of a type stores them.
 
-    In int8 a row's scale is its largest absolute value over 127, or NaN where a value is not finite.
+    In int8 a row's scale is its largest absolute value over 127, or NaN where a value is not
+    finite.
     """
     if dtype != torch.int8:
         return CachedRows(floats.to(dtype))
     wide = floats.float()
     scales = wide.abs().amax(-1) / _MAX_CODE
-    divisors = scales.masked_fill((scales > 0).logical_not(), 1)  # `where` would copy its number to a GPU
+    divisors = scales.masked_fill(
+        (scales > 0).logical_not(), 1
+    )  # `where` would copy its number to a GPU
     codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
     return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))

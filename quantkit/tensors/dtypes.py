@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class DType(StrEnum):
-    """The type of a tensor's elements, by torch's name for it, which is also config.json's. `itemsize` is the bytes of
-    an element, or of the several that share one."""
+    """The type of a tensor's elements, by torch's name for it, which is also config.json's.
+    `itemsize` is the bytes of an element, or of the several that share one.
+    """
 
     itemsize: int
 
@@ -26,11 +27,24 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16", 2
     FLOAT64 = "float64", 8
     FLOAT8_E4M3FN, FLOAT8_E4M3FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
-    FLOAT8_E5M2, FLOAT8_E5M2FNUZ, FLOAT8_E8M0FNU = "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"
+    FLOAT8_E5M2, FLOAT8_E5M2FNUZ, FLOAT8_E8M0FNU = (
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
     FLOAT4_E2M1FN_X2 = "float4_e2m1fn_x2"
     BOOL = "bool"
     INT64, INT32, INT16 = ("int64", 8), ("int32", 4), ("int16", 2)
-    INT8, INT7, INT6, INT5, INT4, INT3, INT2, INT1 = "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1"
+    INT8, INT7, INT6, INT5, INT4, INT3, INT2, INT1 = (
+        "int8",
+        "int7",
+        "int6",
+        "int5",
+        "int4",
+        "int3",
+        "int2",
+        "int1",
+    )
     UINT64, UINT32, UINT16 = ("uint64", 8), ("uint32", 4), ("uint16", 2)
     UINT8, UINT7, UINT6, UINT5 = "uint8", "uint7", "uint6", "uint5"
     UINT4, UINT3, UINT2, UINT1 = "uint4", "uint3", "uint2", "uint1"
@@ -67,7 +81,9 @@ FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 """What models are kept in and compute in."""
 
 STORED_FLOATS = (*FLOATS, DType.FLOAT64)
-"""What floats are stored in: merge tools and numpy write float64, which is read as the model's dtype."""
+"""What floats are stored in: merge tools and numpy write float64, which is read as the model's
+dtype.
+"""
 
 SHORT_NAMES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 FLOAT_NAMES = SHORT_NAMES | {dtype.value: dtype for dtype in reversed(FLOATS)}
@@ -76,7 +92,8 @@ FloatName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 
 def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
-    """A model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's own; None stays None.
+    """A model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's own;
+    None stays None.
 
     Raises:
         RequestError: for anything else.
@@ -85,5 +102,7 @@ def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
         return None
     found = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if found is None:
-        raise RequestError("unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES))
+        raise RequestError(
+            "unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES)
+        )
     return found

@@ -15,12 +15,18 @@ _OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all th
 
 
 def checked_cast(
-    tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool, hint: str = _HINT
+    tensor: Tensor,
+    dtype: torch.dtype,
+    name: str,
+    path: Path,
+    allow_nonfinite: bool,
+    hint: str = _HINT,
 ) -> Tensor:
     """The tensor in another float type, unless values are or become NaN or Inf, or all become zero.
 
     Raises:
-        NonFiniteError: naming the tensor and the count; also if all values become zero, and some were not.
+        NonFiniteError: naming the tensor and the count; also if all values become zero, and some
+            were not.
     """
     result = tensor if tensor.dtype == dtype else tensor.to(dtype)
     if allow_nonfinite:
@@ -28,13 +34,21 @@ def checked_cast(
     if all_finite(result):
         if dtype == torch.float16 and tensor.dtype != dtype and not result.any() and tensor.any():
             raise NonFiniteError(
-                f"tensor '{name}' holds only values that {dtype} has as zero", path=path,
-                found=f"at most {tensor.abs().max().item():.3g}", hint='use `dtype="bf16"`',
-            )  # fmt: skip
+                f"tensor '{name}' holds only values that {dtype} has as zero",
+                path=path,
+                found=f"at most {tensor.abs().max().item():.3g}",
+                hint='use `dtype="bf16"`',
+            )
         return result
     before, after = _count_nonfinite(tensor), _count_nonfinite(result)
-    what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
-    raise NonFiniteError(f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}", hint=hint)
+    what = (
+        f"{before} values that are NaN or Inf"
+        if before
+        else f"{after} values that overflow {dtype}"
+    )
+    raise NonFiniteError(
+        f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}", hint=hint
+    )
 
 
 def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
@@ -45,19 +59,30 @@ def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bo
     """
     if allow_nonfinite or all_finite(value.scale.float() * value.scheme.levels):
         return
-    count, total, what = _count_nonfinite(value.scale), value.scale.numel(), "scales that are NaN or Inf"
+    count, total, what = (
+        _count_nonfinite(value.scale),
+        value.scale.numel(),
+        "scales that are NaN or Inf",
+    )
     if not count:
         chunks = row_chunks(*value.shape)
-        count = sum(_count_nonfinite(value.rows(start, stop).dequantize()) for start, stop in chunks)
+        count = sum(
+            _count_nonfinite(value.rows(start, stop).dequantize()) for start, stop in chunks
+        )
         total, what = value.codes.numel(), "values that overflow float32: scales times codes"
     if count:
         raise NonFiniteError(
-            f"tensor '{name}' holds {count} {what}", path=path, found=f"{count} of {total}", hint=_OF_CODES
+            f"tensor '{name}' holds {count} {what}",
+            path=path,
+            found=f"{count} of {total}",
+            hint=_OF_CODES,
         )
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf; one pass, no temporaries but for types that torch does not compare."""
+    """Whether no value is NaN or Inf; one pass, no temporaries but for types that torch does not
+    compare.
+    """
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     if tensor.is_complex() or tensor.itemsize == 1:
@@ -77,11 +102,16 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
     return logits
 
 
-def nonfinite_logits(path: Path | None = None, dtype: torch.dtype = torch.float32) -> NonFiniteError:
+def nonfinite_logits(
+    path: Path | None = None, dtype: torch.dtype = torch.float32
+) -> NonFiniteError:
     """The error that `finite_logits` raises for logits of a float type."""
     hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
-        hint = 'some models, Gemma among them, have hidden states too large for float16: run it with `dtype="bf16"`'
+        hint = (
+            "some models, Gemma among them, have hidden states too large for float16: run it with"
+            ' `dtype="bf16"`'
+        )
     return NonFiniteError("the model's logits are NaN or Inf", path=path, hint=hint)
 
 

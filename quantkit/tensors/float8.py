@@ -1,4 +1,6 @@
-"""Rounding to float8_e4m3fn in float32 arithmetic, which compilers have for every device; its own casts, some lack."""
+"""Rounding to float8_e4m3fn in float32 arithmetic, which compilers have for every device; its
+own casts, some lack.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ _DROPPED = 20  # bits of float32's mantissa: e4m3 has three of 23
 
 
 def rounded_to_e4m3(x: Tensor) -> Tensor:
-    """Values, float32, rounded to the nearest of float8_e4m3fn, ties to even; those beyond its range to its largest,
-    Inf too. NaN stays NaN."""
+    """Values, float32, rounded to the nearest of float8_e4m3fn, ties to even; those beyond its
+    range to its largest, Inf too. NaN stays NaN.
+    """
     x = x.clamp(-E4M3_MAX, E4M3_MAX)
     bits = x.contiguous().view(torch.int32)
     half = (1 << (_DROPPED - 1)) - 1 + ((bits >> _DROPPED) & 1)

@@ -1,7 +1,8 @@
 """Codes that are small floats, e2m1 and e4m3, and the scales with which they span a weight.
 
-Rounding is to nearest, ties to even, as by torch's casts and compressed-tensors' `quantize`. Sources: OCP Microscaling
-Formats 1.0 for MXFP4; compressed-tensors' `generate_gparam` and `calculate_qparams` for NVFP4 and FP8.
+Rounding is to nearest, ties to even, as by torch's casts and compressed-tensors' `quantize`.
+Sources: OCP Microscaling Formats 1.0 for MXFP4; compressed-tensors' `generate_gparam` and
+`calculate_qparams` for NVFP4 and FP8.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: E4M3_MAX}
 MIN_EXPONENT, MAX_EXPONENT = -127, 125
 """Of MXFP4's powers of two: e8m0's smallest, and the largest with which 6 is a float32."""
 E4M3_SMALLEST, E4M3_LARGEST = 1, 126
-"""The bits of the smallest and of the largest positive e4m3; numbers between them rise with their bits."""
+"""The bits of the smallest and of the largest positive e4m3; numbers between them rise with
+their bits.
+"""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN_BIT = 3  # of e2m1
 _E2M1_EXPONENT = 2  # of its largest value
@@ -47,7 +50,9 @@ def encoded(numbers: Tensor, kind: Codes) -> Tensor:
     if kind is Codes.E4M3:
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
     size = numbers.abs()
-    index = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, size + 1)).to(torch.uint8)
+    index = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, size + 1)).to(
+        torch.uint8
+    )
     return index | (torch.signbit(numbers).to(torch.uint8) << _SIGN_BIT)
 
 
@@ -57,19 +62,23 @@ def nearest(weight: Tensor, steps: Tensor, kind: Codes) -> Tensor:
 
 
 def gaps(codes: Tensor, kind: Codes) -> Tensor:
-    """How far the value of a code is from that of a neighbour, float32, so that an error is at most half of it."""
+    """How far the value of a code is from that of a neighbour, float32, so that an error is at
+    most half of it.
+    """
     size = values(codes, kind).abs()
     if kind is Codes.E2M1:
         return torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     _, exponent = torch.frexp(size)
-    return torch.ldexp(torch.ones_like(size), torch.where(size == 0, -9, exponent - 4).clamp(min=-9))
+    return torch.ldexp(
+        torch.ones_like(size), torch.where(size == 0, -9, exponent - 4).clamp(min=-9)
+    )
 
 
 def spanning_scales(
     weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, outer: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scales [O, G] with which codes span the groups of a weight [O, I], and an outer scale [O, 1] if the scheme
-    has one; 1 where a group is all zeros or too small to scale.
+    """The scales [O, G] with which codes span the groups of a weight [O, I], and an outer scale [O,
+    1] if the scheme has one; 1 where a group is all zeros or too small to scale.
 
     Args:
         scale_dtype: of FP8's scales.
@@ -80,7 +89,12 @@ def spanning_scales(
     if scheme.scales is Scales.POWERS:
         return _powers(largest), None
     if scheme.scales is Scales.NESTED:
-        outer = (outer_scale(largest) if outer is None else outer).to(weight.device).expand(rows, 1).contiguous()
+        outer = (
+            (outer_scale(largest) if outer is None else outer)
+            .to(weight.device)
+            .expand(rows, 1)
+            .contiguous()
+        )
         return _float8(largest / LARGEST[Codes.E2M1] * outer, largest == 0), outer
     if scheme.scales is Scales.TILES:
         largest = _of_tiles(largest)
@@ -89,18 +103,24 @@ def spanning_scales(
 
 
 def outer_scale(weight: Tensor) -> Tensor:
-    """The float32 [1] that NVFP4's scales are divided by: it makes that of the largest weight the largest e4m3."""
+    """The float32 [1] that NVFP4's scales are divided by: it makes that of the largest weight
+    the largest e4m3.
+    """
     largest = weight.abs().amax().float()
     found: Tensor = LARGEST[Codes.E4M3] * LARGEST[Codes.E2M1] / largest
     return torch.where(largest > 0, found.clamp(max=_MAX_OUTER), torch.ones_like(found)).reshape(1)
 
 
 def neighbours(scale: Tensor, scheme: QuantScheme) -> list[Tensor]:
-    """Scales [O, G] near those that span the groups, for a search: the two next powers of two, or some e4m3 numbers."""
+    """Scales [O, G] near those that span the groups, for a search: the two next powers of two,
+    or some e4m3 numbers.
+    """
     if scheme.scales is Scales.POWERS:
         return [(scale * by).clamp(2.0**MIN_EXPONENT, 2.0**MAX_EXPONENT) for by in (2.0, 0.5)]
     bits = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
-    return [_of_bits(bits + by) for by in (-1, 1, -2, 2, -3, 3, -4, 4, 5)]  # at +4, 4 spans most groups instead of 6
+    return [
+        _of_bits(bits + by) for by in (-1, 1, -2, 2, -3, 3, -4, 4, 5)
+    ]  # at +4, 4 spans most groups instead of 6
 
 
 def _of_bits(bits: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""torch, and `qtensor` and `block_scales`, which need it: they are imported when one of their attributes is first read,
-since headers are read without them."""
+"""torch, and `qtensor` and `block_scales`, which need it: they are imported when one of their
+attributes is first read, since headers are read without them.
+"""
 
 from __future__ import annotations
 

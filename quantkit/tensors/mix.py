@@ -1,10 +1,23 @@
-"""The names of llama.cpp's mixes of types, such as Q4_K_M; `jobs.gguf_mix` knows which tensors get which."""
+"""The names of llama.cpp's mixes of types, such as Q4_K_M; `jobs.gguf_mix` knows which tensors
+get which.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.tensors.scheme import Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, QuantScheme
+from quantkit.tensors.scheme import (
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    QuantScheme,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ _SHORT = {name: MIXES[f"{name}_m"] for name in ("q3_k", "q4_k", "q5_k")}
 
 
 def mix_named(scheme: object) -> Mix | None:
-    """The mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp. None for anything else."""
+    """The mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
+
+    None for anything else.
+    """
     name = scheme.strip().lower() if isinstance(scheme, str) else ""
     return MIXES.get(name, _SHORT.get(name))

@@ -1,4 +1,6 @@
-"""Matrix products on a CPU: of float32 through oneDNN, and of bfloat16 where the processor multiplies it."""
+"""Matrix products on a CPU: of float32 through oneDNN, and of bfloat16 where the processor
+multiplies it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BFLOAT16_SETTING = "QUANTKIT_BF16"
-"""Environment variable that forbids bfloat16 on a CPU where it is 0, and requests it on a GPU where it is 1."""
+"""Environment variable that forbids bfloat16 on a CPU where it is 0, and requests it on a GPU
+where it is 1.
+"""
 
 MIN_MULTIPLICATIONS = 1 << 20  # multiplications; for fewer, the call itself takes the time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
-PRODUCT_ELEMENTS = 7 << 18  # of a product that is only added up: less than what the allocator maps anew each time
+PRODUCT_ELEMENTS = (
+    7 << 18
+)  # of a product that is only added up: less than what the allocator maps anew each time
 _STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
 
@@ -27,8 +33,8 @@ _CPU = torch.device("cpu")
 def times(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, [M, K] and [K, N] to [M, N].
 
-    torch leaves float32 to MKL, which is half as fast as oneDNN on processors of AMD, and faster on Intel's; both sum
-    in float32.
+    torch leaves float32 to MKL, which is half as fast as oneDNN on processors of AMD, and faster on
+    Intel's; both sum in float32.
     """
     of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= MIN_MULTIPLICATIONS
@@ -37,13 +43,16 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     rows, inner = a.shape
     if more := _missing(inner):
         a, b = F.pad(a, (0, more)), F.pad(b, (0, 0, 0, more))
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(_padded(a)), _dense(b).t(), None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        _dense(_padded(a)), _dense(b).t(), None, "none", [], ""
+    )
     return product[:rows]
 
 
 def add_square_(total: Tensor, columns: Tensor) -> None:
-    """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; of what lies below, only parts are
-    added."""
+    """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; of what lies below,
+    only parts are added.
+    """
     step = _strip(len(columns))
     width = max(step, PRODUCT_ELEMENTS // step)
     for start in range(0, len(columns), step):
@@ -66,8 +75,9 @@ def _strip(width: int) -> int:
 
 
 def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
-    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a GPU
-    does, and this is requested."""
+    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's
+    `ATEN_CPU_CAPABILITY` may); or a GPU does, and this is requested.
+    """
     setting = os.environ.get(BFLOAT16_SETTING)
     if device.type == "cuda":
         return setting == "1" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -75,7 +85,10 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    supported = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    supported = (
+        getattr(torch.cpu, name, None)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    )
     return any(ask is not None and ask() for ask in supported)
 
 
@@ -85,8 +98,9 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in float32, [..., I] and [O, I] to [..., O], with both factors and the result rounded to
-    bfloat16; the weight is bfloat16 already."""
+    """``x @ weight.T`` in float32, [..., I] and [O, I] to [..., O], with both factors and the
+    result rounded to bfloat16; the weight is bfloat16 already.
+    """
     rows = x.bfloat16().flatten(0, -2)
     passed = _padded(rows) if rows.device.type == "cpu" else rows
     return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
@@ -94,7 +108,9 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Products of float32 on a GPU without TF32, and sums of bfloat16 in float32, whatever the process has set."""
+    """Products of float32 on a GPU without TF32, and sums of bfloat16 in float32, whatever the
+    process has set.
+    """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
     matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
@@ -106,7 +122,9 @@ def exact_float32() -> Iterator[None]:
 
 @functools.cache
 def _is_faster_through_onednn() -> bool:
-    """Whether this is an x86 processor for which torch has nothing faster, and has oneDNN's operator."""
+    """Whether this is an x86 processor for which torch has nothing faster, and has oneDNN's
+    operator.
+    """
     x86 = platform.machine() in ("x86_64", "AMD64")
     faster = x86 and not (_is_intel() and torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
     return faster and _onednn_is_built_in() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -114,7 +132,9 @@ def _is_faster_through_onednn() -> bool:
 
 def _is_intel() -> bool:
     processors = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (processors.read_text() if processors.exists() else platform.processor())
+    return "GenuineIntel" in (
+        processors.read_text() if processors.exists() else platform.processor()
+    )
 
 
 def _onednn_is_built_in() -> bool:
@@ -128,8 +148,9 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _missing(size: int) -> int:
-    """By how much a size is made larger: oneDNN keeps a kernel for every shape that it meets, and experts are sent any
-    number of tokens. What the solver takes at a time is left as it is."""
+    """By how much a size is made larger: oneDNN keeps a kernel for every shape that it meets, and
+    experts are sent any number of tokens. What the solver takes at a time is left as it is.
+    """
     return -size % _WIDE_STEP if size % _STEP else 0
 
 
@@ -137,4 +158,6 @@ def _dense(matrix: Tensor) -> Tensor:
     """A matrix without gaps, for which alone oneDNN's linear is fast."""
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
-    return matrix.t().contiguous().t() if matrix.stride(0) == 1 else matrix.contiguous()  # in runs, as it lies
+    return (
+        matrix.t().contiguous().t() if matrix.stride(0) == 1 else matrix.contiguous()
+    )  # in runs, as it lies

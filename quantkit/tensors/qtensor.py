@@ -20,10 +20,14 @@ class Solver(StrEnum):
 
     ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
     SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
-    WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"  # the same, where inputs differ in size
+    # the same, where inputs differ in size
+    WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"
     CARRIED = "carried"  # codes are those of the source
-    SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
-    SCALES_TRAINED = "scales trained"  # codes and zero points are those of the source, see `quantkit.refine`
+    # codes and zero points are those of the source, scales are rounded to another type
+    SCALES_CAST = "scales cast"
+    SCALES_TRAINED = (
+        "scales trained"  # codes and zero points are those of the source, see `quantkit.refine`
+    )
     CODES_TRAINED = "scales and codes trained"
 
 
@@ -36,21 +40,21 @@ _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight matrix as codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``; in GGUF's blocks
-    ``w[o, i] = outer[o, s] * scale[o, g] * codes[o, i] - outer_minimum[o, s] * minimum[o, g]``; or as small floats:
-    ``w[o, i] = step[o, g] * value(codes[o, i])``, see `steps`.
+    """A weight matrix as codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``; in GGUF's
+    blocks ``w[o, i] = outer[o, s] * scale[o, g] * codes[o, i] - outer_minimum[o, s] * minimum[o,
+    g]``; or as small floats: ``w[o, i] = step[o, g] * value(codes[o, i])``, see `steps`.
 
     Attributes:
         codes: [O, I] uint8, each below ``2 ** bits``; small floats as their bits.
-        scale: [O, G] float16, bfloat16 or float32, as the file stores it, or an integer if there is an outer
-            one.
-        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)`` everywhere, and for
-            one with minima.
+        scale: [O, G] float16, bfloat16 or float32, as the file stores it, or an integer if there is
+            an outer one.
+        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)``
+            everywhere, and for one with minima.
         scheme: bits, group size and symmetry; G is ``scheme.groups(I)``.
         minimum: [O, G] like `scale`, for asymmetric schemes in blocks of GGUF; None for others.
-        outer, outer_minimum: [O, S] float16 scales of scales and of minima, for schemes with such; None for others. Of
-            NVFP4 `outer` is [O, 1] float32, equal in all rows, and scales are float16 here, which has all e4m3 numbers;
-            of MXFP4 they are float32.
+        outer, outer_minimum: [O, S] float16 scales of scales and of minima, for schemes with such;
+            None for others. Of NVFP4 `outer` is [O, 1] float32, equal in all rows, and scales are
+            float16 here, which has all e4m3 numbers; of MXFP4 they are float32.
 
     Raises:
         ValueError: if a shape or dtype contradicts the scheme.
@@ -66,35 +70,52 @@ class QuantTensor:
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
-            raise ValueError(f"codes must be uint8 [O, I], found {self.codes.dtype} {tuple(self.codes.shape)}")
+            raise ValueError(
+                f"codes must be uint8 [O, I], found {self.codes.dtype} {tuple(self.codes.shape)}"
+            )
         if self.scale.dtype not in _SCALE_DTYPES:
-            raise ValueError(f"scale must be float16, bfloat16 or float32, found {self.scale.dtype}")
+            raise ValueError(
+                f"scale must be float16, bfloat16 or float32, found {self.scale.dtype}"
+            )
         expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
         if tuple(self.scale.shape) != expected:
             raise ValueError(f"scale must be {expected}, found {tuple(self.scale.shape)}")
-        floats, nested = self.scheme.scales is Scales.FLOATS, self.scheme.scales is Scales.SUPER_BLOCKS
+        floats, nested = (
+            self.scheme.scales is Scales.FLOATS,
+            self.scheme.scales is Scales.SUPER_BLOCKS,
+        )
         asymmetric = not self.scheme.symmetric
         self._require("zero", self.zero, expected, torch.uint8, there=asymmetric and floats)
-        self._require("minimum", self.minimum, expected, self.scale.dtype, there=asymmetric and not floats)
+        self._require(
+            "minimum", self.minimum, expected, self.scale.dtype, there=asymmetric and not floats
+        )
         if self.scheme.of_small_floats:
             there = self.scheme.scales is Scales.NESTED
             self._require("outer", self.outer, (expected[0], 1), torch.float32, there=there)
             return
         outer = expected[0], self.codes.shape[1] // self.scheme.unit
         self._require("outer", self.outer, outer, torch.float16, there=nested)
-        self._require("outer_minimum", self.outer_minimum, outer, torch.float16, there=nested and asymmetric)
+        self._require(
+            "outer_minimum", self.outer_minimum, outer, torch.float16, there=nested and asymmetric
+        )
 
     @staticmethod
-    def _require(name: str, value: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, there: bool) -> None:
+    def _require(
+        name: str, value: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, there: bool
+    ) -> None:
         if (value is not None) != there:
             raise ValueError(f"{name} goes with a scheme that has it, and only with one")
         if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
-            raise ValueError(f"{name} must be {dtype} {shape}, found {value.dtype} {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} must be {dtype} {shape}, found {value.dtype} {tuple(value.shape)}"
+            )
 
     @classmethod
     def of_blocks(cls, codes: Tensor, scales: BlockScales, scheme: QuantScheme) -> QuantTensor:
         """A weight in blocks of GGUF."""
-        return cls(codes, scales.scale, None, scheme, scales.minimum, scales.outer, scales.outer_minimum)
+        return cls(
+            codes, scales.scale, None, scheme, scales.minimum, scales.outer, scales.outer_minimum
+        )
 
     @property
     def block_scales(self) -> BlockScales | None:
@@ -108,7 +129,9 @@ class QuantTensor:
         return self.codes.shape[0], self.codes.shape[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """The weight with its codes, scales, minima and zero points changed, which are [O, I], [O, G] and [O, S]."""
+        """The weight with its codes, scales, minima and zero points changed, which are [O, I],
+        [O, G] and [O, S].
+        """
         zero, blocks = None if self.zero is None else change(self.zero), self.block_scales
         if blocks is not None:
             return QuantTensor.of_blocks(change(self.codes), blocks.map(change), self.scheme)
@@ -124,7 +147,9 @@ class QuantTensor:
         return self.map(lambda tensor: tensor[index])
 
     def where(self, rows: Tensor, other: QuantTensor) -> QuantTensor:
-        """The rows where a mask [O] is true, of another weight elsewhere, which has the same scheme and shape."""
+        """The rows where a mask [O] is true, of another weight elsewhere, which has the same
+        scheme and shape.
+        """
         both = concatenated([self, other])
         index = torch.arange(len(rows), device=rows.device)
         return both.take(torch.where(rows, index, index + len(rows)))
@@ -146,7 +171,10 @@ class QuantTensor:
                 return values[:, start // size : stop // size]
 
             return QuantTensor.of_blocks(codes, blocks.map(part), scheme)
-        groups = torch.arange(start, stop, scheme.group_size, device=codes.device) // self.scheme.group_size
+        groups = (
+            torch.arange(start, stop, scheme.group_size, device=codes.device)
+            // self.scheme.group_size
+        )
         zero = None if self.zero is None else self.zero[:, groups]
         return QuantTensor(codes, self.scale[:, groups], zero, scheme, outer=self.outer)
 
@@ -156,8 +184,9 @@ class QuantTensor:
 
     @property
     def steps(self) -> Tensor:
-        """What codes less their zero points are multiplied with, [O, G] float32; of NVFP4 the scale over the outer one,
-        rounded to float32, as in compressed-tensors."""
+        """What codes less their zero points are multiplied with, [O, G] float32; of NVFP4 the scale
+        over the outer one, rounded to float32, as in compressed-tensors.
+        """
         if self.scheme.scales is Scales.NESTED and self.outer is not None:
             return self.scale.float() / self.outer
         return self.scale.float() if self.block_scales is None else self.block_scales.steps
@@ -171,7 +200,11 @@ class QuantTensor:
             return values.mul_(self.steps.unsqueeze(-1)).view(rows, columns)
         values = self.codes.view(rows, groups, -1).float()
         if (blocks := self.block_scales) is not None and (offsets := blocks.offsets) is not None:
-            return values.mul_(blocks.steps.unsqueeze(-1)).sub_(offsets.unsqueeze(-1)).view(rows, columns)
+            return (
+                values.mul_(blocks.steps.unsqueeze(-1))
+                .sub_(offsets.unsqueeze(-1))
+                .view(rows, columns)
+            )
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
         steps = self.scale.float() if blocks is None else blocks.steps
         return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)
@@ -190,15 +223,17 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
     Scales that are NaN or infinite stay so.
 
     Returns:
-        None where a weight would move by more than half a step, as by rounding it anew: where a scale overflows, or
-        becomes zero or subnormal, in a group that has other weights than zeros.
+        None where a weight would move by more than half a step, as by rounding it anew: where a
+        scale overflows, or becomes zero or subnormal, in a group that has other weights than zeros.
     """
     scale = value.scale
     for dtype in dtypes:
         scale = scale.to(dtype)
     rows, groups = scale.shape
     zero = value.scheme.levels // 2 if value.zero is None else value.zero.short().unsqueeze(-1)
-    steps = (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)  # of the largest weight
+    steps = (
+        (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)
+    )  # of the largest weight
     before, after = value.scale.double(), scale.double()
     moved = steps * (after - before).abs() <= before.abs() / 2
     if not (moved | ~before.isfinite()).all():
@@ -209,21 +244,25 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
 def quantize_rtn(
     weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, outer: Tensor | None = None
 ) -> QuantTensor:
-    """Round each weight to the nearest code of scales that span the groups, all arithmetic in float32.
+    """Round each weight to the nearest code of scales that span the groups, all arithmetic in
+    float32.
 
-    Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps; asymmetric ones spread its
-    range, zero included, over ``levels - 1`` steps. Codes are computed against the scale as stored. Where storing
-    rounds it down, the largest weights lie beyond the last code and are clipped to it.
+    Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps;
+    asymmetric ones spread its range, zero included, over ``levels - 1`` steps. Codes are computed
+    against the scale as stored. Where storing rounds it down, the largest weights lie beyond the
+    last code and are clipped to it.
 
     Args:
         weight: [O, I], any float dtype, finite.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in; MXFP4 and NVFP4 have types of their scales.
-        outer: float32 [1], the float32 of NVFP4, which weights that are multiplied as one must share; None is the
-            weight's.
+        outer: float32 [1], the float32 of NVFP4, which weights that are multiplied as one must
+            share; None is the weight's.
     """
     if scheme.of_small_floats:
-        return small_floats(weight, *float_codes.spanning_scales(weight, scheme, scale_dtype, outer), scheme)
+        return small_floats(
+            weight, *float_codes.spanning_scales(weight, scheme, scale_dtype, outer), scheme
+        )
     if scheme.scales is not Scales.FLOATS:
         chunks = row_chunks(weight.shape[0], weight.shape[1], CACHED_ELEMENTS)
         return concatenated([_rounded_in_blocks(weight[slice(*part)], scheme) for part in chunks])
@@ -231,7 +270,11 @@ def quantize_rtn(
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    zero = None if scheme.symmetric else torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
+    zero = (
+        None
+        if scheme.symmetric
+        else torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
+    )
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         scale[start:stop] = spanning_scales(grouped, scheme, scale_dtype)
@@ -243,37 +286,53 @@ def quantize_rtn(
             offset = (-low / wide).round().clamp(0, scheme.levels - 1)
             zero[start:stop] = offset.squeeze(-1).to(torch.uint8)
         grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
-        codes[start:stop] = grid.view(stop - start, columns).to(torch.int16)  # torch is slow from floats to bytes
+        codes[start:stop] = grid.view(stop - start, columns).to(
+            torch.int16
+        )  # torch is slow from floats to bytes
     return QuantTensor(codes, scale, zero, scheme)
 
 
-def small_floats(weight: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme) -> QuantTensor:
-    """A weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an outer one [O, 1]."""
+def small_floats(
+    weight: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme
+) -> QuantTensor:
+    """A weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an
+    outer one [O, 1].
+    """
     steps = scale.float() if outer is None else scale.float() / outer
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, scale.shape[1], -1)
-        codes[start:stop] = float_codes.nearest(grouped, steps[start:stop].unsqueeze(-1), scheme.codes).flatten(1)
+        codes[start:stop] = float_codes.nearest(
+            grouped, steps[start:stop].unsqueeze(-1), scheme.codes
+        ).flatten(1)
     return QuantTensor(codes, scale, None, scheme, outer=outer)
 
 
 def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
-    """Some rows [O, I] rounded to the nearest codes of scales that span the groups, held as GGUF's blocks hold them."""
+    """Some rows [O, I] rounded to the nearest codes of scales that span the groups, held as
+    GGUF's blocks hold them.
+    """
     grouped = weight.float().reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     high, low = grouped.amax(-1).clamp(min=0), grouped.amin(-1).clamp(max=0)
     if scheme.symmetric:
-        scales = BlockScales.nearest(torch.maximum(high, -low) / ((scheme.levels - 1) / 2), None, scheme)
+        scales = BlockScales.nearest(
+            torch.maximum(high, -low) / ((scheme.levels - 1) / 2), None, scheme
+        )
     else:
         scales = BlockScales.nearest((high - low) / (scheme.levels - 1), -low, scheme)
     return QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
 
 
 def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> Tensor:
-    """The codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one where a step is zero."""
+    """The codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one where
+    a step is zero.
+    """
     steps, offsets = scales.steps.unsqueeze(-1), scales.offsets
     low = scheme.levels // 2 if offsets is None else 0
     shifted = grouped if offsets is None else grouped + offsets.unsqueeze(-1)
-    codes = torch.where(steps == 0, 0, shifted / steps).round_().add_(low).clamp_(0, scheme.levels - 1)
+    codes = (
+        torch.where(steps == 0, 0, shifted / steps).round_().add_(low).clamp_(0, scheme.levels - 1)
+    )
     return codes.flatten(1).to(torch.int16).to(torch.uint8)
 
 
@@ -287,15 +346,25 @@ def concatenated(parts: Sequence[QuantTensor]) -> QuantTensor:
         found = [one for one in map(read, parts) if one is not None]
         return torch.cat(found) if found else None
 
-    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    codes, scale = (
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+    )
     return QuantTensor(
-        codes, scale, joined(lambda part: part.zero), first.scheme, joined(lambda part: part.minimum),
-        joined(lambda part: part.outer), joined(lambda part: part.outer_minimum),
-    )  # fmt: skip
+        codes,
+        scale,
+        joined(lambda part: part.zero),
+        first.scheme,
+        joined(lambda part: part.minimum),
+        joined(lambda part: part.outer),
+        joined(lambda part: part.outer_minimum),
+    )
 
 
 def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
-    """One weight with the rows of all, in order; None where they differ in scheme or dtype of the scales."""
+    """One weight with the rows of all, in order; None where they differ in scheme or dtype of
+    the scales.
+    """
     if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
         return None
     return concatenated(parts)
@@ -306,7 +375,9 @@ def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
     error = norm = 0.0
     for start, stop in row_chunks(*quantized.shape, CACHED_ELEMENTS):
         reference = weight[start:stop].float()
-        error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize().sub_(reference)))
+        error = math.hypot(
+            error, frobenius(quantized.rows(start, stop).dequantize().sub_(reference))
+        )
         norm = math.hypot(norm, frobenius(reference))
     return error / norm if norm else 0.0
 
@@ -319,11 +390,19 @@ def frobenius(matrix: Tensor) -> float:
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
     """Some rows of a weight in float32, dequantized where it is quantized."""
-    return value.rows(start, stop).dequantize() if isinstance(value, QuantTensor) else value[start:stop].float()
+    return (
+        value.rows(start, stop).dequantize()
+        if isinstance(value, QuantTensor)
+        else value[start:stop].float()
+    )
 
 
-def row_chunks(rows: int, columns: int, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Row ranges of `elements` elements, a million by default, so that float32 temporaries stay small."""
+def row_chunks(
+    rows: int, columns: int, elements: int = CHUNK_ELEMENTS
+) -> Iterator[tuple[int, int]]:
+    """Row ranges of `elements` elements, a million by default, so that float32 temporaries stay
+    small.
+    """
     step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
@@ -344,7 +423,9 @@ def pack_int32(codes: Tensor, bits: int) -> Tensor:
         codes = torch.nn.functional.pad(codes, (0, padding))
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    aligned = codes.clone(memory_format=torch.contiguous_format)  # views of words need aligned bytes
+    aligned = codes.clone(
+        memory_format=torch.contiguous_format
+    )  # views of words need aligned bytes
     return aligned.view(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
@@ -358,8 +439,9 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def spanning_scales(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
-    """The scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1 where a group is all zeros or
-    too small to scale."""
+    """The scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1 where a
+    group is all zeros or too small to scale.
+    """
     high, low = grouped.amax(-1), grouped.amin(-1)
     if scheme.symmetric:
         step = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)

@@ -40,8 +40,9 @@ class Override:
 class Recipe:
     """A default scheme for all decoder linears and per-layer overrides, later ones winning.
 
-    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by their tensors only;
-    linear attention and state spaces have to be named by a pattern that matches nothing else.
+    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by
+    their tensors only; linear attention and state spaces have to be named by a pattern that matches
+    nothing else.
 
     Raises:
         RequestError: for values of other types.
@@ -88,12 +89,19 @@ class Recipe:
                 _require_keys(entry, {"pattern", "scheme"})
                 overrides.append((entry.string("pattern"), entry.string("scheme")))
         except QuantkitError as error:
-            expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
+            expected = (
+                '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
+            )
             raise RequestError(
-                f"is not a quantization recipe: {error.problem}", path=path, found=error.found,
+                f"is not a quantization recipe: {error.problem}",
+                path=path,
+                found=error.found,
                 expected=error.expected or expected,
-            ) from error  # fmt: skip
-        named = (Override(pattern, None if name == "keep" else _scheme(name, path)) for pattern, name in overrides)
+            ) from error
+        named = (
+            Override(pattern, None if name == "keep" else _scheme(name, path))
+            for pattern, name in overrides
+        )
         return cls(_scheme(default, path), tuple(named))
 
     def to_json(self) -> dict[str, Any]:
@@ -101,15 +109,21 @@ class Recipe:
         return {
             "default": str(self.default),
             "overrides": [
-                {"pattern": o.pattern, "scheme": "keep" if o.scheme is None else str(o.scheme)} for o in self.overrides
+                {"pattern": o.pattern, "scheme": "keep" if o.scheme is None else str(o.scheme)}
+                for o in self.overrides
             ],
         }
 
     def keeping(self, patterns: Iterable[str]) -> Recipe:
         """This recipe with more layers kept as floats."""
-        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)))
+        return Recipe(
+            self.default,
+            self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)),
+        )
 
-    def requested(self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS) -> QuantScheme | None:
+    def requested(
+        self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS
+    ) -> QuantScheme | None:
         """The scheme that the recipe requests for a module, whatever its shape.
 
         Args:
@@ -122,15 +136,18 @@ class Recipe:
         return None if module in kept else self.default
 
     def naming(self, modules: Collection[str], others: Collection[str]) -> Recipe:
-        """This recipe for modules that have to be named alone, given all names of them and of the others: the overrides
-        that keep floats, and those that match some of them and none of the others. A pattern that matches everything
-        names nothing."""
+        """This recipe for modules that have to be named alone, given all names of them and of the
+        others: the overrides that keep floats, and those that match some of them and none of the
+        others. A pattern that matches everything names nothing.
+        """
 
         def names(one: Override) -> bool:
             alone = one.pattern.strip("*?.") and not any(map(one.matches, others))
             return bool(alone) and any(map(one.matches, modules))
 
-        return Recipe(self.default, tuple(one for one in self.overrides if one.scheme is None or names(one)))
+        return Recipe(
+            self.default, tuple(one for one in self.overrides if one.scheme is None or names(one))
+        )
 
     def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
         """The scheme of every module that gets one, fitted to its columns.
@@ -160,10 +177,14 @@ class Recipe:
                 continue
             pattern, router = shown(override.pattern), any(map(override.matches, routers))
             if router and override.scheme is not None:
-                raise RequestError("routers and gates of shared experts keep their floats", found=pattern)
+                raise RequestError(
+                    "routers and gates of shared experts keep their floats", found=pattern
+                )
             if not router:
                 expected = "a glob such as 'model.layers.0.*' or '*.down_proj'"
-                raise RequestError("pattern matches no linear layer", found=pattern, expected=expected)
+                raise RequestError(
+                    "pattern matches no linear layer", found=pattern, expected=expected
+                )
 
 
 def _require_scheme(name: str, scheme: object) -> None:
@@ -176,7 +197,9 @@ def _scheme(name: str, path: str | Path) -> QuantScheme:
     try:
         return QuantScheme.parse(name)
     except RequestError as error:
-        raise RequestError(error.problem, path=path, found=error.found, expected=error.expected) from error
+        raise RequestError(
+            error.problem, path=path, found=error.found, expected=error.expected
+        ) from error
 
 
 def _require_keys(settings: Settings, needed: set[str], optional: Collection[str] = ()) -> None:

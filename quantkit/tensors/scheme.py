@@ -13,18 +13,29 @@ from quantkit.json_values import shown
 
 SUPER_BLOCK = 256
 """The weights of a row that share a scale of scales; see `Scales.SUPER_BLOCKS`."""
-_FALLBACK_GROUP_SIZES = (128, 64, 32)  # tried in this order when the requested one does not divide a row
+_FALLBACK_GROUP_SIZES = (
+    128,
+    64,
+    32,
+)  # tried in this order when the requested one does not divide a row
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
-"""The schemes that a user may request, for messages and help; those of int4 also with zero points: ``-asym``."""
+"""The schemes that a user may request, for messages and help; those of int4 also with zero
+points: ``-asym``.
+"""
 
 
 class Scales(StrEnum):
-    """How the scales of groups are held, and what an asymmetric group stores in addition to its scale."""
+    """How the scales of groups are held, and what an asymmetric group stores in addition to its
+    scale.
+    """
 
     FLOATS = "floats"  # a float; an integer zero point
-    BLOCKS = "blocks"  # a float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX
-    SUPER_BLOCKS = "super-blocks"  # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
+    BLOCKS = (  # a float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX
+        "blocks"
+    )
+    # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
+    SUPER_BLOCKS = "super-blocks"
     TILES = "tiles"  # a float for `TILE` rows and as many columns
     POWERS = "powers"  # a power of two, of MXFP4 (OCP Microscaling Formats 1.0)
     NESTED = "nested"  # a float8 e4m3 over a float32 of the whole tensor, of NVFP4
@@ -40,8 +51,11 @@ class Codes(StrEnum):
 
 _FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
 _FLOAT_NAMES = {
-    Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
-}  # fmt: skip
+    Scales.FLOATS: "fp8",
+    Scales.TILES: "fp8-block",
+    Scales.POWERS: "mxfp4",
+    Scales.NESTED: "nvfp4",
+}
 _BLOCK = 32  # the group size of GGUF's blocks without scales of scales
 _OF_SMALL_FLOATS = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 TILE = 128
@@ -50,20 +64,23 @@ TILE = 128
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale * code - minimum``;
-    or as small floats: ``w = scale * code``.
+    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale *
+    code - minimum``; or as small floats: ``w = scale * code``.
 
-    Checkpoints that others made may have any that can be constructed; users are offered those of `SCHEMES`.
+    Checkpoints that others made may have any that can be constructed; users are offered those of
+    `SCHEMES`.
 
     Attributes:
         bits: bits per code: 4 or 8; 3 to 6 in blocks of GGUF; 4, 5 or 8 with minima in floats.
         group_size: inputs that share a scale; ``None`` means one scale per row.
-        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own, or a minimum.
+        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its
+            own, or a minimum.
         scales: how scales are held.
         codes: what codes are; small floats are symmetric.
 
     Raises:
-        RequestError: for other bits, a group size that is no multiple of 8, or values of other types.
+        RequestError: for other bits, a group size that is no multiple of 8, or values of other
+            types.
     """
 
     bits: int
@@ -84,16 +101,23 @@ class QuantScheme:
             expected = 4, 5, 8
         if self.bits not in expected:
             one_of = " or ".join(map(str, expected))
-            raise RequestError("bits per weight are not supported", found=self.bits, expected=one_of)
-        bits = _FLOAT_BITS.get(self.codes)
-        if bits != (self.bits if self.of_small_floats else None) or (bits is None and self.scales in _OF_SMALL_FLOATS):
             raise RequestError(
-                "codes and scales do not go together", found=f"{self.bits} bits, {self.codes}, {self.scales}",
+                "bits per weight are not supported", found=self.bits, expected=one_of
+            )
+        bits = _FLOAT_BITS.get(self.codes)
+        if bits != (self.bits if self.of_small_floats else None) or (
+            bits is None and self.scales in _OF_SMALL_FLOATS
+        ):
+            raise RequestError(
+                "codes and scales do not go together",
+                found=f"{self.bits} bits, {self.codes}, {self.scales}",
                 expected=", ".join(_FLOAT_NAMES.values()),
-            )  # fmt: skip
+            )
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
             raise RequestError(
-                "group size is not supported", found=self.group_size, expected="a positive multiple of 8"
+                "group size is not supported",
+                found=self.group_size,
+                expected="a positive multiple of 8",
             )
 
     @classmethod
@@ -113,13 +137,20 @@ class QuantScheme:
         if name in FLOAT_SCHEMES:
             return FLOAT_SCHEMES[name]
         known = {**GGUF_SCHEMES, **FLOAT_SCHEMES, **SCHEMES}
-        near = [found for text in (name, name.replace("_", "-")) for found in difflib.get_close_matches(text, known, 1)]
+        near = [
+            found
+            for text in (name, name.replace("_", "-"))
+            for found in difflib.get_close_matches(text, known, 1)
+        ]
         raise RequestError(
-            "unknown quantization scheme", found=shown(text),
-            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym; {', '.join(FLOAT_SCHEMES)};"
-            f" for GGUF also {GGUF_SPELLINGS}",
+            "unknown quantization scheme",
+            found=shown(text),
+            expected=(
+                f"{SPELLINGS}; int4 also with zero points: int4-g128-asym;"
+                f" {', '.join(FLOAT_SCHEMES)}; for GGUF also {GGUF_SPELLINGS}"
+            ),
             hint=f"did you mean {near[0]}?" if near else None,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         if self.of_small_floats:
@@ -153,8 +184,9 @@ class QuantScheme:
 
     @property
     def of_floats(self) -> QuantScheme:
-        """The scheme with as many codes, and a float scale for each group: to search scales with. It need not be one
-        that can be constructed."""
+        """The scheme with as many codes, and a float scale for each group: to search scales with.
+        It need not be one that can be constructed.
+        """
         found = replace(self)
         object.__setattr__(found, "scales", Scales.FLOATS)
         return found
@@ -168,12 +200,14 @@ class QuantScheme:
         if self.group_size is None:
             return 1
         if columns % self.unit:
-            raise RequestError(f"group size of {self} does not divide the row", found=f"{columns} columns")
+            raise RequestError(
+                f"group size of {self} does not divide the row", found=f"{columns} columns"
+            )
         return columns // self.group_size
 
     def cut(self, start: int, stop: int) -> QuantScheme:
-        """The scheme of the columns from `start` up to `stop`: groups are halved, or worse, where a cut goes
-        through one, and both parts keep its scale and zero point.
+        """The scheme of the columns from `start` up to `stop`: groups are halved, or worse, where a
+        cut goes through one, and both parts keep its scale and zero point.
 
         Raises:
             RequestError: if the parts are too small for groups.
@@ -185,18 +219,21 @@ class QuantScheme:
             return self
         if size % 8 or self.scales is not Scales.FLOATS:
             raise RequestError(
-                f"a cut through a group of {self} leaves too small a part", found=f"{size} columns",
-                expected="a multiple of 8", hint="use fewer processes",
-            )  # fmt: skip
+                f"a cut through a group of {self} leaves too small a part",
+                found=f"{size} columns",
+                expected="a multiple of 8",
+                hint="use fewer processes",
+            )
         return QuantScheme(self.bits, size, self.symmetric)
 
     def fitted(self, columns: int) -> QuantScheme:
         """The scheme actually used for a matrix with this many columns.
 
-        The policy for rows that the group size does not divide: the largest smaller group of 128, 64 or 32 that does;
-        if none does, int8 per row. No layer is left unquantized for its shape. A K-quant that 256 does not divide
-        becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1, or Q8_0 as int8 in groups of 32. Of small floats, those
-        of 8 bits become FP8 per row, those of 4 bits int8 per row.
+        The policy for rows that the group size does not divide: the largest smaller group of 128,
+        64 or 32 that does; if none does, int8 per row. No layer is left unquantized for its shape.
+        A K-quant that 256 does not divide becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1,
+        or Q8_0 as int8 in groups of 32. Of small floats, those of 8 bits become FP8 per row, those
+        of 4 bits int8 per row.
         """
         if columns % self.unit == 0:
             return self
@@ -213,9 +250,10 @@ class QuantScheme:
     def with_dividing_groups(self, columns: int) -> QuantScheme:
         """Return a scheme that loses about as much, for rows that the group size need not divide.
 
-        Bounds on errors use it, to find what a layer's scheme would cost the weight of another layer. `fitted` does not
-        serve there, because it may choose more bits. Here the bits stay, and the groups shrink to a size that divides
-        the row; a K-quant's groups also lose the scales of scales, which need blocks of 256.
+        Bounds on errors use it, to find what a layer's scheme would cost the weight of another
+        layer. `fitted` does not serve there, because it may choose more bits. Here the bits stay,
+        and the groups shrink to a size that divides the row; a K-quant's groups also lose the
+        scales of scales, which need blocks of 256.
         """
         if columns % self.unit == 0:
             return self
@@ -227,9 +265,13 @@ class QuantScheme:
         return replace(self, group_size=None if size % 8 else size, scales=scales)
 
 
-_IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
+_IN_GROUPS = [
+    QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)
+]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
-"""The schemes that a user may request, by name: those that the gate lets through and that kernels serve."""
+"""The schemes that a user may request, by name: those that the gate lets through and that
+kernels serve.
+"""
 Q4_0, Q8_0 = QuantScheme(4, 32), QuantScheme(8, 32)
 Q4_1, Q5_1 = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (4, 5))
 Q5_0 = QuantScheme(5, 32, True, Scales.BLOCKS)
@@ -244,7 +286,9 @@ FP8_BLOCK = QuantScheme(8, TILE, True, Scales.TILES, Codes.E4M3)
 MXFP4 = QuantScheme(4, 32, True, Scales.POWERS, Codes.E2M1)
 NVFP4 = QuantScheme(4, 16, True, Scales.NESTED, Codes.E2M1)
 FLOAT_SCHEMES = {_FLOAT_NAMES[one.scales]: one for one in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
-"""Those in small floats that a user may request for compressed-tensors, by name; there are no kernels for them here."""
+"""Those in small floats that a user may request for compressed-tensors, by name; there are no
+kernels for them here.
+"""
 _K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""

@@ -17,8 +17,8 @@ class TensorSpec:
         shape: of the weights, however they are stored.
         dtype: of the floats; of the scales, where it is quantized.
         scheme: of its codes; None if it is read as floats.
-        stored_as: what people call the integers that such floats are made of, where their codes are not carried:
-            ``Q4_K``, ``NF4``; None for floats. FP8 and MXFP4 count as floats.
+        stored_as: what people call the integers that such floats are made of, where their codes are
+            not carried: ``Q4_K``, ``NF4``; None for floats. FP8 and MXFP4 count as floats.
     """
 
     name: str

@@ -9,7 +9,8 @@ from quantkit.tensors.late import qtensor, torch
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Ranges along one axis of a tensor, one after the other; of rows (axis 0), a range may come twice.
+    """Ranges along one axis of a tensor, one after the other; of rows (axis 0), a range may come
+    twice.
 
     Attributes:
         axis: 0, or 1 with a single range.
@@ -39,7 +40,9 @@ class TensorSlice:
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
-    def of_weight(self, value: torch.Tensor | qtensor.QuantTensor) -> torch.Tensor | qtensor.QuantTensor:
+    def of_weight(
+        self, value: torch.Tensor | qtensor.QuantTensor
+    ) -> torch.Tensor | qtensor.QuantTensor:
         """That part of a weight, quantized or not.
 
         Raises:

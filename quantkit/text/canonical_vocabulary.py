@@ -1,5 +1,5 @@
-"""A tokenizer in one form for all file formats: the bytes and the kind of each token, the order of merges, and the
-settings that decide how text is split.
+"""A tokenizer in one form for all file formats: the bytes and the kind of each token, the order of
+merges, and the settings that decide how text is split.
 
 What a format does not state is absent, so that two formats are compared on what both state.
 """
@@ -26,9 +26,14 @@ _LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 _MERGED_UNUSED = "unused pieces that merges make"
 _BPE_DEFAULTS = {
-    "ignore_merges": False, "byte_fallback": False, "dropout": None, "unk_token": None, "fuse_unk": False,
-    "continuing_subword_prefix": None, "end_of_word_suffix": None,
-}  # fmt: skip
+    "ignore_merges": False,
+    "byte_fallback": False,
+    "dropout": None,
+    "unk_token": None,
+    "fuse_unk": False,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+}
 
 
 class Kind(Enum):
@@ -47,9 +52,12 @@ class Kind(Enum):
 
 
 _PIECE_KINDS = {
-    PieceType.BYTE: Kind.BYTE, PieceType.UNUSED: Kind.UNUSED, PieceType.USER_DEFINED: Kind.SET_APART,
-    PieceType.CONTROL: Kind.SPECIAL, PieceType.UNKNOWN: Kind.SPECIAL,
-}  # fmt: skip
+    PieceType.BYTE: Kind.BYTE,
+    PieceType.UNUSED: Kind.UNUSED,
+    PieceType.USER_DEFINED: Kind.SET_APART,
+    PieceType.CONTROL: Kind.SPECIAL,
+    PieceType.UNKNOWN: Kind.SPECIAL,
+}
 
 
 class Token(NamedTuple):
@@ -84,11 +92,12 @@ class CanonicalVocabulary:
         kinds: of the tokens that are not `Kind.TEXT`.
         spellings: ids by spelling, in the letters of `merges` and `scores`.
         merges: pairs, best first; None if scores decide, or the model does not merge pairs.
-        scores: of merged pieces and letters, the highest merged first; in unigram models, log probabilities. None if
-            a list of pairs decides.
+        scores: of merged pieces and letters, the highest merged first; in unigram models, log
+            probabilities. None if a list of pairs decides.
         added: added tokens by id; None if the format does not state their settings.
         settings: by name, in a form that can be compared.
-        converted: whether it comes from a GGUF file: `ignore_merges` follows from the name of a pre-tokenizer.
+        converted: whether it comes from a GGUF file: `ignore_merges` follows from the name of a
+            pre-tokenizer.
     """
 
     contents: Mapping[int, bytes]
@@ -107,57 +116,89 @@ class CanonicalVocabulary:
 
 
 def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
-    """The vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is merged first."""
+    """The vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is merged
+    first.
+    """
     spellings = {spelled_bytes(content): rank for content, rank in ranks.items()}
     settings: dict[str, object] = {
-        "model": "BPE", "ignore_merges": True, "normalizer": [], "pre_tokenizer": [LLAMA3_PATTERN],
-        "decoder beyond bytes": [], _MERGED_UNUSED: [],
-    }  # fmt: skip
+        "model": "BPE",
+        "ignore_merges": True,
+        "normalizer": [],
+        "pre_tokenizer": [LLAMA3_PATTERN],
+        "decoder beyond bytes": [],
+        _MERGED_UNUSED: [],
+    }
     return CanonicalVocabulary(
         contents={rank: content for content, rank in ranks.items()}
         | {number: name.encode() for name, number in specials.items()},
-        kinds=dict.fromkeys(specials.values(), Kind.SPECIAL), spellings=spellings | dict(specials), merges=None,
+        kinds=dict.fromkeys(specials.values(), Kind.SPECIAL),
+        spellings=spellings | dict(specials),
+        merges=None,
         scores={spelling: float(-rank) for spelling, rank in spellings.items()},
-        added={number: AddedToken(number, name) for name, number in specials.items()}, settings=settings,
-    )  # fmt: skip
+        added={number: AddedToken(number, name) for name, number in specials.items()},
+        settings=settings,
+    )
 
 
-def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str, bool]]) -> CanonicalVocabulary:
-    """The vocabulary of a sentencepiece model, with the tokens that files next to it add, see `added_tokens`."""
+def of_sentencepiece(
+    model: SentencePieceFile, added: Collection[tuple[int, str, bool]]
+) -> CanonicalVocabulary:
+    """The vocabulary of a sentencepiece model, with the tokens that files next to it add, see
+    `added_tokens`.
+    """
     spellings = [spelling for spelling, _, _ in model.pieces]
     contents = dict(enumerate(_unspaced(spellings)))
     kinds = {
-        number: _PIECE_KINDS[kind] for number, (_, _, kind) in enumerate(model.pieces) if kind is not PieceType.NORMAL
+        number: _PIECE_KINDS[kind]
+        for number, (_, _, kind) in enumerate(model.pieces)
+        if kind is not PieceType.NORMAL
     }
-    contents |= {number: _BYTE_TOKENS.get(spellings[number], b"") for number in kinds if kinds[number] is Kind.BYTE}
+    contents |= {
+        number: _BYTE_TOKENS.get(spellings[number], b"")
+        for number in kinds
+        if kinds[number] is Kind.BYTE
+    }
     beyond = [one for one in added if one[0] >= len(spellings)]
     contents |= {
         number: content
-        for (number, _, _), content in zip(beyond, _unspaced(spelling for _, spelling, _ in beyond), strict=True)
+        for (number, _, _), content in zip(
+            beyond, _unspaced(spelling for _, spelling, _ in beyond), strict=True
+        )
     }
     kinds |= {number: Kind.SPECIAL if special else Kind.ADDED for number, _, special in beyond}
     settings: dict[str, object] = {
-        "model": "BPE" if model.byte_pair else "Unigram", "sentencepiece rules": model.rules,
-        "ignore_merges": False, "space prefix": model.space_prefix, "pre_tokenizer": [], "decoder beyond bytes": [],
+        "model": "BPE" if model.byte_pair else "Unigram",
+        "sentencepiece rules": model.rules,
+        "ignore_merges": False,
+        "space prefix": model.space_prefix,
+        "pre_tokenizer": [],
+        "decoder beyond bytes": [],
         _MERGED_UNUSED: _merged_unused(model),
-    }  # fmt: skip
+    }
     if model.plain:
         settings["normalizer"] = []
     if Kind.BYTE not in kinds.values():
-        unknown = next((spelling for spelling, _, kind in model.pieces if kind is PieceType.UNKNOWN), None)
+        unknown = next(
+            (spelling for spelling, _, kind in model.pieces if kind is PieceType.UNKNOWN), None
+        )
         settings |= {"unk_token": unknown, "fuse_unk": True}
     return CanonicalVocabulary(
-        contents=contents, kinds=kinds,
+        contents=contents,
+        kinds=kinds,
         spellings={spelling: number for number, spelling in enumerate(spellings)}
-        | {spelling: number for number, spelling, _ in beyond}, merges=None,
-        scores={spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL}, added=None,
+        | {spelling: number for number, spelling, _ in beyond},
+        merges=None,
+        scores={
+            spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL
+        },
+        added=None,
         settings=settings,
-    )  # fmt: skip
+    )
 
 
 def of_json(
     raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
-) -> CanonicalVocabulary:  # fmt: skip
+) -> CanonicalVocabulary:
     """The vocabulary of a tokenizer.json that its library has loaded.
 
     Args:
@@ -169,9 +210,15 @@ def of_json(
     listed, merges = model["vocab"], model.get("merges")
     scores = dict(listed) if isinstance(listed, list) else None
     ids = listed if scores is None else {piece: number for number, (piece, _) in enumerate(listed)}
-    letters = any(step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part))
+    letters = any(
+        step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part)
+    )
     contents = _by_id(ids, _letters(ids) if letters else _unspaced(ids))
-    kinds = {number: Kind.UNUSED for piece, number in ids.items() if piece[:4] == "[PAD" and piece == filler(number)}
+    kinds = {
+        number: Kind.UNUSED
+        for piece, number in ids.items()
+        if piece[:4] == "[PAD" and piece == filler(number)
+    }
     if model.get("byte_fallback"):
         found = {ids[piece]: content for piece, content in _BYTE_TOKENS.items() if piece in ids}
         contents |= found
@@ -180,28 +227,42 @@ def of_json(
     kinds |= {number: Kind.SPECIAL if one.special else Kind.ADDED for number, one in added.items()}
     stated = {one["content"]: one["id"] for one in raw.get("added_tokens") or []}
     return CanonicalVocabulary(
-        contents=contents, kinds=kinds, spellings=ids | {one.content: number for number, one in added.items()},
-        merges=None if merges is None else pairs_of(merges), scores=scores,
+        contents=contents,
+        kinds=kinds,
+        spellings=ids | {one.content: number for number, one in added.items()},
+        merges=None if merges is None else pairs_of(merges),
+        scores=scores,
         added={
             number: AddedToken(
-                stated.get(one.content, number), one.content, one.single_word, one.lstrip, one.rstrip, one.normalized
+                stated.get(one.content, number),
+                one.content,
+                one.single_word,
+                one.lstrip,
+                one.rstrip,
+                one.normalized,
             )
             for number, one in added.items()
         },
         settings={
-            "model": algorithm, _MERGED_UNUSED: [], **_model_settings(model, algorithm, ids, letters=letters),
-            **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]), **decoder_settings(parts["decoder"]),
+            "model": algorithm,
+            _MERGED_UNUSED: [],
+            **_model_settings(model, algorithm, ids, letters=letters),
+            **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]),
+            **decoder_settings(parts["decoder"]),
         },
-    )  # fmt: skip
+    )
 
 
 def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
-    """The vocabulary of a folder made from a GGUF file's metadata, without what the file does not state."""
+    """The vocabulary of a folder made from a GGUF file's metadata, without what the file does
+    not state.
+    """
     kinds = {
-        **found.kinds, **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
+        **found.kinds,
+        **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
         **dict.fromkeys(unstated.set_apart & found.contents.keys(), Kind.SET_APART),
         **dict.fromkeys(unstated.space_runs & found.contents.keys(), Kind.RUN),
-    }  # fmt: skip
+    }
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}
@@ -212,9 +273,13 @@ def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalV
 
 def _model_settings(
     model: Mapping[str, Any], kind: str, vocabulary: Collection[str], *, letters: bool
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     if kind != "BPE":
-        return {"model settings": {key: value for key, value in model.items() if key not in ("vocab", "type")}}
+        return {
+            "model settings": {
+                key: value for key, value in model.items() if key not in ("vocab", "type")
+            }
+        }
     found = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
     spelled = [BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>" for byte in _UTF8_BYTES]
     if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
@@ -223,8 +288,9 @@ def _model_settings(
 
 
 def _merged_unused(model: SentencePieceFile) -> list[str]:
-    """The unused pieces that merges result in, which sentencepiece splits again at the end. No other format has such
-    tokens; other unused pieces have no effect."""
+    """The unused pieces that merges result in, which sentencepiece splits again at the end. No
+    other format has such tokens; other unused pieces have no effect.
+    """
     unused = [spelling for spelling, _, kind in model.pieces if kind is PieceType.UNUSED]
     if not unused or not model.byte_pair:
         return []
@@ -247,9 +313,15 @@ def _unspaced(spellings: Iterable[str]) -> list[bytes]:
 
 
 def _letters(spellings: Collection[str]) -> list[bytes]:
-    """The bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other letters."""
-    translated = _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)  # one call is faster
+    """The bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other
+    letters.
+    """
+    translated = (
+        _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)
+    )  # one call is faster
     return [
-        spelling.encode() if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff") else one.encode("latin-1")
+        spelling.encode()
+        if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff")
+        else one.encode("latin-1")
         for spelling, one in zip(spellings, translated, strict=True)
     ]

@@ -1,5 +1,7 @@
-"""Conversations as the tokens that an instruct model was trained to continue: by a folder's template, or by the formats
-of Meta's folders, which do not state whether a model is a base or an instruct model."""
+"""Conversations as the tokens that an instruct model was trained to continue: by a folder's
+template, or by the formats of Meta's folders, which do not state whether a model is a base or an
+instruct model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any, Literal, Protocol
 from quantkit.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
-from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
+from quantkit.text.chat_template import (
+    META_FORMATS,
+    ChatTemplate,
+    ChatTemplates,
+    Message,
+    requested_template,
+)
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.message_trace import Conversation, require_traces
@@ -25,7 +33,9 @@ _TOOL_ROLES = ("tool", "ipython", "function")
 _SAYING_ROLES = ("user", "system", "developer", "tool")
 _MESSAGE = '{"role": "user", "content": "..."}'
 _HINTS = {"reasoning_effort"}
-"""Variables without which an answer is none the worse: formats that do not know them ignore them, as templates do."""
+"""Variables without which an answer is none the worse: formats that do not know them ignore
+them, as templates do.
+"""
 _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
@@ -38,7 +48,11 @@ class Chat(Protocol):
         ...
 
     def encode(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         """The token ids that the model continues with an answer.
 
@@ -72,7 +86,9 @@ class TemplateChat:
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The token that the template puts after an answer, if the tokenizer's EOS is another one."""
+        """The token that the template puts after an answer, if the tokenizer's EOS is another
+        one.
+        """
         end = find_answer_end(
             self.source(with_tools=False),
             names=self._names,
@@ -83,8 +99,12 @@ class TemplateChat:
 
     @property
     def start(self) -> str:
-        """The spelling of what a prompt begins with; empty if the tokenizer adds nothing, or no text spells it."""
-        spellings = {number: spelling for spelling, number in (self._tokenizer.special_tokens or {}).items()}
+        """The spelling of what a prompt begins with; empty if the tokenizer adds nothing, or no
+        text spells it.
+        """
+        spellings = {
+            number: spelling for spelling, number in (self._tokenizer.special_tokens or {}).items()
+        }
         return "".join(spellings.get(number, "") for number in prompt_start(self._tokenizer))
 
     def source(self, *, with_tools: bool) -> str:
@@ -101,9 +121,9 @@ class TemplateChat:
     ) -> str:
         """Return the text whose tokens `encode` returns.
 
-        A ``developer`` message is a ``system`` message for a template that does not have that role. If the template
-        refuses a conversation or drops something of it, it gets other spellings of the same conversation; see
-        `_spellings`.
+        A ``developer`` message is a ``system`` message for a template that does not have that role.
+        If the template refuses a conversation or drops something of it, it gets other spellings of
+        the same conversation; see `_spellings`.
 
         Args:
             messages: in order; the last one is to be answered.
@@ -112,14 +132,17 @@ class TemplateChat:
             variables: further variables of the template.
 
         Raises:
-            RequestError: for a conversation that the template refuses, or of which something does not reach the prompt.
+            RequestError: for a conversation that the template refuses, or of which something does
+                not reach the prompt.
             CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
         _require_messages(messages)
         for message in messages:  # a template would print nothing in its place
             is_from_user = isinstance(message, Mapping) and message.get("role") in _SAYING_ROLES
             if is_from_user and message.get("content") is None:
-                raise RequestError("a message has no content", found=shown(message), expected=_MESSAGE)
+                raise RequestError(
+                    "a message has no content", found=shown(message), expected=_MESSAGE
+                )
         template = self._choose(tools is not None)
         if variables.get("documents") and not template.reads_documents:
             raise RequestError(
@@ -132,13 +155,22 @@ class TemplateChat:
         if not template.knows_developer:
             messages = [_with_system_role(message) for message in messages]
         trace_variables = variables
-        if variables.get("continue_final_message"):  # the template has printed the last message, which was cut here
-            trace_variables = {**variables, "continue_final_message": False, "add_generation_prompt": False}
+        if variables.get(
+            "continue_final_message"
+        ):  # the template has printed the last message, which was cut here
+            trace_variables = {
+                **variables,
+                "continue_final_message": False,
+                "add_generation_prompt": False,
+            }
 
         def render(conversation: Conversation, budget: Budget) -> str:
             template = self._choose(conversation["tools"] is not None)
             return template.render(
-                conversation["messages"], tools=conversation["tools"], budget=budget, **trace_variables
+                conversation["messages"],
+                tools=conversation["tools"],
+                budget=budget,
+                **trace_variables,
             )
 
         budget = budget or Budget()
@@ -151,7 +183,9 @@ class TemplateChat:
                 failure = error
                 continue
             try:
-                require_traces({"messages": chat, "tools": tools}, text=text, render=render, budget=budget)
+                require_traces(
+                    {"messages": chat, "tools": tools}, text=text, render=render, budget=budget
+                )
             except RequestError as error:
                 loss = loss or error
                 continue
@@ -161,13 +195,21 @@ class TemplateChat:
         raise refusal
 
     def encode(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
-        return self._tokenizer.encode(self.text(messages, tools=tools, **variables), specials=True, bos=False)
+        return self._tokenizer.encode(
+            self.text(messages, tools=tools, **variables), specials=True, bos=False
+        )
 
 
 class Llama2Chat:
-    """Llama 2's instruct format: each question with its answer between BOS and EOS, tags as plain text."""
+    """Llama 2's instruct format: each question with its answer between BOS and EOS, tags as
+    plain text.
+    """
 
     end_ids: tuple[int, ...] = ()
 
@@ -175,21 +217,32 @@ class Llama2Chat:
         self._tokenizer = tokenizer
 
     def encode(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         _require_plain("llama2", messages, tools, variables)
         if (tag := llama2_tag(messages)) is not None:
-            raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
+            raise RequestError(
+                "a message holds a tag of the chat format", found=tag, hint="leave it out"
+            )
         turns = [(_plain_role(message), message_text(message)) for message in messages]
         if turns and turns[0][0] == "system" and len(turns) > 1:
             system, (role, first), *rest = turns[0][1], *turns[1:]
             turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
         expected = ["user", "assistant"] * len(turns)
-        if not turns or len(turns) % 2 == 0 or [role for role, _ in turns] != expected[: len(turns)]:
+        if (
+            not turns
+            or len(turns) % 2 == 0
+            or [role for role, _ in turns] != expected[: len(turns)]
+        ):
             raise RequestError(
-                "llama2 has at most one system message, then user and assistant in turn, the user last",
+                "llama2 has at most one system message, then user and assistant in turn, the user"
+                " last",
                 found=", ".join(str(one["role"]) for one in messages) or "no message",
-            )  # fmt: skip
+            )
         ids: list[int] = []
         for (_, question), (_, answer) in zip(turns[:-1:2], turns[1::2], strict=True):
             ids += self._begin_turn(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
@@ -197,38 +250,54 @@ class Llama2Chat:
         return [*ids, *self._begin_turn(f"[INST] {turns[-1][1].strip()} [/INST]")]
 
     def _begin_turn(self, text: str) -> list[int]:
-        """Encode a turn, which begins with BOS in this format, whether or not the tokenizer adds it to other text."""
+        """Encode a turn, which begins with BOS in this format, whether or not the tokenizer adds
+        it to other text.
+        """
         bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         return [*bos, *self._tokenizer.encode(text, bos=False)]
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
-    """A tag of Llama 2's format that a message contains, which is not allowed; raises `RequestError` for an invalid
-    message."""
+    """A tag of Llama 2's format that a message contains, which is not allowed; raises
+    `RequestError` for an invalid message.
+    """
     texts = [message_text(one) for one in messages]
     return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
 
 
 class Llama3Chat:
-    """Llama 3's instruct format: a header with the role before each message, contents never read as special tokens."""
+    """Llama 3's instruct format: a header with the role before each message, contents never read
+    as special tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         specials = tokenizer.special_tokens or {}
         self._tokenizer = tokenizer
         try:
             self._header, self._content, self._end = (
-                specials[name] for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+                specials[name]
+                for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
             )
-            self.end_ids: tuple[int, ...] = tuple(specials[name] for name in _LLAMA3_ENDS if name in specials)
+            self.end_ids: tuple[int, ...] = tuple(
+                specials[name] for name in _LLAMA3_ENDS if name in specials
+            )
         except KeyError as error:
-            raise RequestError(f"the tokenizer has no {error.args[0]}; it is not Llama 3's") from error
+            raise RequestError(
+                f"the tokenizer has no {error.args[0]}; it is not Llama 3's"
+            ) from error
 
     def encode(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         _require_plain("llama3", messages, tools, variables)
         if not messages:
-            raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
+            raise RequestError(
+                "a chat needs messages", expected='[{"role": "user", "content": "..."}]'
+            )
         ids = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         for message in messages:
             content = message_text(message).strip()
@@ -243,15 +312,18 @@ class Llama3Chat:
 
 
 def chat_format(
-    folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "llama3"] | str | None = None
+    folder: str | Path,
+    tokenizer: Tokenizer,
+    template: Literal["llama2", "llama3"] | str | None = None,
 ) -> Chat:
-    """The chat format of the model in a folder, whose `encode` returns the tokens of a conversation.
+    """The chat format of the model in a folder, whose `encode` returns the tokens of a
+    conversation.
 
     Args:
         folder: of the model.
         tokenizer: the model's.
-        template: ``llama2`` or ``llama3``; the name of one of the folder's templates; or a file ``*.jinja``. None
-            is the folder's default.
+        template: ``llama2`` or ``llama3``; the name of one of the folder's templates; or a file
+            ``*.jinja``. None is the folder's default.
 
     Raises:
         RequestError: if the folder has no template, and none is named.
@@ -279,7 +351,11 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
     known = tokenizer.special_tokens or {}
     spelled = {number: name for name, number in known.items()}
     ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    own = {name: spelled[number] for name, number in ends.items() if number is not None and number in spelled}
+    own = {
+        name: spelled[number]
+        for name, number in ends.items()
+        if number is not None and number in spelled
+    }
     tokens = {**own, **special_tokens(folder, known)}
     if template is not None and template.endswith(".jinja"):
         chosen = ChatTemplate(requested_template(template), tokens=tokens, path=Path(template))
@@ -287,10 +363,15 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
     templates = ChatTemplates(named, tokens)
     if not templates:
         raise RequestError(
-            "has no chat template", path=named, hint="use a prompt with a base model",
+            "has no chat template",
+            path=named,
+            hint="use a prompt with a base model",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
-        )  # fmt: skip
-    found = {with_tools: templates.choose(template, with_tools=with_tools) for with_tools in (False, True)}
+        )
+    found = {
+        with_tools: templates.choose(template, with_tools=with_tools)
+        for with_tools in (False, True)
+    }
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder), tokens)
 
 
@@ -298,9 +379,10 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """Require a tokenizer that reads special tokens from text, as templates spell them."""
     if tokenizer.special_tokens is None:
         raise RequestError(
-            f"a template cannot spell special tokens for a tokenizer of {tokenizer.kind}", path=folder,
+            f"a template cannot spell special tokens for a tokenizer of {tokenizer.kind}",
+            path=folder,
             expected=f"`template={META_FORMATS[0]}`, or the model in a Hugging Face folder",
-        )  # fmt: skip
+        )
     return tokenizer
 
 
@@ -313,16 +395,24 @@ def message_text(message: Message) -> str:
     if isinstance(message, Mapping):
         for key in ("tool_calls", "function_call"):
             if message.get(key):
-                raise RequestError(f"this format has no tools, and a message has '{key}'", found=shown(message[key]))
+                raise RequestError(
+                    f"this format has no tools, and a message has '{key}'",
+                    found=shown(message[key]),
+                )
     content = _with_text(message).get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
-        raise RequestError("a message is an object with a role and a content", found=shown(message), expected=_MESSAGE)
+        raise RequestError(
+            "a message is an object with a role and a content",
+            found=shown(message),
+            expected=_MESSAGE,
+        )
     return content
 
 
 def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
-    """A message whose content is a string if it was a list of text parts, which newlines join, as in vLLM, or the null
-    of an answer without tool calls. Other messages, and with `keep_parts` lists, are returned as they are.
+    """A message whose content is a string if it was a list of text parts, which newlines join, as
+    in vLLM, or the null of an answer without tool calls. Other messages, and with `keep_parts`
+    lists, are returned as they are.
 
     Raises:
         RequestError: for a part that is not text.
@@ -334,7 +424,9 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
         return {**message, "content": ""}
     if not isinstance(content, list | tuple):
         return message
-    if role in _TOOL_ROLES and not all(isinstance(part, Mapping) and "type" in part for part in content):
+    if role in _TOOL_ROLES and not all(
+        isinstance(part, Mapping) and "type" in part for part in content
+    ):
         return message  # a tool's result in JSON
     texts = [_part_text(part) for part in content]
     return message if keep_parts else {**message, "content": "\n".join(texts)}
@@ -350,10 +442,13 @@ def _with_system_role(message: Message) -> Message:
 def _spellings(messages: Sequence[Message], *, keep_parts: bool) -> Iterator[list[Message]]:
     """Yield a conversation as the template should have it, and then as other templates need it.
 
-    - A message that only calls tools has no content, as in transformers, or the empty string, as in vLLM.
-    - Parts of text are a string, as for templates that do not read them. Templates of Gemma 3 and Llama 4 loop over the
-      parts of the user's messages, but print the first part of the system message only.
-    - Arguments of calls are objects, as in transformers, or JSON, which DeepSeek V3.1's template appends to a string.
+    - A message that only calls tools has no content, as in transformers, or the empty string, as in
+      vLLM.
+    - Parts of text are a string, as for templates that do not read them. Templates of Gemma 3 and
+      Llama 4 loop over the parts of the user's messages, but print the first part of the system
+      message only.
+    - Arguments of calls are objects, as in transformers, or JSON, which DeepSeek V3.1's template
+      appends to a string.
 
     Args:
         keep_parts: whether lists of text parts stay as they are at first.
@@ -382,12 +477,18 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
     if field != "content":
         later.append("content")
     for message in last:
-        if not isinstance(message, Mapping) or message.get(field) is None:  # an error of the template's rendering
+        if (
+            not isinstance(message, Mapping) or message.get(field) is None
+        ):  # an error of the template's rendering
             continue
         for key in later:
             if message.get(key):
                 problem = f"the prompt would end before '{key}' of the message that is continued"
-                raise RequestError(problem, hint="leave it out, or do not continue the message", argument="messages")
+                raise RequestError(
+                    problem,
+                    hint="leave it out, or do not continue the message",
+                    argument="messages",
+                )
 
 
 def _with_json_arguments(message: Message) -> Message:
@@ -407,7 +508,11 @@ def _with_json_arguments(message: Message) -> Message:
 
 def _with_content(message: Message) -> Message:
     """Add the empty string as the content of a message that only calls tools."""
-    if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+    if (
+        isinstance(message, Mapping)
+        and message.get("tool_calls")
+        and message.get("content") is None
+    ):
         return {**message, "content": ""}
     return message
 
@@ -419,7 +524,9 @@ def _plain_role(message: Message) -> str:
 def _part_text(part: object) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
     if kind not in (None, "text"):
-        raise RequestError(f"a message has a part of type {shown(kind)}", expected="only parts of type 'text'")
+        raise RequestError(
+            f"a message has a part of type {shown(kind)}", expected="only parts of type 'text'"
+        )
     if not isinstance(text, str):
         problem, expected = "a part of a message has no text", '{"type": "text", "text": "..."}'
         raise RequestError(problem, found=shown(part), expected=expected)
@@ -431,7 +538,9 @@ def _require_messages(messages: object) -> None:
         raise wrong_type("messages", messages, '[{"role": "user", "content": "..."}]')
 
 
-def _require_plain(name: str, messages: object, tools: object, variables: Mapping[str, Any]) -> None:
+def _require_plain(
+    name: str, messages: object, tools: object, variables: Mapping[str, Any]
+) -> None:
     _require_messages(messages)
     if tools is not None or variables.keys() - _HINTS:
         raise RequestError(f"the format {name} has neither tools nor variables")

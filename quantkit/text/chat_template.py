@@ -1,7 +1,7 @@
 """Chat templates: conversations as the text that an instruct model was trained to continue.
 
-A Hugging Face folder has its own template in Jinja, which is untrusted code: it runs in a separate process, see
-`template_process`.
+A Hugging Face folder has its own template in Jinja, which is untrusted code: it runs in a separate
+process, see `template_process`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ class ChatTemplate:
     """A template, ready to render conversations."""
 
     def __init__(
-        self, source: str, *, tokens: Mapping[str, str | None] | None = None, path: Path | None = None
+        self,
+        source: str,
+        *,
+        tokens: Mapping[str, str | None] | None = None,
+        path: Path | None = None,
     ) -> None:
         """
         Args:
             source: in Jinja.
-            tokens: spellings of special tokens by their names in templates, such as ``bos_token``; None for one that
-                the model does not have, which is printed as nothing.
+            tokens: spellings of special tokens by their names in templates, such as ``bos_token``;
+                None for one that the model does not have, which is printed as nothing.
             path: of its file, for errors.
 
         Raises:
@@ -61,31 +65,41 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._path = path
         if problem := check_template(source):
-            raise CheckpointError(f"is not a valid Jinja chat template: {_short(problem)}", path=path)
+            raise CheckpointError(
+                f"is not a valid Jinja chat template: {_short(problem)}", path=path
+            )
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True, continue_final_message: bool | str = False, budget: Budget | None = None,
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
+        budget: Budget | None = None,
         **variables: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The text of a conversation.
 
         Args:
             messages: in order.
             tools: that the model may call, as JSON schemas.
             add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end within the last message, for the model to continue it; the name of one of its
-                fields, such as ``reasoning_content``, ends within that field instead of ``content``.
+            continue_final_message: end within the last message, for the model to continue it; the
+                name of one of its fields, such as ``reasoning_content``, ends within that field
+                instead of ``content``.
             budget: shared by several renderings; None for a separate one.
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: if a message has no role, the template refuses the conversation or fails only for it, or the
-                last message cannot be continued.
+            RequestError: if a message has no role, the template refuses the conversation or fails
+                only for it, or the last message cannot be continued.
             CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
         chat = _checked_chat(messages)
-        if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(one, Mapping) for one in tools)):
+        if tools is not None and not (
+            isinstance(tools, Sequence) and all(isinstance(one, Mapping) for one in tools)
+        ):
             raise wrong_type("tools", tools, "a list of JSON schemas")
         partial = None
         if continue_final_message:
@@ -98,19 +112,24 @@ class ChatTemplate:
         answer = self._answer(chat, budget, variables)
         if "error" in answer:
             only_this = answer["error"] == "failure" and not budget.spent and self._renders_probe
-            raise self._error("conversation" if only_this else answer["error"], _short(answer["reason"]))
+            raise self._error(
+                "conversation" if only_this else answer["error"], _short(answer["reason"])
+            )
         text = str(answer["text"])
         return text if partial is None else partial.cut(text)
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template loops over the parts of a message's content, by its source; others need a string."""
+        """Whether the template loops over the parts of a message's content, by its source;
+        others need a string.
+        """
         return _LOOP_OVER_PARTS.search(self.source) is not None
 
     @cached_property
     def knows_developer(self) -> bool:
-        """Whether the template has OpenAI's role ``developer``, by its source. Many print any role, also those that the
-        model has never seen."""
+        """Whether the template has OpenAI's role ``developer``, by its source. Many print any role,
+        also those that the model has never seen.
+        """
         return _DEVELOPER.search(self.source) is not None
 
     @property
@@ -120,27 +139,46 @@ class ChatTemplate:
 
     @cached_property
     def _renders_probe(self) -> bool:
-        """Whether the template renders, or refuses, the simplest conversation: its failures are then due to others."""
-        return self._answer(_PROBE, Budget(), {"tools": None, "add_generation_prompt": True}).get("error") != "failure"
+        """Whether the template renders, or refuses, the simplest conversation: its failures are
+        then due to others.
+        """
+        return (
+            self._answer(_PROBE, Budget(), {"tools": None, "add_generation_prompt": True}).get(
+                "error"
+            )
+            != "failure"
+        )
 
-    def _answer(self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(
+        self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
         tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
-        unknown = tuple(name for name in _REQUIRED if name not in self._tokens and name not in variables)
-        return render(self.source, {"documents": None, **tokens, **variables, "messages": chat}, unknown, budget)
+        unknown = tuple(
+            name for name in _REQUIRED if name not in self._tokens and name not in variables
+        )
+        return render(
+            self.source,
+            {"documents": None, **tokens, **variables, "messages": chat},
+            unknown,
+            budget,
+        )
 
     def _error(self, kind: str, reason: str) -> QuantkitError:
         """The error for a failed rendering; a refusal concerns the conversation."""
         if kind == "refusal":
             return RequestError(f"the chat template refuses this: {reason}", path=self._path)
         if kind == "conversation":
-            return RequestError(f"the chat template fails for this conversation: {reason}", path=self._path)
+            return RequestError(
+                f"the chat template fails for this conversation: {reason}", path=self._path
+            )
         if kind == "length":
             return RequestError("the chat template's result is too long", path=self._path)
         if kind == "token":
             return CheckpointError(
-                f"the chat template prints {reason}, which no file of the model spells", path=self._path,
+                f"the chat template prints {reason}, which no file of the model spells",
+                path=self._path,
                 expected=f'"{reason}" in tokenizer_config.json, null if there is none',
-            )  # fmt: skip
+            )
         return CheckpointError(f"the chat template fails: {reason}", path=self._path)
 
 
@@ -166,20 +204,24 @@ class ChatTemplates:
         return {name: source for name, (_, source) in self._sources.items()}
 
     def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
-        """A template by its name; None is ``tool_use`` if it exists and there are tools, otherwise ``default``. Raises
-        `RequestError` if there is no such template."""
+        """A template by its name; None is ``tool_use`` if it exists and there are tools, otherwise
+        ``default``. Raises `RequestError` if there is no such template.
+        """
         chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if name is None and chosen not in self._sources and self._sources:
             raise RequestError(
-                "has chat templates, and none of them is the default", path=self.folder,
-                found=", ".join(map(repr, self._sources)), hint="name one of them as `template`",
-            )  # fmt: skip
+                "has chat templates, and none of them is the default",
+                path=self.folder,
+                found=", ".join(map(repr, self._sources)),
+                hint="name one of them as `template`",
+            )
         if chosen not in self._sources:
             raise RequestError(
-                "has no chat template" if name is None else f"has no chat template '{name}'", path=self.folder,
+                "has no chat template" if name is None else f"has no chat template '{name}'",
+                path=self.folder,
                 found=", ".join(self._sources) or None,
                 hint="a base model has none; use a prompt, or name a `template`",
-            )  # fmt: skip
+            )
         path, source = self._sources[chosen]
         return ChatTemplate(source, tokens=self._tokens, path=path)
 
@@ -195,13 +237,21 @@ def template_paths(folder: Path) -> list[Path]:
 
 
 def requested_template(template: str) -> str:
-    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises `RequestError` for
-    another name or a file that does not exist, `CheckpointError` if it cannot be read."""
+    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises
+    `RequestError` for another name or a file that does not exist, `CheckpointError` if it cannot be
+    read.
+    """
     if template in META_FORMATS:
-        return resources.files("quantkit.text").joinpath(f"templates/{template}{_SUFFIX}").read_text(encoding="utf-8")
+        return (
+            resources.files("quantkit.text")
+            .joinpath(f"templates/{template}{_SUFFIX}")
+            .read_text(encoding="utf-8")
+        )
     if not template.endswith(_SUFFIX):
         raise RequestError(
-            "no such chat template", found=shown(template), expected=f"{', '.join(META_FORMATS)} or a file *{_SUFFIX}"
+            "no such chat template",
+            found=shown(template),
+            expected=f"{', '.join(META_FORMATS)} or a file *{_SUFFIX}",
         )
     path = Path(template)
     if not os.path.exists(path):
@@ -212,7 +262,9 @@ def requested_template(template: str) -> str:
 
 
 def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Path and source of templates by name: separate files win over the tokenizer's config, as in transformers."""
+    """Path and source of templates by name: separate files win over the tokenizer's config, as
+    in transformers.
+    """
     found: dict[str, tuple[Path, str]] = {}
     if (path := folder / TEMPLATE_FILE).is_file():
         found["default"] = path, _read(path)
@@ -220,7 +272,10 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
         found[path.stem] = path, _read(path)
     if found:
         return found
-    for path in (folder / _CONFIG, folder / OLD_TEMPLATE_FILE):  # the latter is an old file of multimodal processors
+    for path in (
+        folder / _CONFIG,
+        folder / OLD_TEMPLATE_FILE,
+    ):  # the latter is an old file of multimodal processors
         value = read_json(path).get("chat_template") if path.is_file() else None
         if isinstance(value, str):
             value = [{"name": "default", "template": value}]
@@ -228,9 +283,13 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
             raise CheckpointError("holds a chat template that is not a string", path=path)
         if value is not None:
             for one in value:
-                name, source = (one.get(key) if isinstance(one, dict) else None for key in ("name", "template"))
+                name, source = (
+                    one.get(key) if isinstance(one, dict) else None for key in ("name", "template")
+                )
                 if not isinstance(name, str) or not isinstance(source, str):
-                    raise CheckpointError("lists a chat template without a name or source", path=path)
+                    raise CheckpointError(
+                        "lists a chat template without a name or source", path=path
+                    )
                 found[name] = path, _lines(source, path)
             return found
     return {}
@@ -241,7 +300,9 @@ def _lines(source: str, path: Path) -> str:
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError("holds a chat template that is not valid Unicode", path=path) from error
+        raise CheckpointError(
+            "holds a chat template that is not valid Unicode", path=path
+        ) from error
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -252,39 +313,51 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read as UTF-8: {error}", path=path) from error
     if not source.strip():
-        # A model without a template has no such file: this one was lost, and every conversation would render as "".
+        # A model without a template has no such file: this one was lost, and every conversation
+        # would render as "".
         raise CheckpointError("the file is empty", path=path, expected="a chat template")
     return source
 
 
 def _checked_chat(messages: Any) -> list[dict[str, Any]]:
-    """A copy of a conversation, as transformers passes it to templates: without nulls, and with the reasoning under all
-    its names."""
+    """A copy of a conversation, as transformers passes it to templates: without nulls, and with the
+    reasoning under all its names.
+    """
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
     chat = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
-                "a message is an object with a role", found=shown(message),
+                "a message is an object with a role",
+                found=shown(message),
                 expected='{"role": "user", "content": "..."}',
-            )  # fmt: skip
+            )
         try:
-            fields = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+            fields = {
+                name: copy.deepcopy(value) for name, value in message.items() if value is not None
+            }
         except RecursionError as error:
-            raise RequestError("a message is nested too deep", found=f"role {shown(message['role'])}") from error
-        if (reasoning := next((fields[name] for name in _REASONING if name in fields), None)) is not None:
+            raise RequestError(
+                "a message is nested too deep", found=f"role {shown(message['role'])}"
+            ) from error
+        if (
+            reasoning := next((fields[name] for name in _REASONING if name in fields), None)
+        ) is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
         chat.append(fields)
     return chat
 
 
 class _PartialMessage:
-    """The last message of a conversation, which the model is to continue: its end is marked, and the text cut there."""
+    """The last message of a conversation, which the model is to continue: its end is marked, and
+    the text cut there.
+    """
 
     def __init__(self, chat: list[dict[str, Any]], field: str, source: str) -> None:
-        """Mark the end of a field of the last message of `chat`. Raises `RequestError` if the field is not a string, or
-        the template, `source`, does not read it."""
+        """Mark the end of a field of the last message of `chat`. Raises `RequestError` if the field
+        is not a string, or the template, `source`, does not read it.
+        """
         whole, message = repr(chat), chat[-1]
         self._mark = next(f"GOES_ON_{n}" for n in itertools.count() if f"GOES_ON_{n}" not in whole)
         value = message.get(field)
@@ -294,20 +367,30 @@ class _PartialMessage:
             holder, name = (parts[-1], "text") if parts else ({}, "text")
         text = holder.get(name)
         if not isinstance(text, str):
-            raise RequestError("the last message has no string to continue", expected=f'a string as its "{field}"')
+            raise RequestError(
+                "the last message has no string to continue", expected=f'a string as its "{field}"'
+            )
         self._text = text
-        same = [one for one in _REASONING if message.get(one) == value] if field in _REASONING else [field]
+        same = (
+            [one for one in _REASONING if message.get(one) == value]
+            if field in _REASONING
+            else [field]
+        )
         if not any(one in source for one in same):
-            raise RequestError(f'the chat template does not read "{field}"; the last message cannot be continued')
+            raise RequestError(
+                f'the chat template does not read "{field}"; the last message cannot be continued'
+            )
         for one in [name] if holder is not message else same:
             holder[one] = f"{self._text}{self._mark} "
 
     def cut(self, text: str) -> str:
-        """The text before the mark. If the mark's space is missing the template strips messages, and trailing spaces
-        are stripped here too."""
+        """The text before the mark. If the mark's space is missing the template strips messages,
+        and trailing spaces are stripped here too.
+        """
         place = text.rfind(self._mark)
         if place < 0 or self._text.strip() not in text or self._mark in text[:place]:
             raise RequestError(
-                "the chat template does not print the last message once and unchanged; it cannot be continued"
+                "the chat template does not print the last message once and unchanged; it cannot be"
+                " continued"
             )
         return text[:place] if text.startswith(f"{self._mark} ", place) else text[:place].rstrip()

@@ -38,8 +38,8 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
     """The first difference between two tokenizers; None if there is none. Compared are
 
     - for every id, the bytes and the kind of its token;
-    - the settings of added tokens, normalization and splitting, merges and scores, BOS and EOS, if both formats have
-      them;
+    - the settings of added tokens, normalization and splitting, merges and scores, BOS and EOS, if
+      both formats have them;
     - the tokens of `texts` and of built-in samples, and their decoding.
 
     Raises:
@@ -47,27 +47,43 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
     """
     own, others = first.canonical(), second.canonical()
     # Whether both come from a tokenizer.json whose files state BOS and EOS.
-    stated = all(one.added is not None and one.merges is not None and not one.converted for one in (own, others))
+    stated = all(
+        one.added is not None and one.merges is not None and not one.converted
+        for one in (own, others)
+    )
     return (
         _token_difference(own, others)
         or _added_difference(own, others)
         or _settings_difference(own, others)
         or _order_difference(own, others)
         or _end_difference(first, second, stated=stated)
-        or _text_difference(first, second, itertools.chain(_SAMPLES, texts, _probes(own, others)), own.kinds)
+        or _text_difference(
+            first, second, itertools.chain(_SAMPLES, texts, _probes(own, others)), own.kinds
+        )
     )
 
 
 def sample_difference(first: Tokenizer, second: Tokenizer) -> str | None:
-    """The first of the built-in samples that two tokenizers encode in different ways; None if there is none."""
-    return next((f"the text {text[:40]!r}" for text in _SAMPLES if first.encode(text) != second.encode(text)), None)
+    """The first of the built-in samples that two tokenizers encode in different ways; None if
+    there is none.
+    """
+    return next(
+        (
+            f"the text {text[:40]!r}"
+            for text in _SAMPLES
+            if first.encode(text) != second.encode(text)
+        ),
+        None,
+    )
 
 
 def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
     if first.contents == second.contents and first.kinds == second.kinds:
         return None
     numbers = first.contents.keys() | second.contents.keys()
-    differing = [number for number in numbers if not _same(first.token(number), second.token(number))]
+    differing = [
+        number for number in numbers if not _same(first.token(number), second.token(number))
+    ]
     if not differing:
         return None
     at = min(differing)
@@ -80,21 +96,32 @@ def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
         else:
             name = f"{token.kind.value} " if kinds or token.kind is not Kind.TEXT else ""
             shown.append(f"{name}{token.content[:_MAX_SHOWN]!r}")
-    return f"{len(differing)} of {len(numbers)} token ids; the first is {at}: {' against '.join(shown)}"
+    return (
+        f"{len(differing)} of {len(numbers)} token ids; the first is {at}:"
+        f" {' against '.join(shown)}"
+    )
 
 
 def _same(first: Token | None, second: Token | None) -> bool:
-    """Whether two tokens of an id are equivalent; for an unused id, a format may have any token or none."""
+    """Whether two tokens of an id are equivalent; for an unused id, a format may have any token
+    or none.
+    """
     if first == second:
         return True
-    used = [token for token in (first, second) if token is not None and token.kind is not Kind.UNUSED]
+    used = [
+        token for token in (first, second) if token is not None and token.kind is not Kind.UNUSED
+    ]
     if first is None or second is None or not used:
         return not used
-    return first.content == second.content and any({first.kind, second.kind} <= kinds for kinds in _SAME_KINDS)
+    return first.content == second.content and any(
+        {first.kind, second.kind} <= kinds for kinds in _SAME_KINDS
+    )
 
 
 def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
-    """A difference in the settings of added tokens, if both formats have them; otherwise only in their ids."""
+    """A difference in the settings of added tokens, if both formats have them; otherwise only in
+    their ids.
+    """
     for number in sorted((first.added or {}).keys() | (second.added or {}).keys()):
         one, other = ((side.added or {}).get(number) for side in (first, second))
         own = (one or AddedToken(number))._asdict()
@@ -114,7 +141,11 @@ def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary
         if name not in second.settings or own == (others := second.settings[name]):
             continue
         converted = first.converted or second.converted
-        if name == "ignore_merges" and converted and _merges_make_all(first if first.merges is not None else second):
+        if (
+            name == "ignore_merges"
+            and converted
+            and _merges_make_all(first if first.merges is not None else second)
+        ):
             continue  # the setting has no effect
         return f"{name}: {_shown(own, others)}"
     return None
@@ -125,19 +156,33 @@ def _merges_make_all(vocabulary: CanonicalVocabulary) -> bool:
     if vocabulary.merges is None:
         return False
     ordinary = (None, Kind.UNUSED)
-    pieces = [piece for piece, number in vocabulary.spellings.items() if vocabulary.kinds.get(number) in ordinary]
+    pieces = [
+        piece
+        for piece, number in vocabulary.spellings.items()
+        if vocabulary.kinds.get(number) in ordinary
+    ]
     return merges_make_all(pieces, vocabulary.spellings, vocabulary.merges)
 
 
 def _shown(first: object, second: object) -> str:
     """Two values; long ones from shortly before their first difference."""
     texts = [json.dumps(value, ensure_ascii=False) for value in (first, second)]
-    common = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+    common = next(
+        (at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0
+    )
     start = max(common - _NUM_SHOWN_BEFORE, 0)
     shown = [
-        ("..." * (start > 0) + text[start : start + _MAX_SHOWN] + "..." * (len(text) > start + _MAX_SHOWN))
-        if len(text) > _MAX_SHOWN else text for text in texts
-    ]  # fmt: skip
+        (
+            (
+                "..." * (start > 0)
+                + text[start : start + _MAX_SHOWN]
+                + "..." * (len(text) > start + _MAX_SHOWN)
+            )
+            if len(text) > _MAX_SHOWN
+            else text
+        )
+        for text in texts
+    ]
     return " against ".join(shown)
 
 
@@ -147,14 +192,19 @@ def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
             {Kind.SPECIAL} if first.converted or second.converted else set()
         )
         ignored = {
-            piece for one in (first, second) for piece, number in one.spellings.items()
-            if one.kinds.get(number) in apart and not (one.added or {}).get(number, _ANYWHERE).single_word
-        }  # fmt: skip
+            piece
+            for one in (first, second)
+            for piece, number in one.spellings.items()
+            if one.kinds.get(number) in apart
+            and not (one.added or {}).get(number, _ANYWHERE).single_word
+        }
         return merge_difference(first.merges, second.merges, ignored)
     if first.scores is not None and second.scores is not None:
         for piece, score in first.scores.items():
             other = second.scores.get(piece, score)
-            if score != other and c_float(score).value != c_float(other).value:  # sentencepiece has single precision
+            if (
+                score != other and c_float(score).value != c_float(other).value
+            ):  # sentencepiece has single precision
                 return f"the score of {piece!r}: {score:g} against {other:g}"
         return None
     for one, two in ((first, second), (second, first)):
@@ -164,8 +214,9 @@ def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
 
 
 def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str | None:
-    """A difference in BOS and EOS. Formats other than tokenizer.json may lack them, and Meta's tiktoken files have
-    several EOS tokens."""
+    """A difference in BOS and EOS. Formats other than tokenizer.json may lack them, and Meta's
+    tiktoken files have several EOS tokens.
+    """
     begins = [set[int]() if one.bos_id is None else {one.bos_id} for one in (first, second)]
     ends = [set(one.eos_ids) for one in (first, second)]
     for name, (own, others) in (("BOS", begins), ("EOS", ends)):
@@ -176,12 +227,14 @@ def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str
 
 def _text_difference(
     first: Tokenizer, second: Tokenizer, texts: Iterable[str], kinds: Mapping[int, Kind]
-) -> str | None:  # fmt: skip
+) -> str | None:
     for text in texts:
         ids = first.encode(text)
         if ids != second.encode(text):
             return f"the text {text[:40]!r}"
-        known = [one for one in ids if kinds.get(one) is not Kind.SPECIAL]  # some formats decode <unk> to a symbol
+        known = [
+            one for one in ids if kinds.get(one) is not Kind.SPECIAL
+        ]  # some formats decode <unk> to a symbol
         if first.decode(known) != second.decode(known):
             return f"what the tokens of {text[:40]!r} are decoded to"
     return None

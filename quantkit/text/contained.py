@@ -1,4 +1,6 @@
-"""Calls into the tokenizers' libraries, which panic, print, and raise any error on damaged files."""
+"""Calls into the tokenizers' libraries, which panic, print, and raise any error on damaged
+files.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ _redirecting = threading.Lock()
 
 @contextmanager
 def contained(path: Path, problem: str) -> Iterator[None]:
-    """Raise any error of a library as a `CheckpointError` of a file, also a panic of Rust, which is not an
-    `Exception`."""
+    """Raise any error of a library as a `CheckpointError` of a file, also a panic of Rust, which is
+    not an `Exception`.
+    """
     try:
         yield
     except QuantkitError:
@@ -40,7 +43,8 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def quiet_on_failure() -> Iterator[None]:
-    """Hold back what libraries print on stderr, and print it at the end unless the block raises an error.
+    """Hold back what libraries print on stderr, and print it at the end unless the block raises an
+    error.
 
     For short calls: it affects all threads.
     """

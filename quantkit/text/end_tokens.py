@@ -1,8 +1,10 @@
-"""The tokens at which a model ends: one rule for folders, GGUF files, and everything that is written.
+"""The tokens at which a model ends: one rule for folders, GGUF files, and everything that is
+written.
 
-A model ends at the tokens that its config.json and generation_config.json list, and at the EOS token that its tokenizer
-names, as in vLLM. A GGUF file lists them under its keys for EOS, end of turn and end of message. None is guessed from
-the spelling of a token: ``</s>`` is an HTML tag in Gemma's vocabulary, and an ordinary token in Qwen's.
+A model ends at the tokens that its config.json and generation_config.json list, and at the EOS
+token that its tokenizer names, as in vLLM. A GGUF file lists them under its keys for EOS, end of
+turn and end of message. None is guessed from the spelling of a token: ``</s>`` is an HTML tag in
+Gemma's vocabulary, and an ordinary token in Qwen's.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ def listed_end_tokens(folder: Path) -> list[int]:
     """Return the end tokens that a folder's files name, without doubles.
 
     Raises:
-        CheckpointError: if config.json or generation_config.json is damaged or lists something other than ids, or a
-            file of the tokenizer is damaged.
+        CheckpointError: if config.json or generation_config.json is damaged or lists something
+            other than ids, or a file of the tokenizer is damaged.
     """
     found: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
@@ -49,7 +51,9 @@ def tokenizer_eos(folder: Path) -> int | None:
     if (folder / "tokenizer.json").is_file():
         return _eos_of_json(folder)
     path = folder / "tokenizer.model"
-    if not path.is_file() or is_tiktoken(path):  # Meta's tiktoken files have their end tokens in the config
+    if not path.is_file() or is_tiktoken(
+        path
+    ):  # Meta's tiktoken files have their end tokens in the config
         return None
     model = read_sentencepiece(path)
     pieces = {spelling: number for number, (spelling, _, _) in enumerate(model.pieces)}
@@ -58,14 +62,19 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 
 def _eos_of_json(folder: Path) -> int | None:
-    # tokenizer_config.json lists ids too, which transformers and its library ignore: only those of this file count.
+    # tokenizer_config.json lists ids too, which transformers and its library ignore: only those of
+    # this file count.
     path = folder / "tokenizer.json"
     raw = Settings(read_json(path), path)
     vocabulary = raw.inside("model").values.get("vocab")
     ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     added = raw.values.get("added_tokens")
     for token in added if isinstance(added, list) else []:
-        if isinstance(token, dict) and isinstance(token.get("content"), str) and isinstance(token.get("id"), int):
+        if (
+            isinstance(token, dict)
+            and isinstance(token.get("content"), str)
+            and isinstance(token.get("id"), int)
+        ):
             ids[token["content"]] = token["id"]
     eos = special_tokens(folder, ids, ("eos_token",)).get("eos_token")
     return None if eos is None else ids.get(eos)
@@ -74,18 +83,22 @@ def _eos_of_json(folder: Path) -> int | None:
 def find_answer_end(
     source: str, names: Mapping[str, str | None], specials: Mapping[str, int], ends: Collection[int]
 ) -> int | None:
-    """Return the special token that a chat template puts right after an answer, if the model does not end there anyway.
+    """Return the special token that a chat template puts right after an answer, if the model does
+    not end there anyway.
 
-    Converters of GGUF files leave it out where llama.cpp recognizes it by its spelling, such as Gemma's
-    ``<end_of_turn>``; without it a conversation would go on for ever.
+    Converters of GGUF files leave it out where llama.cpp recognizes it by its spelling, such as
+    Gemma's ``<end_of_turn>``; without it a conversation would go on for ever.
 
     Args:
         source: the template in Jinja.
         names: spellings of special tokens by their names in templates, such as ``eos_token``.
         specials: ids of the special tokens by their spelling.
-        ends: the tokens at which the model ends anyway. If the template spells one of them, it is not run.
+        ends: the tokens at which the model ends anyway. If the template spells one of them, it is
+            not run.
     """
-    spelled = [spelling for spelling, number in specials.items() if number in ends and spelling in source]
+    spelled = [
+        spelling for spelling, number in specials.items() if number in ends and spelling in source
+    ]
     if spelled or "eos_token" in source:
         return None
     variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
@@ -95,5 +108,7 @@ def find_answer_end(
     _, answered, rest = str(answer["text"]).rpartition(_ANSWER)
     if not answered:
         return None
-    following = [spelling for spelling in specials if spelling and rest.lstrip().startswith(spelling)]
+    following = [
+        spelling for spelling in specials if spelling and rest.lstrip().startswith(spelling)
+    ]
     return specials[max(following, key=len)] if following else None

@@ -1,7 +1,9 @@
-"""A folder's tokenizer in another form: as GGUF's metadata for llama.cpp, with chat templates and generation settings;
-or, if it is a sentencepiece or tiktoken file, as a ``tokenizer.json``, for which transformers needs no further package.
+"""A folder's tokenizer in another form: as GGUF's metadata for llama.cpp, with chat templates and
+generation settings; or, if it is a sentencepiece or tiktoken file, as a ``tokenizer.json``, for
+which transformers needs no further package.
 
-The result is read back and compared with the original: every token, the order of merges, and sample texts.
+The result is read back and compared with the original: every token, the order of merges, and sample
+texts.
 """
 
 from __future__ import annotations
@@ -19,20 +21,37 @@ from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
 from quantkit.text.end_tokens import listed_end_tokens
-from quantkit.text.folder_vocabulary import UNREACHED, FoundTokenizer, exportable_vocabulary, folder_vocabulary
+from quantkit.text.folder_vocabulary import (
+    UNREACHED,
+    FoundTokenizer,
+    exportable_vocabulary,
+    folder_vocabulary,
+)
 from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
-from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, text_folder, tokenizer_json, written_folder
+from quantkit.text.gguf_tokenizer import (
+    SAMPLING,
+    run_merges,
+    text_folder,
+    tokenizer_json,
+    written_folder,
+)
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, ids_around_text, load_tokenizer, original_tokenizer
+from quantkit.text.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    ids_around_text,
+    load_tokenizer,
+    original_tokenizer,
+)
 
 _NUM_TRIED_SPECIALS = 64
 
 
 def tokenizer_metadata(
     folder: Path, rows: int, templates: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> tuple[dict[str, Any], list[str]]:
     """The metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
 
     Args:
@@ -44,7 +63,8 @@ def tokenizer_metadata(
         Plain values by key, as for `build_header`; and notes on what llama.cpp does differently.
 
     Raises:
-        CheckpointError: if there is no tokenizer, it is damaged, or has more tokens than there are rows.
+        CheckpointError: if there is no tokenizer, it is damaged, or has more tokens than there are
+            rows.
         UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
     """
     model, folder = folder, text_folder(folder)
@@ -59,11 +79,16 @@ def tokenizer_metadata(
         # Without this key llama.cpp has a default id, and would end there too.
         ids["eos_token"] = ends[0]
     metadata: dict[str, Any] = {
-        keys.MODEL: vocabulary.model, keys.PRE: vocabulary.pre or "default",
-        keys.TOKENS: list(vocabulary.tokens), keys.TYPES: [int(kind) for kind in vocabulary.types],
-    }  # fmt: skip
+        keys.MODEL: vocabulary.model,
+        keys.PRE: vocabulary.pre or "default",
+        keys.TOKENS: list(vocabulary.tokens),
+        keys.TYPES: [int(kind) for kind in vocabulary.types],
+    }
     if vocabulary.model == keys.SPM:
-        metadata |= {keys.SCORES: list(vocabulary.scores), keys.SPACE_PREFIX: vocabulary.space_prefix}
+        metadata |= {
+            keys.SCORES: list(vocabulary.scores),
+            keys.SPACE_PREFIX: vocabulary.space_prefix,
+        }
     else:
         metadata[keys.MERGES] = [" ".join(pair) for pair in vocabulary.merges]
     metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
@@ -74,7 +99,11 @@ def tokenizer_metadata(
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
     plain = tokenizer_json(found.vocabulary, ids, adds) if found.pipeline else {}
-    own = {part: value for part, value in found.pipeline.items() if part not in plain or plain[part] != value}
+    own = {
+        part: value
+        for part, value in found.pipeline.items()
+        if part not in plain or plain[part] != value
+    }
     if found.run_merges and found.run_merges != run_merges(plain["model"]["merges"]):
         own[keys.RUN_MERGES] = found.run_merges
     if found.pipeline and found.ignore_merges != plain["model"]["ignore_merges"]:
@@ -96,7 +125,10 @@ def tokenizer_metadata(
         default = keys.DEFAULT_EOS[vocabulary.model]
         if default < len(vocabulary.tokens) and default not in ends:
             spelled = vocabulary.tokens[default]
-            notes.append(f"llama.cpp ends a generation at token {default}, {spelled!r}, because the model names no EOS")
+            notes.append(
+                f"llama.cpp ends a generation at token {default}, {spelled!r}, because the model"
+                " names no EOS"
+            )
     return metadata, [f"{model}: {note}" for note in notes]
 
 
@@ -124,9 +156,14 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
     settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        **{name: found.vocabulary.tokens[ids[name]] for name in ("bos_token", "eos_token", "unk_token") if name in ids},
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{
+            name: found.vocabulary.tokens[ids[name]]
+            for name in ("bos_token", "eos_token", "unk_token")
+            if name in ids
+        },
+    }
     files = {
         "tokenizer.json": str(Engine.from_str(json.dumps(raw)).to_str()).encode(),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
@@ -142,23 +179,31 @@ def _filled(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
     count = len(vocabulary.tokens)
     if count > rows:
         raise CheckpointError(
-            "the tokenizer has more tokens than the embedding has rows", path=folder, found=f"{count} tokens",
-            expected=f"at most {rows}", hint="the tokenizer is another model's",
-        )  # fmt: skip
+            "the tokenizer has more tokens than the embedding has rows",
+            path=folder,
+            found=f"{count} tokens",
+            expected=f"at most {rows}",
+            hint="the tokenizer is another model's",
+        )
     more = range(count, rows)
     return replace(
         vocabulary,
         tokens=[*vocabulary.tokens, *map(keys.filler, more)],
         types=[*vocabulary.types, *(PieceType.UNUSED for _ in more)],
-        scores=[*vocabulary.scores, *(UNREACHED for _ in more)] if vocabulary.model == keys.SPM else [],
+        scores=(
+            [*vocabulary.scores, *(UNREACHED for _ in more)] if vocabulary.model == keys.SPM else []
+        ),
     )
 
 
 def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> dict[str, int]:
-    """The special tokens' ids by transformers' names: from files next to the tokenizer, from itself, or from
-    config.json."""
+    """The special tokens' ids by transformers' names: from files next to the tokenizer, from
+    itself, or from config.json.
+    """
     numbers = found.vocabulary.ids()
-    config = Settings(read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder)
+    config = Settings(
+        read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder
+    )
     own = dict(found.ids)
     own |= {"bos_token": tokenizer.bos_id} if tokenizer.bos_id is not None else {}
     own |= {"eos_token": tokenizer.eos_ids[0]} if tokenizer.eos_ids else {}
@@ -176,34 +221,50 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> d
 
 
 def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
-    """Whether BOS is added before text, and EOS after it. The tokenizer's BOS replaces that of files in `ids`."""
+    """Whether BOS is added before text, and EOS after it.
+
+    The tokenizer's BOS replaces that of files in `ids`.
+    """
     before, after = ids_around_text(tokenizer)
     if len(before) > 1 or after not in ([], [ids.get("eos_token")]):
         raise UnsupportedError(
-            "llama.cpp adds no other tokens to text than BOS and EOS", path=folder, found=f"{before} and {after}",
+            "llama.cpp adds no other tokens to text than BOS and EOS",
+            path=folder,
+            found=f"{before} and {after}",
             hint="write another format",
-        )  # fmt: skip
+        )
     if before:
         ids["bos_token"] = before[0]
     return bool(before), bool(after)
 
 
-def _end_keys(folder: Path, stated: list[int], ids: Mapping[str, int], vocabulary: Vocabulary) -> dict[str, int]:
-    """The keys for EOS tokens after the first: llama.cpp knows most by their spelling, and has keys for two others."""
+def _end_keys(
+    folder: Path, stated: list[int], ids: Mapping[str, int], vocabulary: Vocabulary
+) -> dict[str, int]:
+    """The keys for EOS tokens after the first: llama.cpp knows most by their spelling, and has
+    keys for two others.
+    """
     numbers = vocabulary.ids()
     known = keys.eos_by_spelling(numbers)
-    others = [one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")]
+    others = [
+        one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")
+    ]
     turns = [numbers[spelling] for spelling in keys.TURN_ENDS if numbers.get(spelling) in stated]
     if len(others) > 1:
-        turns = []  # llama.cpp ends at these by their spelling, so both keys are free for the others
+        # llama.cpp ends at these by their spelling, so both keys are free for the others
+        turns = []
     slots = dict(zip([keys.EOT, keys.EOM], [*turns[:1], *others], strict=False))
     if left := set(others) - set(slots.values()):
         raise UnsupportedError(
-            "GGUF has no keys for this number of EOS tokens", path=folder, found=len(stated),
+            "GGUF has no keys for this number of EOS tokens",
+            path=folder,
+            found=len(stated),
             hint=f"leave {vocabulary.tokens[min(left)]!r} out of generation_config.json",
-        )  # fmt: skip
+        )
     if others and max(others) >= len(vocabulary.tokens):
-        raise CheckpointError("'eos_token_id' is not in the vocabulary", path=folder, found=max(others))
+        raise CheckpointError(
+            "'eos_token_id' is not in the vocabulary", path=folder, found=max(others)
+        )
     return slots
 
 
@@ -225,7 +286,11 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     settings = Settings(read_settings(path) if path.is_file() else {}, path)
     do_sample = settings.flag("do_sample", False)
-    names = [name for name in SAMPLING if settings.has(name) and (do_sample or name == "repetition_penalty")]
+    names = [
+        name
+        for name in SAMPLING
+        if settings.has(name) and (do_sample or name == "repetition_penalty")
+    ]
     found: dict[str, Any] = {SAMPLING[name]: settings.number(name, -1e9, 1e9) for name in names}
     if do_sample:
         found.setdefault(SAMPLING["temperature"], 1.0)
@@ -234,11 +299,14 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path) -> list[str]:
+def _require_equal(
+    original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path
+) -> list[str]:
     """Compare the metadata with the folder's tokenizer.
 
     Returns:
-        Notes on tokens that llama.cpp makes special because of their spelling: it differs on text that spells them.
+        Notes on tokens that llama.cpp makes special because of their spelling: it differs on text
+        that spells them.
 
     Raises:
         UnsupportedError: if they tokenize differently.
@@ -254,9 +322,11 @@ def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mappin
                 difference = f"the text {text!r}"
     if difference is not None:
         raise UnsupportedError(
-            "llama.cpp would tokenize differently", path=folder, found=f"a difference in {difference}",
+            "llama.cpp would tokenize differently",
+            path=folder,
+            found=f"a difference in {difference}",
             hint="write another format",
-        )  # fmt: skip
+        )
     controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
     guessed = keys.eos_by_spelling(vocabulary.ids()) - controls
     spellings = ", ".join(vocabulary.tokens[number] for number in sorted(guessed))

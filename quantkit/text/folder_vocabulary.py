@@ -1,4 +1,6 @@
-"""A folder's tokenizer, of any kind, as the vocabulary that llama.cpp reads from GGUF's metadata."""
+"""A folder's tokenizer, of any kind, as the vocabulary that llama.cpp reads from GGUF's
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS, run_merges
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
-from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, read_tokenizer_config, special_tokens
+from quantkit.text.special_tokens import (
+    added_tokens,
+    fixes_mistral_regex,
+    read_tokenizer_config,
+    special_tokens,
+)
 from quantkit.text.stated_tokens import missing_added_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
@@ -35,7 +42,8 @@ class FoundTokenizer:
         ids: of special tokens that only the tokenizer's own file states, by transformers' names.
         pipeline: the parts of a tokenizer.json; empty without such a file.
         ignore_merges: its setting of that name.
-        run_merges: its merges that result in runs of U+2581, which GGUF spells with spaces, see `run_merges`.
+        run_merges: its merges that result in runs of U+2581, which GGUF spells with spaces, see
+            `run_merges`.
         notes: what llama.cpp does differently.
     """
 
@@ -48,8 +56,9 @@ class FoundTokenizer:
 
 
 def folder_vocabulary(folder: Path) -> FoundTokenizer:
-    """The tokenizer that `load_tokenizer` loads from a folder. Raises `CheckpointError` if a file is damaged,
-    `UnsupportedError` for a tokenizer that llama.cpp does not have."""
+    """The tokenizer that `load_tokenizer` loads from a folder. Raises `CheckpointError` if a file
+    is damaged, `UnsupportedError` for a tokenizer that llama.cpp does not have.
+    """
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder)
     path = folder / "tokenizer.model"
@@ -77,7 +86,7 @@ def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
 
 def sentencepiece_vocabulary(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]] = ()
-) -> FoundTokenizer:  # fmt: skip
+) -> FoundTokenizer:
     """The tokenizer of a sentencepiece model that merges pairs, with `added_tokens`."""
     pieces = [
         (_as_in_text(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
@@ -86,15 +95,23 @@ def sentencepiece_vocabulary(
     for number, spelling, special in added:
         if number < len(pieces):
             continue
-        pieces += [(keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)]
-        pieces.append((spelling, UNREACHED, PieceType.CONTROL if special else PieceType.USER_DEFINED))
+        pieces += [
+            (keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)
+        ]
+        pieces.append(
+            (spelling, UNREACHED, PieceType.CONTROL if special else PieceType.USER_DEFINED)
+        )
     tokens, scores, types = zip(*pieces, strict=True)
     ids = {f"{name}_token": number for name, number in model.ids.items() if number >= 0}
-    return FoundTokenizer(Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids)
+    return FoundTokenizer(
+        Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids
+    )
 
 
 def exportable_vocabulary(path: Path) -> FoundTokenizer | None:
-    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not exported."""
+    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not
+    exported.
+    """
     if is_tiktoken(path):
         return tiktoken_vocabulary(path)
     model = read_sentencepiece(path)
@@ -107,18 +124,34 @@ def _from_json(folder: Path) -> FoundTokenizer:
     path = folder / "tokenizer.json"
     raw = read_json(path)
     model = Settings(raw, path).inside("model")
-    other = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.values.get(name)]
+    other = [
+        name
+        for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+        if model.values.get(name)
+    ]
     if model.values.get("type") != "BPE" or other:
-        _refuse(path, f"a tokenizer of type {shown(model.values.get('type'))}" + (f" with {other[0]}" if other else ""))
+        _refuse(
+            path,
+            f"a tokenizer of type {shown(model.values.get('type'))}"
+            + (f" with {other[0]}" if other else ""),
+        )
     vocabulary: dict[str, int] = dict(model.inside("vocab").values)
     listed: list[dict[str, Any]] = raw.get("added_tokens") or []
     missing = missing_added_tokens(folder, listed, lambda: vocabulary)
     replaced = {token["id"] for token in missing}
     added = [token for token in listed if token["id"] not in replaced] + missing
-    by_number = {number: token for token, number in vocabulary.items()} | {one["id"]: one["content"] for one in added}
-    tokens = [by_number.get(number, keys.filler(number)) for number in range(max(by_number, default=-1) + 1)]
+    by_number = {number: token for token, number in vocabulary.items()} | {
+        one["id"]: one["content"] for one in added
+    }
+    tokens = [
+        by_number.get(number, keys.filler(number))
+        for number in range(max(by_number, default=-1) + 1)
+    ]
     merges = pairs_of(model.values.get("merges", []))
-    types = [PieceType.NORMAL if number in by_number else PieceType.UNUSED for number in range(len(tokens))]
+    types = [
+        PieceType.NORMAL if number in by_number else PieceType.UNUSED
+        for number in range(len(tokens))
+    ]
     for one in added:
         types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
     parts = {part: raw.get(part) for part in PIPELINE_PARTS}
@@ -129,22 +162,33 @@ def _from_json(folder: Path) -> FoundTokenizer:
         for one in added
         if any(one.get(flag) for flag in TOKEN_FLAGS)
     }
-    found = FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**parts})
+    found = FoundTokenizer(
+        Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**parts}
+    )
     if flags:
         found.pipeline["added_tokens"] = flags
     if any({"lstrip", "rstrip"} & set(one) for one in flags.values()):
-        found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
+        found.notes.append(
+            "llama.cpp keeps whitespace next to special tokens that the tokenizer drops"
+        )
     if any("single_word" in one for one in flags.values()):
-        found.notes.append("llama.cpp finds added tokens inside words, where the tokenizer does not")
+        found.notes.append(
+            "llama.cpp finds added tokens inside words, where the tokenizer does not"
+        )
     if _has_hidden_tokens(added):
         found.notes.append(
-            "llama.cpp finds an added token that contains another, where the tokenizer finds the contained one"
+            "llama.cpp finds an added token that contains another, where the tokenizer finds the"
+            " contained one"
         )
     if read_tokenizer_config(folder).flag("split_special_tokens", False):
-        found.notes.append("llama.cpp finds special tokens in text, which the tokenizer splits (split_special_tokens)")
+        found.notes.append(
+            "llama.cpp finds special tokens in text, which the tokenizer splits"
+            " (split_special_tokens)"
+        )
     if kinds := pipeline.text_changing_steps(parts["decoder"]):
         found.notes.append(
-            f"llama.cpp restores text without these steps of the tokenizer's decoder: {', '.join(kinds)}"
+            "llama.cpp restores text without these steps of the tokenizer's decoder:"
+            f" {', '.join(kinds)}"
         )
     found.ignore_merges = model.flag("ignore_merges", False)
     if model.flag("byte_fallback", False):
@@ -155,8 +199,8 @@ def _from_json(folder: Path) -> FoundTokenizer:
 def _has_hidden_tokens(added: Collection[Mapping[str, Any]]) -> bool:
     """Return whether an added token of normalized text contains one of text as it is.
 
-    The tokenizers library looks for the latter first, so it never finds the former. llama.cpp looks for longer tokens
-    first.
+    The tokenizers library looks for the latter first, so it never finds the former. llama.cpp looks
+    for longer tokens first.
     """
     plain = {token["content"] for token in added if not token.get("normalized", True)} - {""}
     for token in added:
@@ -170,7 +214,9 @@ def _has_hidden_tokens(added: Collection[Mapping[str, Any]]) -> bool:
     return False
 
 
-def _byte_level(found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path) -> FoundTokenizer:
+def _byte_level(
+    found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path
+) -> FoundTokenizer:
     """A byte-level tokenizer, with llama.cpp's name for its patterns."""
     path, normalizer = folder / "tokenizer.json", found.pipeline["normalizer"]
     steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
@@ -183,7 +229,10 @@ def _byte_level(found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Pa
     names = pipeline.names_of(patterns, has_bos=has_bos) if patterns is not None else {}
     name = names.get(found.ignore_merges)
     if name is None and names:
-        normal = (found.vocabulary.tokens[number] for number in found.vocabulary.tokens_of(PieceType.NORMAL))
+        normal = (
+            found.vocabulary.tokens[number]
+            for number in found.vocabulary.tokens_of(PieceType.NORMAL)
+        )
         if merges_make_all(normal, vocabulary, found.vocabulary.merges):
             (name,) = names.values()
     if name is None:
@@ -195,7 +244,9 @@ def _byte_level(found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Pa
     return found
 
 
-def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path) -> FoundTokenizer:
+def _scored(
+    found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path
+) -> FoundTokenizer:
     """A tokenizer like sentencepiece's, whose list of pairs becomes scores."""
     _require_bytes(vocabulary, path)
     splitter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
@@ -207,15 +258,26 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
         if prefix:
             where = "all of it" if scheme == "first" else "pieces that do not begin with one"
             found.notes.append(
-                f"llama.cpp adds a space before each piece of text between special tokens, the tokenizer before {where}"
+                "llama.cpp adds a space before each piece of text between special tokens, the"
+                f" tokenizer before {where}"
             )
     else:
-        prefix = normalizer == {"type": "Sequence", "normalizers": [pipeline.PREPEND_SPACE, pipeline.REPLACE_SPACES]}
-        known = (prefix or normalizer == pipeline.REPLACE_SPACES) and splitter in (None, pipeline.SPLIT_AT_SPACES)
+        prefix = normalizer == {
+            "type": "Sequence",
+            "normalizers": [pipeline.PREPEND_SPACE, pipeline.REPLACE_SPACES],
+        }
+        known = (prefix or normalizer == pipeline.REPLACE_SPACES) and splitter in (
+            None,
+            pipeline.SPLIT_AT_SPACES,
+        )
     if not known:
         _refuse(path, "a tokenizer like sentencepiece's with another normalizer or pre_tokenizer")
     old = found.vocabulary
-    apart = {token for token, kind in zip(old.tokens, old.types, strict=True) if kind is not PieceType.NORMAL}
+    apart = {
+        token
+        for token, kind in zip(old.tokens, old.types, strict=True)
+        if kind is not PieceType.NORMAL
+    }
     ranks = ranks_of_merges(old.merges, vocabulary, apart)
     if ranks is None:
         _refuse(path, "a tokenizer whose merges have no equivalent scores")
@@ -232,8 +294,13 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
             score = float(-ranks.get(token, len(ranks) + number))
         scores.append(score)
     scores = _original_scores(path.with_name("tokenizer.model"), old.tokens, ranks) or scores
-    if any(kind is PieceType.USER_DEFINED and not token.strip(" ") for token, kind in zip(tokens, types, strict=True)):
-        found.run_merges = run_merges(old.merges, {token for token in apart if token.strip(pipeline.SPACE)})
+    if any(
+        kind is PieceType.USER_DEFINED and not token.strip(" ")
+        for token, kind in zip(tokens, types, strict=True)
+    ):
+        found.run_merges = run_merges(
+            old.merges, {token for token in apart if token.strip(pipeline.SPACE)}
+        )
     found.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
     return found
 
@@ -243,8 +310,12 @@ def _as_in_text(token: str) -> str:
     return token.replace(pipeline.SPACE, " ")
 
 
-def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:
-    """The scores of the sentencepiece model that a tokenizer.json was made from, if it is next to it."""
+def _original_scores(
+    path: Path, tokens: Sequence[str], ranks: Mapping[str, int]
+) -> list[float] | None:
+    """The scores of the sentencepiece model that a tokenizer.json was made from, if it is next
+    to it.
+    """
     if not path.is_file() or is_tiktoken(path):
         return None
     pieces = read_sentencepiece(path).pieces
@@ -263,4 +334,6 @@ def _require_bytes(tokens: Collection[str], path: Path) -> None:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    raise UnsupportedError(f"llama.cpp does not have {what}", path=path, hint="write another format")
+    raise UnsupportedError(
+        f"llama.cpp does not have {what}", path=path, hint="write another format"
+    )

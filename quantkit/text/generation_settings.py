@@ -1,4 +1,6 @@
-"""The keys of generation_config.json that change what transformers generates, beyond those that quantkit samples by."""
+"""The keys of generation_config.json that change what transformers generates, beyond those that
+quantkit samples by.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 from quantkit.json_values import read_settings
 
 FILE = "generation_config.json"
-# With transformers' own defaults. Keys that only change how it computes, such as `use_cache`, are left out, and so are
-# those of helper models.
+# With transformers' own defaults. Keys that only change how it computes, such as `use_cache`, are
+# left out, and so are those of helper models.
 _OTHER_DEFAULTS: dict[str, object] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -43,7 +45,8 @@ _OTHER_DEFAULTS: dict[str, object] = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-# Limits of length, options of other search algorithms and repairs, which change no token that is drawn one by one.
+# Limits of length, options of other search algorithms and repairs, which change no token that is
+# drawn one by one.
 _OF_LITTLE_EFFECT = {
     "diversity_penalty",
     "early_stopping",
@@ -59,17 +62,25 @@ _OF_LITTLE_EFFECT = {
 
 
 def read_other_settings(folder: Path) -> dict[str, object]:
-    """Return those of the keys that a folder's file states with another value than transformers' default."""
+    """Return those of the keys that a folder's file states with another value than transformers'
+    default.
+    """
     path = folder / FILE
     return select_other_settings(read_settings(path) if path.is_file() else {})
 
 
 def select_other_settings(values: Mapping[str, object]) -> dict[str, object]:
-    """Return those of the keys in the contents of a file whose values are not transformers' defaults."""
-    stated = {key: value for key, value in values.items() if key in _OTHER_DEFAULTS and value is not None}
+    """Return those of the keys in the contents of a file whose values are not transformers'
+    defaults.
+    """
+    stated = {
+        key: value for key, value in values.items() if key in _OTHER_DEFAULTS and value is not None
+    }
     return {key: value for key, value in stated.items() if value != _OTHER_DEFAULTS[key]}
 
 
 def list_unapplied(values: Mapping[str, object]) -> list[str]:
-    """Return the keys in the contents of a file that change which tokens transformers draws, and no others."""
+    """Return the keys in the contents of a file that change which tokens transformers draws, and
+    no others.
+    """
     return sorted(set(select_other_settings(values)) - _OF_LITTLE_EFFECT)

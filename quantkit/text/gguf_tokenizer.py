@@ -1,8 +1,8 @@
-"""The folder of a GGUF file's metadata: tokenizer, chat templates and generation settings, as files that transformers
-and `load_tokenizer` read.
+"""The folder of a GGUF file's metadata: tokenizer, chat templates and generation settings, as files
+that transformers and `load_tokenizer` read.
 
-They tokenize text as the model's own tokenizer does: llama.cpp's keys say nearly all of it (see `tokenizer_json`), and
-quantkit writes the other parts of a tokenizer.json into the file.
+They tokenize text as the model's own tokenizer does: llama.cpp's keys say nearly all of it (see
+`tokenizer_json`), and quantkit writes the other parts of a tokenizer.json into the file.
 """
 
 from __future__ import annotations
@@ -34,26 +34,33 @@ from quantkit.text.pipeline import (
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, sentencepiece_bytes
 
 SAMPLING = {
-    "temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
-}  # fmt: skip
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 """Keys by the names in generation_config.json."""
 PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _MIN, _MAX = 1e-6, 1e9
 _MAX_RUN_MERGES = 1 << 14  # Gemma, with runs of up to 31 spaces, has 465
 _RANGES = {
-    "temperature": (-_MAX, _MAX), "top_k": (-_MAX, _MAX), "top_p": (0, 1), "min_p": (0, 1),
+    "temperature": (-_MAX, _MAX),
+    "top_k": (-_MAX, _MAX),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
     "repetition_penalty": (_MIN, _MAX),
-}  # fmt: skip
+}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _folders: dict[tuple[Path, int, int], Path] = {}
 _unstated: dict[Path, GgufUnstated] = {}
 
 
 def text_folder(path: str | Path) -> Path:
-    """The folder with a model's tokenizer, chat templates and generation settings. For a GGUF file, or a folder whose
-    only tokenizer is in one, it is made from the metadata, and exists until the process ends.
+    """The folder with a model's tokenizer, chat templates and generation settings. For a GGUF file,
+    or a folder whose only tokenizer is in one, it is made from the metadata, and exists until the
+    process ends.
 
     Raises:
         CheckpointError: if the file is damaged, or its tokenizer is.
@@ -84,16 +91,19 @@ def written_folder(metadata: Mapping[str, Any], path: Path) -> Path:
 
 
 def unstated_in(folder: Path) -> GgufUnstated | None:
-    """What the GGUF metadata of a folder from `written_folder` does not state; None for any other folder."""
+    """What the GGUF metadata of a folder from `written_folder` does not state; None for any
+    other folder.
+    """
     return _unstated.get(folder)
 
 
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """The files of a folder with the tokenizer, chat templates and generation settings of a GGUF file.
+    """The files of a folder with the tokenizer, chat templates and generation settings of a GGUF
+    file.
 
     Returns:
-        Contents by name: tokenizer.json or tokenizer.model or both, and their side files; empty for a file without a
-        tokenizer.
+        Contents by name: tokenizer.json or tokenizer.model or both, and their side files; empty for
+        a file without a tokenizer.
 
     Raises:
         CheckpointError: if the metadata contradicts itself.
@@ -107,24 +117,39 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     adds = keys.begins_and_ends(settings, vocabulary, ids)
     own = _own(settings)
     files: dict[str, bytes] = {}
-    if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary, ids), vocabulary.ids()):
+    if vocabulary.model == keys.BPE or scores_are_ranks(
+        _mergeable(vocabulary, ids), vocabulary.ids()
+    ):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
             raw |= {part: own.values[part] for part in PIPELINE_PARTS if part in own.values}
             if own.has(keys.RUN_MERGES):
-                raw["model"]["merges"] = _with_run_merges(raw["model"]["merges"], own, set(raw["model"]["vocab"]))
-            raw["model"]["ignore_merges"] = own.flag(keys.IGNORE_MERGES, raw["model"]["ignore_merges"])
+                raw["model"]["merges"] = _with_run_merges(
+                    raw["model"]["merges"], own, set(raw["model"]["vocab"])
+                )
+            raw["model"]["ignore_merges"] = own.flag(
+                keys.IGNORE_MERGES, raw["model"]["ignore_merges"]
+            )
             controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
-            for token in raw["added_tokens"]:  # in quantkit's files the types say which tokens are special
+            for token in raw[
+                "added_tokens"
+            ]:  # in quantkit's files the types say which tokens are special
                 token["special"] = token["id"] in controls
-            flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
+            flags = (
+                own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
+            )
             for token in raw["added_tokens"]:
                 if flags.has(number := str(token["id"])):
-                    token.update({flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS})
+                    token.update(
+                        {flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS}
+                    )
         else:
-            # llama.cpp finds runs of spaces in text. transformers has no added tokens for them, only merges.
+            # llama.cpp finds runs of spaces in text. transformers has no added tokens for them,
+            # only merges.
             runs = keys.space_runs(vocabulary)
-            raw["added_tokens"] = [token for token in raw["added_tokens"] if token["id"] not in runs]
+            raw["added_tokens"] = [
+                token for token in raw["added_tokens"] if token["id"] not in runs
+            ]
             if any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
                 for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
                     token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
@@ -132,30 +157,42 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
-        raise CheckpointError("the tokenizer has several equal scores, and no unknown token", path=path)
+        raise CheckpointError(
+            "the tokenizer has several equal scores, and no unknown token", path=path
+        )
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
     for name, is_added in zip(("bos_token", "eos_token"), adds, strict=True):
         if name in own.values and not is_added:
             names[name] = None  # llama.cpp requires one, the tokenizer has none
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     templates = _templates(settings)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
     elif templates:
-        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+        config["chat_template"] = [
+            {"name": name, "template": source} for name, source in templates.items()
+        ]
     files["tokenizer_config.json"] = _json(config)
-    files["special_tokens_map.json"] = _json({name: token for name, token in names.items() if token is not None})
-    files["generation_config.json"] = _json(_generation(settings, vocabulary, ids, names, templates.get("default")))
+    files["special_tokens_map.json"] = _json(
+        {name: token for name, token in names.items() if token is not None}
+    )
+    files["generation_config.json"] = _json(
+        _generation(settings, vocabulary, ids, names, templates.get("default"))
+    )
     return files
 
 
-def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]) -> dict[str, Any]:
+def tokenizer_json(
+    vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]
+) -> dict[str, Any]:
     """Build the tokenizer.json of the model that a GGUF vocabulary belongs to.
 
-    It tokenizes as llama.cpp does, except where llama.cpp is known to differ from the models' own tokenizers: text is
-    normalized to NFC for Qwen, and no token is special because of its spelling.
+    It tokenizes as llama.cpp does, except where llama.cpp is known to differ from the models' own
+    tokenizers: text is normalized to NFC for Qwen, and no token is special because of its spelling.
 
     Args:
         vocabulary: of the file.
@@ -177,14 +214,30 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         splitter = None
     else:
         patterns, ignore_merges = patterns_by_name(vocabulary.pre) or ((), False)
-        merges, normalizer, splitter = list(vocabulary.merges), normalizer_of(vocabulary.pre), pre_tokenizer(patterns)
-        decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        merges, normalizer, splitter = (
+            list(vocabulary.merges),
+            normalizer_of(vocabulary.pre),
+            pre_tokenizer(patterns),
+        )
+        decoder = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
     unknown = spellings[ids["unk_token"]] if spm and "unk_token" in ids else None
     model = {
-        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": ignore_merges,
-        "vocab": vocab, "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": spm,
+        "byte_fallback": spm,
+        "ignore_merges": ignore_merges,
+        "vocab": vocab,
+        "merges": merges,
+    }
     added: list[dict[str, Any]] = [
         {
             "id": number,
@@ -195,30 +248,46 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | special)
     ]
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
-        "pre_tokenizer": splitter, "post_processor": _around(vocabulary, ids, adds), "decoder": decoder, "model": model,
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": splitter,
+        "post_processor": _around(vocabulary, ids, adds),
+        "decoder": decoder,
+        "model": model,
+    }
 
 
 def json_spellings(vocabulary: Vocabulary) -> list[str]:
     """Return the spelling of each token in a tokenizer.json.
 
-    llama.cpp finds added tokens in text before it replaces spaces by U+2581, so GGUF spells runs of spaces with spaces.
-    tokenizer.json has them with U+2581: there they are made by merges, after normalization.
+    llama.cpp finds added tokens in text before it replaces spaces by U+2581, so GGUF spells runs of
+    spaces with spaces. tokenizer.json has them with U+2581: there they are made by merges, after
+    normalization.
     """
     if vocabulary.model != keys.SPM:
         return list(vocabulary.tokens)
     runs = keys.space_runs(vocabulary)
-    return [SPACE * len(token) if number in runs else token for number, token in enumerate(vocabulary.tokens)]
+    return [
+        SPACE * len(token) if number in runs else token
+        for number, token in enumerate(vocabulary.tokens)
+    ]
 
 
-def _scored_merges(vocabulary: Vocabulary, ids: Mapping[str, int], vocab: Mapping[str, int]) -> list[Pair]:
-    """Return the merges that a vocabulary with scores stands for: runs of spaces first, then by score.
+def _scored_merges(
+    vocabulary: Vocabulary, ids: Mapping[str, int], vocab: Mapping[str, int]
+) -> list[Pair]:
+    """Return the merges that a vocabulary with scores stands for: runs of spaces first, then by
+    score.
 
-    The scores of added tokens say nothing about the order of merges. transformers takes runs in the order of their ids,
-    and of each run the pairs with the longest first part first.
+    The scores of added tokens say nothing about the order of merges. transformers takes runs in the
+    order of their ids, and of each run the pairs with the longest first part first.
     """
-    runs = [SPACE * len(vocabulary.tokens[number]) for number in sorted(keys.space_runs(vocabulary))]
+    runs = [
+        SPACE * len(vocabulary.tokens[number]) for number in sorted(keys.space_runs(vocabulary))
+    ]
     merges = [pair for run in runs for pair in reversed(list(splits(run, vocab)))]
     order = {token: -score for token, score in _mergeable(vocabulary, ids).items()}
     return merges + merges_by_rank(order, vocab)
@@ -229,10 +298,14 @@ def _templates(settings: Settings) -> dict[str, str]:
     found = {"default": settings.string(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
     for name in settings.strings(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
         found[name] = settings.string(f"{keys.TEMPLATE}.{name}")
-    return {name: source.replace("\r\n", "\n").replace("\r", "\n") for name, source in found.items()}
+    return {
+        name: source.replace("\r\n", "\n").replace("\r", "\n") for name, source in found.items()
+    }
 
 
-def _around(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]) -> dict[str, Any] | None:
+def _around(
+    vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]
+) -> dict[str, Any] | None:
     """The post-processor that adds BOS and EOS."""
     names = [name for name, wanted in zip(("bos_token", "eos_token"), adds, strict=True) if wanted]
     if not names:
@@ -247,26 +320,40 @@ def _around(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bo
         return items
 
     return {
-        "type": "TemplateProcessing", "single": with_specials("A"), "pair": [*with_specials("A"), *with_specials("B")],
-        "special_tokens": {token: {"id": token, "ids": [n], "tokens": [token]} for token, n in tokens.items()},
-    }  # fmt: skip
+        "type": "TemplateProcessing",
+        "single": with_specials("A"),
+        "pair": [*with_specials("A"), *with_specials("B")],
+        "special_tokens": {
+            token: {"id": token, "ids": [n], "tokens": [token]} for token, n in tokens.items()
+        },
+    }
 
 
 def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, float]:
     """The scores of the tokens that merges result in."""
-    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(vocabulary, ids)
+    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(
+        vocabulary, ids
+    )
     return {vocabulary.tokens[number]: vocabulary.scores[number] for number in sorted(numbers)}
 
 
 def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
     kinds = {PieceType.UNUSED: PieceType.NORMAL}  # llama.cpp merges them like others
     pieces = [
-        (token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token, score, kinds.get(kind, kind))
-        for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
+        (
+            token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token,
+            score,
+            kinds.get(kind, kind),
+        )
+        for token, score, kind in zip(
+            vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
+        )
     ]
     numbers = {"unk": vocabulary.types.index(PieceType.UNKNOWN)}
     numbers |= {name: ids.get(f"{name}_token", -1) for name in ("bos", "eos", "pad")}
-    return sentencepiece_bytes(SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers))
+    return sentencepiece_bytes(
+        SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers)
+    )
 
 
 def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list[Any]]:
@@ -274,14 +361,17 @@ def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list
 
     Args:
         merges: best first.
-        apart: other tokens that are found in text before pairs are merged; merges that result in them do not count.
+        apart: other tokens that are found in text before pairs are merged; merges that result in
+            them do not count.
     """
     kept = [pair for pair in merges if "".join(pair) not in apart]
     return [[place, *pair] for place, pair in enumerate(kept) if not "".join(pair).strip(SPACE)]
 
 
 def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: set[str]) -> list[Pair]:
-    """Put the merges of runs of spaces, whose order scores do not state, where the original tokenizer has them."""
+    """Put the merges of runs of spaces, whose order scores do not state, where the original
+    tokenizer has them.
+    """
     where = f"{own.path}: {keys.RUN_MERGES}"
     listed = own.need(keys.RUN_MERGES)
     if not isinstance(listed, list) or len(listed) > _MAX_RUN_MERGES:
@@ -296,7 +386,9 @@ def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: set[str]) -> 
 
 
 def _run_merge(entry: object) -> tuple[int, Pair | None]:
-    """Return the place and the pair of an entry of `run_merges` in a file; no pair if it is not of that form."""
+    """Return the place and the pair of an entry of `run_merges` in a file; no pair if it is not
+    of that form.
+    """
     if not isinstance(entry, list) or len(entry) != 3:
         return 0, None
     place, first, second = entry
@@ -308,8 +400,17 @@ def _run_merge(entry: object) -> tuple[int, Pair | None]:
 def _own(settings: Settings) -> Settings:
     """The parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{settings.path}: {keys.PIPELINE}"
-    known = {*PIPELINE_PARTS, keys.RUN_MERGES, keys.IGNORE_MERGES, "added_tokens", "bos_token", "eos_token"}
-    own = Settings(parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
+    known = {
+        *PIPELINE_PARTS,
+        keys.RUN_MERGES,
+        keys.IGNORE_MERGES,
+        "added_tokens",
+        "bos_token",
+        "eos_token",
+    }
+    own = Settings(
+        parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where
+    )
     if unknown := sorted(set(own.values) - known):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own
@@ -328,15 +429,21 @@ def _generation(
         names: spellings of special tokens by their names in templates.
         template: the default chat template.
     """
-    found: dict[str, Any] = {f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids}
+    found: dict[str, Any] = {
+        f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids
+    }
     ends = keys.read_ends(settings, vocabulary, ids)
     if template is not None and not settings.has(keys.ENDS):
-        specials = {vocabulary.tokens[number]: number for number in keys.special_ids(vocabulary, ids)}
+        specials = {
+            vocabulary.tokens[number]: number for number in keys.special_ids(vocabulary, ids)
+        }
         answer_end = find_answer_end(template, names=names, specials=specials, ends=ends)
         ends += [] if answer_end is None else [answer_end]
     found["eos_token_id"] = ends
     sampling = {
-        name: shortest(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
+        name: shortest(settings.number(key, *_RANGES[name]))
+        for name, key in SAMPLING.items()
+        if settings.has(key)
     }
     if sampling.get("top_k", 1) <= 0:  # all tokens, 0 in transformers
         sampling["top_k"] = 0

@@ -24,37 +24,78 @@ ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token
 SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 PIPELINE = "quantkit.tokenizer_json"
-"""quantkit's key: JSON with parts of a tokenizer.json that GGUF has no keys for and llama.cpp does not use."""
+"""quantkit's key: JSON with parts of a tokenizer.json that GGUF has no keys for and llama.cpp
+does not use.
+"""
 
 ENDS = "quantkit.eos_token_ids"
 """quantkit's key: all EOS tokens of the model."""
 
 IGNORE_MERGES = "ignore_merges"
-"""In `PIPELINE`: the setting of that name, where it is not that of llama.cpp's name for the patterns."""
+"""In `PIPELINE`: the setting of that name, where it is not that of llama.cpp's name for the
+patterns.
+"""
 RUN_MERGES = "run_merges"
-"""In `PIPELINE`: merges that result in runs of spaces, with their places; llama.cpp finds such runs without merges."""
+"""In `PIPELINE`: merges that result in runs of spaces, with their places; llama.cpp finds such
+runs without merges.
+"""
 
 SPM, BPE = "llama", "gpt2"
 ID_KEYS = {
-    "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id", "sep_token": "tokenizer.ggml.seperator_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id", "mask_token": "tokenizer.ggml.mask_token_id",
-}  # fmt: skip
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
 """By transformers' names; the misspelling is GGUF's."""
 EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 DEFAULT_EOS = {SPM: 2, BPE: 11}
-"""The EOS id that llama.cpp uses by the kind of tokenizer if a file names none (``llama_vocab::impl::load``)."""
+"""The EOS id that llama.cpp uses by the kind of tokenizer if a file names none
+(``llama_vocab::impl::load``).
+"""
 _SPM_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 _ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~[",
-}  # fmt: skip
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "[EOT]", "<end_of_utterance>")
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<\uff5cend▁of▁sentence\uff5c>",
+    "[e~[",
+}
+TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<EOT>",
+    "[EOT]",
+    "<end_of_utterance>",
+)
 _OTHER_TOKENIZERS = {
-    "bert": "WordPiece", "t5": "sentencepiece's unigram", "rwkv": "RWKV's", "plamo2": "PLaMo 2's",
+    "bert": "WordPiece",
+    "t5": "sentencepiece's unigram",
+    "rwkv": "RWKV's",
+    "plamo2": "PLaMo 2's",
     "gemma4": "Gemma 4's",
-}  # fmt: skip
+}
 _MAX_SPLITS = 1 << 28  # letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24
 _NO_TOKENIZER = ("none", "no_vocab")
 _BRACKETS = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
@@ -66,14 +107,15 @@ class Vocabulary:
     """The vocabulary of a byte-pair tokenizer.
 
     Attributes:
-        model: `SPM` (merges by the scores of merged tokens, spaces as U+2581) or `BPE` (merges by a list, bytes as
-            letters).
+        model: `SPM` (merges by the scores of merged tokens, spaces as U+2581) or `BPE` (merges by a
+            list, bytes as letters).
         tokens: spellings by id, without duplicates.
         types: of each token.
         scores: of each token; empty for `BPE`.
         merges: pairs, best first; empty for `SPM`.
         pre: llama.cpp's name for the splitting of text into words; empty for `SPM`.
-        space_prefix: whether a space is added before text, and before text that follows a special token.
+        space_prefix: whether a space is added before text, and before text that follows a special
+            token.
     """
 
     model: str
@@ -99,10 +141,12 @@ class GgufUnstated:
 
     Attributes:
         unused: ids that only fill a row of the embedding.
-        set_apart: tokens that are special or added: llama.cpp and its converter decide that by the spelling.
-        space_runs: tokens that llama.cpp finds in text, and a folder's tokenizer makes by merges; they may be added
-            tokens there.
-        pipeline: whether quantkit wrote the parts of a tokenizer.json into the file that GGUF has no keys for.
+        set_apart: tokens that are special or added: llama.cpp and its converter decide that by the
+            spelling.
+        space_runs: tokens that llama.cpp finds in text, and a folder's tokenizer makes by merges;
+            they may be added tokens there.
+        pipeline: whether quantkit wrote the parts of a tokenizer.json into the file that GGUF has
+            no keys for.
     """
 
     unused: frozenset[int]
@@ -112,7 +156,10 @@ class GgufUnstated:
 
 
 def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | None:
-    """What a file's metadata does not state; None for a file without a tokenizer. Raises as `read_vocabulary` does."""
+    """What a file's metadata does not state; None for a file without a tokenizer.
+
+    Raises as `read_vocabulary` does.
+    """
     vocabulary = read_vocabulary(metadata, path)
     if vocabulary is None:
         return None
@@ -121,7 +168,9 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
     runs: set[int] = set()
     if not pipeline:
         ids = read_ids(Settings(metadata, path), vocabulary)
-        apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+        apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(
+            PieceType.CONTROL, PieceType.UNKNOWN
+        )
         controls = vocabulary.tokens_of(PieceType.CONTROL)
         apart |= {number for number in controls if _looks_special(vocabulary.tokens[number])}
         runs = space_runs(vocabulary)
@@ -134,7 +183,9 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
 
 
 def _looks_special(token: str) -> bool:
-    """Tell whether llama.cpp's converter makes an added token a control token because of its spelling."""
+    """Tell whether llama.cpp's converter makes an added token a control token because of its
+    spelling.
+    """
     if token in _LOOKS_SPECIAL:
         return True
     return any(token.startswith(start) and token.endswith(end) for start, end in _BRACKETS)
@@ -143,7 +194,8 @@ def _looks_special(token: str) -> bool:
 def space_runs(vocabulary: Vocabulary) -> set[int]:
     """Return the ids of added tokens that are runs of spaces.
 
-    Converters spell them with spaces, as llama.cpp looks for added tokens before it replaces spaces by U+2581.
+    Converters spell them with spaces, as llama.cpp looks for added tokens before it replaces spaces
+    by U+2581.
     """
     if vocabulary.model != SPM:
         return set()
@@ -159,7 +211,8 @@ def filler(number: int) -> str:
 
 
 def eos_by_spelling(tokens: Mapping[str, int]) -> set[int]:
-    """Return the ids at which llama.cpp ends a generation because of their spelling; it makes control tokens of them.
+    """Return the ids at which llama.cpp ends a generation because of their spelling; it makes
+    control tokens of them.
 
     It does so when it runs a file. quantkit only tells users of it.
     """
@@ -185,9 +238,11 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
     if model not in (SPM, BPE):
         what = _OTHER_TOKENIZERS.get(model, "unknown")
         raise UnsupportedError(
-            "the tokenizer cannot be rebuilt exactly", path=path, found=f"'{shown(model)[1:-1]}' ({what})",
+            "the tokenizer cannot be rebuilt exactly",
+            path=path,
+            found=f"'{shown(model)[1:-1]}' ({what})",
             expected=f"'{SPM}' (sentencepiece's merges) or '{BPE}' (byte-level merges)",
-        )  # fmt: skip
+        )
     tokens = _tokens(settings)
     types = [PieceType.NORMAL] * len(tokens)
     if settings.has(TYPES):
@@ -203,32 +258,42 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         missing = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in spellings), None)
         if missing is not None:
             raise UnsupportedError(
-                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on unknown characters",
-                path=path, found=f"no <0x{missing:02X}>", expected="all 256",
-            )  # fmt: skip
+                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on unknown"
+                " characters",
+                path=path,
+                found=f"no <0x{missing:02X}>",
+                expected="all 256",
+            )
         if sum(len(token) ** 2 for token in tokens) > _MAX_SPLITS:
             raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
         scores = _values(settings, SCORES, (int, float), "numbers")
         bad = next((number for number, one in enumerate(scores) if not math.isfinite(one)), None)
         if bad is not None:
-            raise CheckpointError(f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}")
+            raise CheckpointError(
+                f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}"
+            )
         floats = [float(one) for one in scores[: len(types)]]
         return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
     pre = settings.string(PRE) if settings.has(PRE) else ""
     if patterns_by_name(pre) is None:
         raise UnsupportedError(
-            "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}", path=path,
-            found=f"{PRE} {shown(pre)}" if pre else None, expected="such as 'llama-bpe' or 'qwen2'",
+            "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}",
+            path=path,
+            found=f"{PRE} {shown(pre)}" if pre else None,
+            expected="such as 'llama-bpe' or 'qwen2'",
             hint="without it llama.cpp guesses, too" if not pre else None,
-        )  # fmt: skip
+        )
     if settings.flag(SPACE_PREFIX, False):
-        raise UnsupportedError(f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path)
+        raise UnsupportedError(
+            f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path
+        )
     return Vocabulary(BPE, tokens, types, [], _merges(settings, known=set(tokens)), pre, False)
 
 
 def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
-    """The ids of special tokens by transformers' names; raises `CheckpointError` for an id that is not in the
-    vocabulary."""
+    """The ids of special tokens by transformers' names; raises `CheckpointError` for an id that is
+    not in the vocabulary.
+    """
     found: dict[str, int] = {}
     for name, key in ID_KEYS.items():
         if (number := _id(settings, key, vocabulary)) is not None:
@@ -241,8 +306,9 @@ def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
 def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
     """Return the EOS tokens: those that quantkit listed, or else those of llama.cpp's keys.
 
-    The list counts only if it has the tokens of all keys. Otherwise a tool such as ``gguf_set_metadata.py`` changed a
-    key after quantkit wrote the file, and llama.cpp ends at the changed token.
+    The list counts only if it has the tokens of all keys. Otherwise a tool such as
+    ``gguf_set_metadata.py`` changed a key after quantkit wrote the file, and llama.cpp ends at the
+    changed token.
 
     Raises:
         CheckpointError: for an id that is not in the vocabulary.
@@ -258,21 +324,27 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
     return stated
 
 
-def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is no such token."""
+def begins_and_ends(
+    settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
+) -> tuple[bool, bool]:
+    """Whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is
+    no such token.
+    """
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)
     for key, wanted, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
         if wanted and name not in ids:
-            raise CheckpointError(f"{key} is true, and there is no {ID_KEYS[name]}", path=settings.path)
+            raise CheckpointError(
+                f"{key} is true, and there is no {ID_KEYS[name]}", path=settings.path
+            )
     return bos, eos
 
 
 def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
     """Return the ids of special tokens: control tokens, and BOS and EOS among the added tokens.
 
-    Old files state no types, so there BOS and EOS are special too. Otherwise an ordinary token with a role, such as
-    ``!`` for padding, stays one.
+    Old files state no types, so there BOS and EOS are special too. Otherwise an ordinary token with
+    a role, such as ``!`` for padding, stays one.
 
     Args:
         ids: of the tokens with a role, by transformers' names.
@@ -296,19 +368,31 @@ def _tokens(settings: Settings) -> list[str]:
     found = [token or f"[EMPTY_{number}]" for number, token in enumerate(settings.strings(TOKENS))]
     if len(numbers := set(found)) < len(found):
         twice = next(token for number, token in enumerate(found) if token in found[:number])
-        raise CheckpointError(f"{TOKENS} holds a token twice", path=settings.path, found=shown(twice))
+        raise CheckpointError(
+            f"{TOKENS} holds a token twice", path=settings.path, found=shown(twice)
+        )
     if (longest := max(map(len, numbers), default=0)) > LONGEST_TOKEN:
         raise CheckpointError(
-            f"{TOKENS} holds a token that is too long", path=settings.path, found=longest,
+            f"{TOKENS} holds a token that is too long",
+            path=settings.path,
+            found=longest,
             expected=f"at most {LONGEST_TOKEN}",
-        )  # fmt: skip
+        )
     return found
 
 
-def _values(settings: Settings, key: str, kinds: tuple[type, ...], expected: str, known: Collection[int] = ()) -> Any:
+def _values(
+    settings: Settings,
+    key: str,
+    kinds: tuple[type, ...],
+    expected: str,
+    known: Collection[int] = (),
+) -> Any:
     """A list with a value for each token."""
     values = settings.need(key)
-    if not isinstance(values, list) or not all(type(one) in kinds and (not known or one in known) for one in values):
+    if not isinstance(values, list) or not all(
+        type(one) in kinds and (not known or one in known) for one in values
+    ):
         settings.wrong_type(key, expected)
     if len(values) != (count := len(settings.strings(TOKENS))):
         problem = f"{key} and {TOKENS} differ in length"
@@ -328,6 +412,8 @@ def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]
         elif not (pair[0] in known and pair[1] in known and "".join(pair) in known):
             problem = "is not made of tokens"
         if problem is not None:
-            raise CheckpointError(f"{MERGES}: pair {number} {problem}", path=settings.path, found=shown(line))
+            raise CheckpointError(
+                f"{MERGES}: pair {number} {problem}", path=settings.path, found=shown(line)
+            )
         found[pair] = None
     return list(found)

@@ -1,6 +1,8 @@
-"""Byte-pair encoding by a list of pairs, or by a score for each merged piece: conversion and comparison.
+"""Byte-pair encoding by a list of pairs, or by a score for each merged piece: conversion and
+comparison.
 
-A list and scores are equivalent if the pairs of each piece are consecutive in the list: see `merges_by_rank`.
+A list and scores are equivalent if the pairs of each piece are consecutive in the list: see
+`merges_by_rank`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ Pair = tuple[str, str]
 def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[Pair]:
     """The pairs that build each piece, best pieces first.
 
-    Every split into two known pieces is listed: byte-pair encoding uses the one that it reaches first.
+    Every split into two known pieces is listed: byte-pair encoding uses the one that it reaches
+    first.
     """
     merges: list[Pair] = []
     for piece in sorted(order, key=lambda p: order[p]):
@@ -27,9 +30,11 @@ def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) ->
 
 def ranks_of_merges(
     merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
-) -> dict[str, int] | None:  # fmt: skip
-    """The rank of each merged piece, from 0; None if scores are not equivalent to the list, as the pairs of a piece
-    are not consecutive or some are missing. The pieces in `apart` are found in text before pairs are merged."""
+) -> dict[str, int] | None:
+    """The rank of each merged piece, from 0; None if scores are not equivalent to the list, as the
+    pairs of a piece are not consecutive or some are missing. The pieces in `apart` are found in
+    text before pairs are merged.
+    """
     ranks: dict[str, int] = {}
     last = ""
     for pair in merges:
@@ -52,11 +57,16 @@ def ranks_of_merges(
 def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
     """Whether a list of pairs is equivalent to the scores of pieces.
 
-    It is not if several merged pieces have the same score, or a piece contains a letter that is not a piece.
+    It is not if several merged pieces have the same score, or a piece contains a letter that is not
+    a piece.
     """
     long = [piece for piece in scores if len(piece) > 1]
     counts = Counter(scores[piece] for piece in long)
-    merged = [scores[piece] for piece in long if counts[scores[piece]] > 1 and any(splits(piece, vocabulary))]
+    merged = [
+        scores[piece]
+        for piece in long
+        if counts[scores[piece]] > 1 and any(splits(piece, vocabulary))
+    ]
     if len(set(merged)) < len(merged):
         return False
     return not any(
@@ -66,8 +76,12 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
     )
 
 
-def merges_make_all(pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]) -> bool:
-    """Whether merging the letters of each piece results in the piece, so that `ignore_merges` has no effect."""
+def merges_make_all(
+    pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]
+) -> bool:
+    """Whether merging the letters of each piece results in the piece, so that `ignore_merges`
+    has no effect.
+    """
     from tokenizers import models
 
     pairs = models.BPE(vocab=dict(vocabulary), merges=list(merges))
@@ -76,7 +90,10 @@ def merges_make_all(pieces: Iterable[str], vocabulary: Mapping[str, int], merges
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
     """The merges of a tokenizer.json, which lists each pair as one string or as two."""
-    return [(first, second) for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges)]
+    return [
+        (first, second)
+        for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges)
+    ]
 
 
 def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
@@ -86,9 +103,12 @@ def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
             yield piece[:cut], piece[cut:]
 
 
-def merge_difference(first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()) -> str | None:
-    """The first difference between two lists of pairs; None if they are equivalent, except for what `order_probes`
-    may show. The tokens in `ignored` are found in text before pairs are merged."""
+def merge_difference(
+    first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()
+) -> str | None:
+    """The first difference between two lists of pairs; None if they are equivalent, except for what
+    `order_probes` may show. The tokens in `ignored` are found in text before pairs are merged.
+    """
     if first == second:
         return None
     for (piece, pairs), (other, other_pairs) in itertools.zip_longest(
@@ -100,8 +120,9 @@ def merge_difference(first: Sequence[Pair], second: Sequence[Pair], ignored: Col
 
 
 def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
-    """Consecutive tokens that may show a different order of a piece's pairs: both the first two tokens and the last
-    two make up the piece."""
+    """Consecutive tokens that may show a different order of a piece's pairs: both the first two
+    tokens and the last two make up the piece.
+    """
     if first == second:
         return
     ranks = {pair: rank for rank, pair in enumerate(second)}
@@ -114,8 +135,10 @@ def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tupl
 
 
 def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> str | None:
-    """The first difference between a list of pairs and the scores of pieces; None if they are equivalent, as far as
-    pieces with equal scores allow. Pairs with pieces that have no score are not compared."""
+    """The first difference between a list of pairs and the scores of pieces; None if they are
+    equivalent, as far as pieces with equal scores allow. Pairs with pieces that have no score are
+    not compared.
+    """
     listed: dict[str, set[Pair]] = {}
     last: tuple[str, float] | None = None
     for pair in merges:
@@ -129,7 +152,9 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
     for piece in scores:
         found, expected = listed.get(piece, set()), list(splits(piece, scores))
         if len(found) != len(expected):
-            return f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
+            return (
+                f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
+            )
     return None
 
 
@@ -137,9 +162,17 @@ def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str,
     """Consecutive pairs that make up the same piece, with the piece."""
     kept = merges
     if ignored:
-        kept = [(a, b) for a, b in merges if a not in ignored and b not in ignored and a + b not in ignored]
+        kept = [
+            (a, b)
+            for a, b in merges
+            if a not in ignored and b not in ignored and a + b not in ignored
+        ]
     return [(piece, list(pairs)) for piece, pairs in itertools.groupby(kept, "".join)]
 
 
 def _shown(pairs: Sequence[Pair]) -> str:
-    return ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2]) + (", ..." * (len(pairs) > 2)) or "none"
+    return (
+        ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2])
+        + (", ..." * (len(pairs) > 2))
+        or "none"
+    )

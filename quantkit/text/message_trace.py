@@ -1,11 +1,12 @@
 """Check that everything a conversation says reaches the prompt.
 
-A chat template drops a message without an error if it does not know the message's role, and it drops tool calls if it
-was written for a model without tools. The model would then answer another conversation.
+A chat template drops a message without an error if it does not know the message's role, and it
+drops tool calls if it was written for a model without tools. The model would then answer another
+conversation.
 
-The check renders the conversation once more with a mark in place of each statement, and searches the result for the
-marks. Marks replace the statements instead of being added to them, because the text is then short, and a template that
-trims or splits contents keeps a mark whole.
+The check renders the conversation once more with a mark in place of each statement, and searches
+the result for the marks. Marks replace the statements instead of being added to them, because the
+text is then short, and a template that trims or splits contents keeps a mark whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _TOOL_HINT = "leave them out"
 _MESSAGE_HINT = "leave it out, or give it a role that the chat template knows"
 _CALLS_HINT = "leave out the call and its result, or use a model whose chat template has tools"
 _MARK = re.compile(r"(?:said|tool)\d+n\d+e")
-# Beside `content`; reasoning is not among them: templates drop that of earlier answers, or do not know it.
+# Beside `content`; reasoning is not among them: templates drop that of earlier answers, or do not
+# know it.
 _SAID_ELSEWHERE = ("refusal", "audio")
 _SAID_IN_CALLS = ("name", "arguments", "input")  # the last of a custom tool, which has no arguments
 _KINDS_OF_CALLS = ("function", "custom")
@@ -48,7 +50,8 @@ class _Statement:
         value: what it is.
         mark: a word that is nowhere in the conversation.
         hint: what to do if the template drops it.
-        identifier_path: of a call's identifier that has the value in it, which a template may print instead.
+        identifier_path: of a call's identifier that has the value in it, which a template may print
+            instead.
     """
 
     path: _Path
@@ -73,13 +76,17 @@ class _Statement:
         return self.mark
 
 
-def require_traces(conversation: Conversation, *, text: str, render: Render, budget: Budget) -> None:
+def require_traces(
+    conversation: Conversation, *, text: str, render: Render, budget: Budget
+) -> None:
     """Require that each statement of a conversation leaves a trace in its prompt.
 
-    All is well with one more rendering. Only a statement whose mark is missing costs another one, in which nothing else
-    is changed: a template may shorten or translate what it prints, as long as the prompt depends on it.
+    All is well with one more rendering. Only a statement whose mark is missing costs another one,
+    in which nothing else is changed: a template may shorten or translate what it prints, as long as
+    the prompt depends on it.
 
-    Text next to tool calls may be missing if the calls are there: Llama 3's and gpt-oss's templates leave it out.
+    Text next to tool calls may be missing if the calls are there: Llama 3's and gpt-oss's templates
+    leave it out.
 
     Args:
         text: the prompt.
@@ -101,7 +108,12 @@ def require_traces(conversation: Conversation, *, text: str, render: Render, bud
 
 
 def _require_printed(
-    conversation: Conversation, statements: Sequence[_Statement], *, text: str, render: Render, checks: Budget
+    conversation: Conversation,
+    statements: Sequence[_Statement],
+    *,
+    text: str,
+    render: Render,
+    checks: Budget,
 ) -> None:
     tool_marks = _tool_marks(conversation, text)
     marked = _with_marks(conversation, statements, tool_marks)
@@ -109,8 +121,15 @@ def _require_printed(
     if rendered is None:
         # The template requires something of the contents. Most statements can be found as they are.
         roles = [message["role"] for message in conversation["messages"]]
-        said = [str(value).casefold() for value in (*roles, *(statement.value for statement in statements))]
-        missing = [statement for statement in statements if not _is_in(statement.value, text.casefold(), said)]
+        said = [
+            str(value).casefold()
+            for value in (*roles, *(statement.value for statement in statements))
+        ]
+        missing = [
+            statement
+            for statement in statements
+            if not _is_in(statement.value, text.casefold(), said)
+        ]
         are_tools_missing = bool(tool_marks)
         missing_tools: list[int] = []
     else:
@@ -118,13 +137,19 @@ def _require_printed(
         missing = [statement for statement in statements if statement.mark not in printed]
         are_tools_missing = bool(tool_marks) and printed.isdisjoint(tool_marks)
         # Without any mark, the template prints tools without their descriptions.
-        missing_tools = [] if are_tools_missing else [i for i, mark in enumerate(tool_marks) if mark not in printed]
+        missing_tools = (
+            []
+            if are_tools_missing
+            else [i for i, mark in enumerate(tool_marks) if mark not in printed]
+        )
     if not missing and not are_tools_missing and not missing_tools:
         return
     original = render(conversation, checks)  # `text` may have the time in it
     without_tools = {**conversation, "tools": None}
     if are_tools_missing and _try_to_render(without_tools, render, checks) == original:
-        raise RequestError("the model's chat template does not print tools", hint=_TOOL_HINT, argument="tools")
+        raise RequestError(
+            "the model's chat template does not print tools", hint=_TOOL_HINT, argument="tools"
+        )
     for index in missing_tools:
         tools = conversation["tools"][:index] + conversation["tools"][index + 1 :]
         if _try_to_render({**conversation, "tools": tools}, render, checks) == original:
@@ -140,8 +165,9 @@ def _require_printed(
 
 
 def _try_to_render(conversation: Conversation, render: Render, budget: Budget) -> str | None:
-    """Render a conversation; return None if the template refuses it or fails, which means that it depends on what was
-    changed."""
+    """Render a conversation; return None if the template refuses it or fails, which means that it
+    depends on what was changed.
+    """
     try:
         return render(conversation, budget)
     except (RequestError, CheckpointError):
@@ -151,7 +177,9 @@ def _try_to_render(conversation: Conversation, render: Render, budget: Budget) -
 
 
 def _is_in(value: object, text: str, said: Sequence[str]) -> bool:
-    """Whether a text has a value as often as it was said, also as a part of something else; all in small letters."""
+    """Whether a text has a value as often as it was said, also as a part of something else; all
+    in small letters.
+    """
     if not isinstance(value, str):
         return False
     word = value.strip().casefold()
@@ -166,7 +194,11 @@ def _statements(conversation: Conversation, text: str) -> list[_Statement]:
     def add(path: _Path, value: object, hint: str, identifier_path: _Path | None = None) -> None:
         if not _is_blank(value):
             mark = next(marks)
-            statements.append(_Statement(path=path, value=value, mark=mark, hint=hint, identifier_path=identifier_path))
+            statements.append(
+                _Statement(
+                    path=path, value=value, mark=mark, hint=hint, identifier_path=identifier_path
+                )
+            )
 
     for index, message in enumerate(conversation["messages"]):
         path = ("messages", index)
@@ -191,8 +223,9 @@ def _is_blank(value: object) -> bool:
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[_Path, object]]:
-    """List the calls of a message, with their paths in it: as OpenAI has them today, and as it had them before
-    (``function_call``). Data sets may have JSON in place of the list."""
+    """List the calls of a message, with their paths in it: as OpenAI has them today, and as it had
+    them before (``function_call``). Data sets may have JSON in place of the list.
+    """
     calls: list[tuple[_Path, object]] = []
     tool_calls = message.get("tool_calls")
     if isinstance(tool_calls, list):
@@ -205,8 +238,9 @@ def _calls(message: Mapping[str, Any]) -> list[tuple[_Path, object]]:
 
 
 def _add_call(path: _Path, call: object, add: Callable[..., None]) -> None:
-    """Add what a call says: of a function, of a custom tool, or without ``function``, as data sets have it. Anything
-    but an object is one statement."""
+    """Add what a call says: of a function, of a custom tool, or without ``function``, as data sets
+    have it. Anything but an object is one statement.
+    """
     if not isinstance(call, dict):
         add(path, call, _CALLS_HINT)
         return
@@ -221,7 +255,10 @@ def _add_call(path: _Path, call: object, add: Callable[..., None]) -> None:
         value = called.get(key)
         identifier_path = None
         if key == "name" and isinstance(value, str) and value in str(call.get("id", "")):
-            identifier_path = (*path, "id")  # Kimi K2's template prints it in place of the name: functions.NAME:0
+            identifier_path = (
+                *path,
+                "id",
+            )  # Kimi K2's template prints it in place of the name: functions.NAME:0
         add((*called_path, key), value, _CALLS_HINT, identifier_path)
 
 
@@ -251,7 +288,9 @@ def _marks(conversation: Conversation, text: str, kind: Literal["said", "tool"])
 def _with_marks(
     conversation: Conversation, statements: Sequence[_Statement], tool_marks: Sequence[str]
 ) -> Conversation:
-    """Copy a conversation with the marks of statements in their places, and those of tools as their descriptions."""
+    """Copy a conversation with the marks of statements in their places, and those of tools as
+    their descriptions.
+    """
     copied: Conversation = _as_lists(conversation)
     for statement in statements:
         holder, last = _find_holder(copied, statement.path)

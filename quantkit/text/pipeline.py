@@ -1,8 +1,10 @@
-"""The steps of a tokenizer.json that normalize and split text: canonical forms, and llama.cpp's names for them.
+"""The steps of a tokenizer.json that normalize and split text: canonical forms, and llama.cpp's
+names for them.
 
-A name of llama.cpp stands for patterns and for `ignore_merges`. Patterns are applied one after the other, each to the
-matches of the one before and to what is between them. The patterns are those of the models' own tokenizers; where
-llama.cpp's are simpler, llama.cpp tokenizes differently than the model was trained.
+A name of llama.cpp stands for patterns and for `ignore_merges`. Patterns are applied one after the
+other, each to the matches of the one before and to what is between them. The patterns are those of
+the models' own tokenizers; where llama.cpp's are simpler, llama.cpp tokenizes differently than the
+model was trained.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ SPACE = "\u2581"
 REPLACE_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPEND_SPACE = {"type": "Prepend", "prepend": SPACE}
 RESTORE_SPACES = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+SPLIT_AT_SPACES = {
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
 _DECODED = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip"}
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
@@ -32,37 +39,74 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}{_REST}"
-_GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CLITIC}|{_BEFORE}{_UPPER}+{_LOWER}*{_CLITIC}|\p{{N}}{{1,3}}{_REST}"
+_GPT4O = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CLITIC}|{_BEFORE}{_UPPER}+{_LOWER}*{_CLITIC}"
+    rf"|\p{{N}}{{1,3}}{_REST}"
+)
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _KINDS: list[tuple[Patterns, bool, list[str]]] = [
     (patterns, ignore_merges, names.split())
     for patterns, ignore_merges, names in (
-        ((LLAMA3_PATTERN,), True, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0"),
+        (
+            (LLAMA3_PATTERN,),
+            True,
+            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0",
+        ),
         ((LLAMA3_PATTERN,), False, "dbrx smaug-bpe glm4 chatglm-bpe"),
-        ((_QWEN2,), False, "qwen2 stablelm2 deepseek-r1-qwen hunyuan megrez kormo solar-open grok-2 f2llmv2"),
+        (
+            (_QWEN2,),
+            False,
+            "qwen2 stablelm2 deepseek-r1-qwen hunyuan megrez kormo solar-open grok-2 f2llmv2",
+        ),
         ((_QWEN35,), False, "qwen35"),
-        ((GPT2_PATTERN,), False, "gpt-2 phi-2 mpt olmo jais trillion exaone4 granite-docling gigachat a.x-4.0 mellum"),
-        ((_DIGIT, GPT2_PATTERN), False, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+        (
+            (GPT2_PATTERN,),
+            False,
+            "gpt-2 phi-2 mpt olmo jais trillion exaone4 granite-docling gigachat a.x-4.0 mellum",
+        ),
+        (
+            (_DIGIT, GPT2_PATTERN),
+            False,
+            "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+        ),
         ((_TEKKEN,), True, "tekken"),
         ((_GPT4O,), False, "gpt-4o llama4 kanana2 minimax-m2"),
         (_DEEPSEEK3, False, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     )
 ]
-_BY_NAME = {name: (patterns, ignore_merges) for patterns, ignore_merges, names in _KINDS for name in names}
+_BY_NAME = {
+    name: (patterns, ignore_merges) for patterns, ignore_merges, names in _KINDS for name in names
+}
 NAMES = tuple(names[0] for _, _, names in _KINDS)
 """One name for each combination of patterns and `ignore_merges`."""
 SIMPLER = {"tekken", "gpt-4o"}
 """Names for which llama.cpp's own pattern is simpler than that of the models."""
-ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
+ADDS_BOS = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "lfm2",
+    "midm-2.0",
+    "tekken",
+}
 """Names for which llama.cpp adds BOS unless the file says otherwise."""
 _WITHOUT_BOS = "glm4"  # the only one of its names for which llama.cpp accepts a model without BOS
 _NORMALIZED_TO_NFC = {"qwen2", "qwen35"}
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
@@ -71,7 +115,9 @@ def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
 
 
 def normalizer_of(name: str) -> dict[str, Any] | None:
-    """Return the normalizer of the models that llama.cpp's name stands for; llama.cpp itself does not normalize."""
+    """Return the normalizer of the models that llama.cpp's name stands for; llama.cpp itself
+    does not normalize.
+    """
     return {"type": "NFC"} if name in _NORMALIZED_TO_NFC else None
 
 
@@ -84,8 +130,15 @@ def pre_tokenizer_of(steps: Mapping[str, Any]) -> Any:
 
 
 def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
-    """Return a pre_tokenizer whose first split is Mistral's, as transformers makes it for ``fix_mistral_regex``."""
-    split = {"type": "Split", "pattern": {"Regex": _TEKKEN}, "behavior": "Isolated", "invert": False}
+    """Return a pre_tokenizer whose first split is Mistral's, as transformers makes it for
+    ``fix_mistral_regex``.
+    """
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": _TEKKEN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     steps = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
     if steps.get("type") == "Sequence":
         return {**steps, "pretokenizers": [split, *steps["pretokenizers"][1:]]}
@@ -94,7 +147,9 @@ def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
 
 
 def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
-    """The names for some patterns, by `ignore_merges`; none if llama.cpp does not have the patterns."""
+    """The names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
+    patterns.
+    """
     found = {ignore_merges: names for known, ignore_merges, names in _KINDS if known == patterns}
     return {
         ignore_merges: _WITHOUT_BOS if _WITHOUT_BOS in names and not has_bos else names[0]
@@ -103,7 +158,9 @@ def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
 
 
 def patterns_of(pre_tokenizer: Any) -> Patterns | None:
-    """The patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does something else."""
+    """The patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does
+    something else.
+    """
     steps: Any = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
     steps = steps.get("pretokenizers") if steps.get("type") == "Sequence" else [steps]
     if not isinstance(steps, list) or not steps or not all(isinstance(one, dict) for one in steps):
@@ -119,40 +176,62 @@ def patterns_of(pre_tokenizer: Any) -> Patterns | None:
 
 
 def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
-    """The ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have them write it."""
+    """The ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have them
+    write it.
+    """
     *before, last = patterns
     own = last == GPT2_PATTERN
     steps = [
-        {"type": "Digits", "individual_digits": True} if pattern == _DIGIT
-        else {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        (
+            {"type": "Digits", "individual_digits": True}
+            if pattern == _DIGIT
+            else {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        )
         for pattern in (before if own else patterns)
-    ]  # fmt: skip
+    ]
     bytes_last = {**_BYTE_LEVEL, "use_regex": own}
     return {"type": "Sequence", "pretokenizers": [*steps, bytes_last]} if steps else bytes_last
 
 
 def canonical_steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if there is no such part."""
+    """The steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if there
+    is no such part.
+    """
     if not isinstance(part, dict):
         return []
     if part.get("type") == "Sequence":
-        return [step for key in _SEQUENCES for one in part.get(key, []) for step in canonical_steps(one)]
-    return [{key: value for key, value in part.items() if key != "trim_offsets"}]  # offsets are not compared
+        return [
+            step for key in _SEQUENCES for one in part.get(key, []) for step in canonical_steps(one)
+        ]
+    return [
+        {key: value for key, value in part.items() if key != "trim_offsets"}
+    ]  # offsets are not compared
 
 
 def decoder_settings(decoder: Any) -> dict[str, object]:
     """The settings of a decoder in a form that can be compared.
 
     Returns:
-        `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: the steps that do more than to
-        restore bytes and spaces, which is all that formats without such steps do.
+        `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: the steps
+        that do more than to restore bytes and spaces, which is all that formats without such steps
+        do.
     """
-    steps = [{"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one for one in canonical_steps(decoder)]
+    steps = [
+        {"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one
+        for one in canonical_steps(decoder)
+    ]
     return {"decoder": steps, "decoder beyond bytes": _steps_beyond_bytes(steps)}
 
 
 def text_changing_steps(decoder: Any) -> list[str]:
-    """Return the types of a decoder's steps that do more than to restore bytes and spaces, which llama.cpp lacks."""
+    """Return the types of a decoder's steps that do more than to restore bytes and spaces, which
+    llama.cpp lacks.
+    """
     return [str(step.get("type")) for step in _steps_beyond_bytes(canonical_steps(decoder))]
 
 
@@ -164,9 +243,10 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
     """The settings of a normalizer and a pre-tokenizer in a form that can be compared.
 
     Returns:
-        `normalizer` and `pre_tokenizer`: their steps, without those that replace spaces by U+2581; of byte-level
-        tokenizers the patterns. With U+2581 also `space prefix`, whether text gets a space before it, and
-        `prepend_scheme`: `each` for all pieces between special tokens, otherwise that of Metaspace.
+        `normalizer` and `pre_tokenizer`: their steps, without those that replace spaces by U+2581;
+        of byte-level tokenizers the patterns. With U+2581 also `space prefix`, whether text gets a
+        space before it, and `prepend_scheme`: `each` for all pieces between special tokens,
+        otherwise that of Metaspace.
     """
     before, splits = canonical_steps(normalizer), canonical_steps(pre_tokenizer)
     scheme = None
@@ -184,13 +264,21 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
         splits[:1] = [{"type": "Metaspace", "split": True}] if splits[0].get("split", True) else []
     patterns = patterns_of(pre_tokenizer)
     found: dict[str, object] = {
-        "normalizer": before, "pre_tokenizer": splits if patterns is None else list(patterns)
-    }  # fmt: skip
-    return found if scheme is None else {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
+        "normalizer": before,
+        "pre_tokenizer": splits if patterns is None else list(patterns),
+    }
+    return (
+        found
+        if scheme is None
+        else {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
+    )
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern of one step. Removing all that does not match a pattern without gaps leaves the matches."""
+    """The pattern of one step.
+
+    Removing all that does not match a pattern without gaps leaves the matches.
+    """
     if step.get("type") == "Digits":
         return _DIGIT if step.get("individual_digits") is True else None
     if step.get("type") != "Split" or not isinstance(step.get("pattern"), dict):
@@ -199,6 +287,8 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
     if not isinstance(pattern, str):
         return None
     matched = step.get("behavior") == "Isolated" or (
-        step.get("behavior") == "Removed" and step.get("invert") is True and pattern.endswith(r"|\s+")
+        step.get("behavior") == "Removed"
+        and step.get("invert") is True
+        and pattern.endswith(r"|\s+")
     )
     return pattern.replace("\r", r"\r").replace("\n", r"\n") if matched else None

@@ -1,5 +1,5 @@
-"""Sentencepiece's model file, read and written without its library, which does not report all settings of a model and
-does not write models.
+"""Sentencepiece's model file, read and written without its library, which does not report all
+settings of a model and does not write models.
 
 Source: ``sentencepiece_model.proto``, in Protocol Buffers' wire format.
 """
@@ -40,7 +40,8 @@ class SentencePieceFile:
 
     Attributes:
         pieces: spelling, score and type of each token.
-        byte_pair: whether it merges pairs, best scores first; otherwise it is another type of model.
+        byte_pair: whether it merges pairs, best scores first; otherwise it is another type of
+            model.
         space_prefix: whether a space is added before text.
         plain: whether text is not normalized, except for spaces, each of which becomes U+2581.
         ids: of the special tokens ``unk``, ``bos``, ``eos`` and ``pad``; negative for none.
@@ -74,7 +75,9 @@ def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
         trainer += _number(_ID_FIELDS[name], index)
         if index >= 0:
             trainer += _field(_PIECE_FIELDS[name], model.pieces[index][0].encode())
-    normalizer = _field(1, b"identity") + _number(3, model.space_prefix) + _number(4, 0) + _number(5, 1)
+    normalizer = (
+        _field(1, b"identity") + _number(3, model.space_prefix) + _number(4, 0) + _number(5, 1)
+    )
     return bytes(found + _field(2, trainer) + _field(3, normalizer))
 
 
@@ -93,20 +96,29 @@ def _parsed(data: bytes) -> SentencePieceFile:
         for index, (spelling, _, kind) in enumerate(pieces)
         if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
     }
-    spelled = {name: _bytes(training.get(_PIECE_FIELDS[name], text.encode())) for name, text in _SPELLED.items()}
+    spelled = {
+        name: _bytes(training.get(_PIECE_FIELDS[name], text.encode()))
+        for name, text in _SPELLED.items()
+    }
     ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
     # rules, trimming, U+2581 for a space, spaces at the ends of words
     normalization = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
     plain = normalization == (b"", 0, 1, 0)
     rules = "" if plain else sha256(repr(normalization).encode()).hexdigest()
-    return SentencePieceFile(pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules)
+    return SentencePieceFile(
+        pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules
+    )
 
 
 def _piece(data: bytes) -> tuple[str, float, PieceType]:
     fields = dict(_fields(data))
     (score,) = struct.unpack("<f", _bytes(fields.get(2, bytes(4))))
     kind = fields.get(3, PieceType.NORMAL)
-    return _bytes(fields.get(1, b"")).decode(), score, PieceType(kind if isinstance(kind, int) else 0)
+    return (
+        _bytes(fields.get(1, b"")).decode(),
+        score,
+        PieceType(kind if isinstance(kind, int) else 0),
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

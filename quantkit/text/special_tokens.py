@@ -1,7 +1,7 @@
 """The special and added tokens that the files next to a tokenizer state.
 
-A Hugging Face folder spells its special tokens in tokenizer_config.json or in an older file; in neither if the class of
-its tokenizer has defaults; or config.json has their ids alone.
+A Hugging Face folder spells its special tokens in tokenizer_config.json or in an older file; in
+neither if the class of its tokenizer has defaults; or config.json has their ids alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, read_json, shown
 
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 """Their names in transformers and in chat templates."""
 
 _CONFIG, _OLD_FILE = "tokenizer_config.json", "special_tokens_map.json"
@@ -25,11 +33,15 @@ _CLASSES: dict[str, dict[str, str | None]] = {
     "LlamaTokenizer": {**_LLAMA},
     "CodeLlamaTokenizer": {**_LLAMA},
     "GemmaTokenizer": {
-        "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
     },
     "Qwen2Tokenizer": {**_GPT2, "pad_token": "<|endoftext|>", "bos_token": None},
     "GPT2Tokenizer": {**_GPT2},
-}  # fmt: skip
+}
 _CLASS_OF_FAMILY = {"qwen": "Qwen2Tokenizer", "gemma": "GemmaTokenizer"}
 _MISTRAL_TOKENS = 100_000
 _MISTRAL_FAMILIES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
@@ -37,8 +49,9 @@ _FAMILY_OVER_CLASS = "qwen2"  # many of its folders name a class that transforme
 
 
 def read_tokenizer_config(folder: Path) -> Settings:
-    """Read a folder's tokenizer_config.json; without the file there are no settings. Raises `CheckpointError` if it is
-    damaged."""
+    """Read a folder's tokenizer_config.json; without the file there are no settings. Raises
+    `CheckpointError` if it is damaged.
+    """
     path = folder / _CONFIG
     return Settings(read_json(path) if path.is_file() else {}, path)
 
@@ -46,8 +59,9 @@ def read_tokenizer_config(folder: Path) -> Settings:
 def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
     """Whether transformers replaces the first split of a folder's tokenizer.json by Mistral's.
 
-    It does so if tokenizer_config.json says ``fix_mistral_regex``, for tokenizers of more than 100,000 tokens of a
-    model of Mistral's that a transformers before 5.0.0 saved (``_patch_mistral_regex`` in transformers 5.23).
+    It does so if tokenizer_config.json says ``fix_mistral_regex``, for tokenizers of more than
+    100,000 tokens of a model of Mistral's that a transformers before 5.0.0 saved
+    (``_patch_mistral_regex`` in transformers 5.23).
 
     Args:
         folder: with the tokenizer's files.
@@ -56,14 +70,21 @@ def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
     Raises:
         CheckpointError: if a file is damaged.
     """
-    if tokens <= _MISTRAL_TOKENS or read_tokenizer_config(folder).values.get("fix_mistral_regex") is not True:
+    if (
+        tokens <= _MISTRAL_TOKENS
+        or read_tokenizer_config(folder).values.get("fix_mistral_regex") is not True
+    ):
         return False
     path = folder / "config.json"
     if not path.is_file():
         return False
     config = read_json(path)
     version, family = config.get("transformers_version"), config.get("model_type")
-    if isinstance(version, str) and version.split(".")[0].isdecimal() and int(version.split(".")[0]) >= 5:
+    if (
+        isinstance(version, str)
+        and version.split(".")[0].isdecimal()
+        and int(version.split(".")[0]) >= 5
+    ):
         return False
     return family is None or family in _MISTRAL_FAMILIES
 
@@ -71,7 +92,8 @@ def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
 def special_tokens(
     folder: Path, known: Mapping[str, int], names: Collection[str] = TOKEN_NAMES
 ) -> dict[str, str | None]:
-    """Spellings of special tokens by name, as transformers has them; without spellings, by the ids in config.json.
+    """Spellings of special tokens by name, as transformers has them; without spellings, by the ids
+    in config.json.
 
     Args:
         known: tokens of the vocabulary; a default must be one of them.
@@ -104,7 +126,8 @@ def special_tokens(
 
 
 def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of BOS and EOS where tokenizer_config.json names them, for a folder with a sentencepiece model.
+    """Return the ids of BOS and EOS where tokenizer_config.json names them, for a folder with a
+    sentencepiece model.
 
     They may be tokens that the files next to the model add, as in ChatML models.
 
@@ -123,51 +146,81 @@ def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
 
 
 def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
-    """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a special one. Raises
-    `CheckpointError` if a file is damaged."""
+    """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a
+    special one. Raises `CheckpointError` if a file is damaged.
+    """
     found: dict[int, tuple[str, bool]] = {}
     if (path := folder / "added_tokens.json").is_file():
         added = Settings(read_json(path), path)
         found |= {added.integer(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
     if (path := folder / _CONFIG).is_file():
         config = Settings(read_json(path), path)
-        decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
+        decoder = (
+            config.inside("added_tokens_decoder")
+            if config.has("added_tokens_decoder")
+            else Settings({}, path)
+        )
         for number in decoder.values:
             token = decoder.inside(number)
             if not number.isdecimal():
-                raise CheckpointError("lists a token by something other than its id", path=path, found=shown(number))
+                raise CheckpointError(
+                    "lists a token by something other than its id", path=path, found=shown(number)
+                )
             found[int(number)] = token.string("content"), token.flag("special", False)
     return [(number, *found[number]) for number in sorted(found)]
 
 
 def tokens_of_config_alone(folder: Path) -> dict[str, object]:
-    """Tokens and flags that tokenizer_config.json states and tokenizer.json does not, by their place: transformers
-    uses them, other readers do not. Empty for a folder without a tokenizer.json, and for damaged files."""
+    """Tokens and flags that tokenizer_config.json states and tokenizer.json does not, by their
+    place: transformers uses them, other readers do not. Empty for a folder without a
+    tokenizer.json, and for damaged files.
+    """
     try:
-        added, config = read_json(folder / "tokenizer.json").get("added_tokens"), read_json(folder / _CONFIG)
+        added, config = (
+            read_json(folder / "tokenizer.json").get("added_tokens"),
+            read_json(folder / _CONFIG),
+        )
     except CheckpointError:  # reported by the reader of the file
         return {}
     if not isinstance(added, list):
         return {}
-    own = {one["content"]: one for one in added if isinstance(one, dict) and isinstance(one.get("content"), str)}
+    own = {
+        one["content"]: one
+        for one in added
+        if isinstance(one, dict) and isinstance(one.get("content"), str)
+    }
     found: dict[str, object] = {}
     decoder = config.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if not isinstance(token, dict) or not isinstance(content := token.get("content"), str):
             continue
         other = own.get(content, {})
-        differing = {flag: token[flag] for flag in _FLAGS if flag in token and other.get(flag, False) != token[flag]}
+        differing = {
+            flag: token[flag]
+            for flag in _FLAGS
+            if flag in token and other.get(flag, False) != token[flag]
+        }
         if content not in own or str(other.get("id")) != str(number):
             found[f"added_tokens_decoder.{number}"] = content
         elif differing:
             found[f"added_tokens_decoder.{number}"] = {"content": content, **differing}
     for key in _LISTS:
         listed = config.get(key)
-        values = list(listed.values()) if isinstance(listed, dict) else listed if isinstance(listed, list) else []
+        values = (
+            list(listed.values())
+            if isinstance(listed, dict)
+            else listed
+            if isinstance(listed, list)
+            else []
+        )
         spelled: set[Any] = {
-            one.get("content") if isinstance(one, dict) else one for one in values if isinstance(one, dict | str)
+            one.get("content") if isinstance(one, dict) else one
+            for one in values
+            if isinstance(one, dict | str)
         }
-        if more := sorted(one for one in spelled if isinstance(one, str) and not own.get(one, {}).get("special")):
+        if more := sorted(
+            one for one in spelled if isinstance(one, str) and not own.get(one, {}).get("special")
+        ):
             found[key] = more
     if config.get("split_special_tokens") is True:
         found["split_special_tokens"] = True
@@ -176,8 +229,13 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
 
 def _defaults(stated: Settings, config: Settings) -> Mapping[str, str | None]:
     """The defaults of the class that transformers uses for the tokenizer."""
-    named = next((one.values["tokenizer_class"] for one in (stated, config) if one.has("tokenizer_class")), None)
+    named = next(
+        (one.values["tokenizer_class"] for one in (stated, config) if one.has("tokenizer_class")),
+        None,
+    )
     family = config.values.get("model_type")
-    of_family = next((_CLASS_OF_FAMILY[one] for one in _CLASS_OF_FAMILY if str(family).startswith(one)), None)
+    of_family = next(
+        (_CLASS_OF_FAMILY[one] for one in _CLASS_OF_FAMILY if str(family).startswith(one)), None
+    )
     chosen = of_family if named is None or family == _FAMILY_OVER_CLASS else named
     return _CLASSES.get(str(chosen).removesuffix("Fast"), {})

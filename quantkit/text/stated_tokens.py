@@ -1,7 +1,7 @@
 """Tokens that the files next to a tokenizer.json add to it.
 
-transformers adds them when it loads a folder, so text that spells such a token is one token for the model. A reader of
-tokenizer.json alone would cut it into pieces.
+transformers adds them when it loads a folder, so text that spells such a token is one token for the
+model. A reader of tokenizer.json alone would cut it into pieces.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ _DECODER = "added_tokens_decoder"
 
 
 def missing_added_tokens(
-    folder: Path, added: Iterable[Mapping[str, Any]], read_vocabulary: Callable[[], Mapping[str, int]]
+    folder: Path,
+    added: Iterable[Mapping[str, Any]],
+    read_vocabulary: Callable[[], Mapping[str, int]],
 ) -> list[dict[str, Any]]:
-    """Return the tokens that transformers adds to a folder's tokenizer.json, or adds again with other flags.
+    """Return the tokens that transformers adds to a folder's tokenizer.json, or adds again with
+    other flags.
 
-    tokenizer_config.json lists them with their flags under ``added_tokens_decoder``. A folder without this key may
-    have an older added_tokens.json, without flags (``_from_pretrained`` in transformers 5.23).
+    tokenizer_config.json lists them with their flags under ``added_tokens_decoder``. A folder
+    without this key may have an older added_tokens.json, without flags (``_from_pretrained`` in
+    transformers 5.23).
 
-    Tokens without a row in the embedding are left out, such as the ``<pad>`` of the first Llama 2 folders: the model
-    has no input for them, and the rest of its tokenizer is sound.
+    Tokens without a row in the embedding are left out, such as the ``<pad>`` of the first Llama 2
+    folders: the model has no input for them, and the rest of its tokenizer is sound.
 
     Args:
         folder: with the tokenizer's files.
@@ -42,7 +46,9 @@ def missing_added_tokens(
     """
     listed = {token["content"]: token for token in added}
     differing = [
-        token for token in _stated_tokens(folder) if _flags_of(token) != _flags_of(listed.get(token["content"]))
+        token
+        for token in _stated_tokens(folder)
+        if _flags_of(token) != _flags_of(listed.get(token["content"]))
     ]
     if not differing:
         return []
@@ -77,7 +83,11 @@ def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
             special = token.flag("special", False)
             flags = {flag: token.flag(flag, False) for flag in ("single_word", "lstrip", "rstrip")}
             flags["normalized"] = token.flag("normalized", not special)
-            tokens[int(number)] = {"content": content, **flags, "special": special or content in named}
+            tokens[int(number)] = {
+                "content": content,
+                **flags,
+                "special": special or content in named,
+            }
     elif (path := folder / _OLD_FILE).is_file():
         older = Settings(read_json(path), path)
         for content in older.values:

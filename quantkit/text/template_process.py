@@ -1,7 +1,7 @@
 """Chat templates run in a separate process, as a template comes with a model from somebody else.
 
-Jinja's sandbox separates it from the machine. The limits of the process bound its time and memory. macOS does not limit
-memory; Windows limits neither, and only the timer here ends a template.
+Jinja's sandbox separates it from the machine. The limits of the process bound its time and memory.
+macOS does not limit memory; Windows limits neither, and only the timer here ends a template.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def check_template(source: str) -> str | None:
     return answer["reason"] if "error" in answer else None
 
 
-def render(source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], budget: Budget) -> dict[str, Any]:
+def render(
+    source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], budget: Budget
+) -> dict[str, Any]:
     """Render a template.
 
     Args:
@@ -64,7 +66,8 @@ def render(source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], 
         unknown: special tokens that no file spells; printing one is an error.
 
     Returns:
-        The ``text``; or the ``error``, which is ``refusal``, ``token``, ``length`` or ``failure``, and its ``reason``.
+        The ``text``; or the ``error``, which is ``refusal``, ``token``, ``length`` or ``failure``,
+        and its ``reason``.
 
     Raises:
         RequestError: if a variable is not a plain value.
@@ -87,14 +90,21 @@ class _Worker:
 
     def __init__(self) -> None:
         modules = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
-        paths = dict.fromkeys(str(Path(one.origin).parents[1]) for one in modules if one and one.origin)
+        paths = dict.fromkeys(
+            str(Path(one.origin).parents[1]) for one in modules if one and one.origin
+        )
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), *paths], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,  # it ignores Ctrl-C
-            )  # fmt: skip
+                [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # it ignores Ctrl-C
+            )
         except OSError as error:
-            raise QuantkitError(f"the process for chat templates does not start: {error}") from error
+            raise QuantkitError(
+                f"the process for chat templates does not start: {error}"
+            ) from error
         self._owner = os.getpid()
 
     @property
@@ -133,7 +143,9 @@ _worker: _Worker | None = None
 
 
 def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The worker's answer; a worker that ended, by its limits or otherwise, is replaced for the next request."""
+    """The worker's answer; a worker that ended, by its limits or otherwise, is replaced for the
+    next request.
+    """
     global _worker
     with _lock:
         if _worker is None or not _worker.usable:
@@ -147,7 +159,10 @@ def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _end()
     memory = f"more than {_MEMORY >> 20} MiB of memory"
     if answer is None:
-        answer = {"error": "failure", "reason": f"it takes more than {seconds:.3g} seconds, or {memory}"}
+        answer = {
+            "error": "failure",
+            "reason": f"it takes more than {seconds:.3g} seconds, or {memory}",
+        }
         answer["seconds"] = seconds
     elif answer.get("error") == "memory":
         answer |= {"error": "failure", "reason": f"it takes {memory}"}
@@ -172,5 +187,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
-    raise RequestError("a template variable must be a plain value", found=shown(value), expected="values as in JSON")
+        return (
+            type(value)(map(_plain, value))
+            if type(value) in (list, tuple)
+            else list(map(_plain, value))
+        )
+    raise RequestError(
+        "a template variable must be a plain value",
+        found=shown(value),
+        expected="values as in JSON",
+    )

@@ -1,7 +1,8 @@
-"""The program that renders chat templates, in a process that `template_process` starts with Jinja and nothing else.
+"""The program that renders chat templates, in a process that `template_process` starts with Jinja
+and nothing else.
 
-Requests are marshalled on stdin, answers are lines of JSON on stdout. A template sees what `transformers` documents for
-chat templates.
+Requests are marshalled on stdin, answers are lines of JSON on stdout. A template sees what
+`transformers` documents for chat templates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-sys.path += sys.argv[2:]  # the folder of Jinja: the program runs without site-packages, so that it starts sooner
+sys.path += sys.argv[
+    2:
+]  # the folder of Jinja: the program runs without site-packages, so that it starts sooner
 
 import jinja2.debug  # noqa: F401 (otherwise imported on an error, when memory may be short)
 from jinja2 import Undefined, nodes
@@ -38,14 +41,18 @@ class _UnknownToken(Exception):
 
 
 class _Unknown(Undefined):
-    """A special token without a spelling: undefined in conditions, and an error if it is printed."""
+    """A special token without a spelling: undefined in conditions, and an error if it is
+    printed.
+    """
 
     def __str__(self) -> str:
         raise _UnknownToken(self._undefined_name)
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the text that a model is trained on; it is rendered as any other text."""
+    """``{% generation %}`` marks the text that a model is trained on; it is rendered as any
+    other text.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -69,10 +76,16 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +97,9 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
         unknown = {name: _Unknown(name=name) for name in request["unknown"]}
         now = _FIXED_DATE if request["repeatable"] else datetime.datetime.now()
         pieces, length = [], 0
-        for piece in template.generate({"strftime_now": now.strftime, **unknown, **request["variables"]}):
+        for piece in template.generate(
+            {"strftime_now": now.strftime, **unknown, **request["variables"]}
+        ):
             pieces.append(piece)
             length += len(piece)
             if length > request["max_length"]:
@@ -96,13 +111,21 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
         return {"error": "token", "reason": str(error)}
     except MemoryError:
         return {"error": "memory", "reason": ""}
-    except Exception as error:  # raised by Jinja, by Python's compiler behind it, and by whatever a template calls
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)  # without the line of the generated code
-        return {"error": "failure", "reason": reason[:_MAX_REASON] or f"it raises {type(error).__name__}"}
+    except (
+        Exception
+    ) as error:  # raised by Jinja, by Python's compiler behind it, and by whatever a template calls
+        reason = (
+            error.msg if isinstance(error, SyntaxError) else str(error)
+        )  # without the line of the generated code
+        return {
+            "error": "failure",
+            "reason": reason[:_MAX_REASON] or f"it raises {type(error).__name__}",
+        }
 
 
 def _limit(seconds: float | None = None) -> None:
-    """Limit the memory of this process, and forbid it to start processes or write files; or limit its time from now on.
+    """Limit the memory of this process, and forbid it to start processes or write files; or limit
+    its time from now on.
 
     On a system without limits the parent's timer ends it.
     """
@@ -114,7 +137,9 @@ def _limit(seconds: float | None = None) -> None:
         limits = {resource.RLIMIT_CPU: int(time.process_time() + seconds) + 1}
     else:
         limits = {resource.RLIMIT_AS: int(sys.argv[1])}
-        limits |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC), 0)
+        limits |= dict.fromkeys(
+            (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC), 0
+        )
     for limit, value in limits.items():
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))

@@ -15,17 +15,27 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NAMED = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
-)  # fmt: skip
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
 _LLAMA3_SPECIALS = 256
 LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
 _MAX_TOKENS = 2**22
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a file holds lines of base64 token and rank; raises `CheckpointError` if it cannot be read."""
+    """Whether a file holds lines of base64 token and rank; raises `CheckpointError` if it cannot
+    be read.
+    """
     with contained(path, "cannot be read"), path.open("rb") as file:
         parts = file.read(4096).split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
@@ -38,14 +48,17 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def read_tiktoken(path: Path) -> dict[bytes, int]:
-    """Byte sequences and their ranks; raises `CheckpointError` if a line is not base64 and a number, or ranks have
-    gaps."""
+    """Byte sequences and their ranks; raises `CheckpointError` if a line is not base64 and a
+    number, or ranks have gaps.
+    """
     require_plain_file(path)
     ranks: dict[bytes, int] = {}
     with contained(path, "cannot be read"):
         lines = path.read_bytes().splitlines()
     if len(lines) > _MAX_TOKENS:
-        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MAX_TOKENS}")
+        raise CheckpointError(
+            "holds too many tokens", path=path, found=len(lines), expected=f"at most {_MAX_TOKENS}"
+        )
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -59,7 +72,9 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError("has gaps or doubles in its ranks", path=path)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise CheckpointError(f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256")
+        raise CheckpointError(
+            f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256"
+        )
     return ranks
 
 
@@ -74,5 +89,8 @@ def require_length(length: int, path: Path) -> None:
     """Raise a `CheckpointError` for a token that is too long."""
     if length > LONGEST_TOKEN:
         raise CheckpointError(
-            "holds a token that is too long", path=path, found=length, expected=f"at most {LONGEST_TOKEN}"
+            "holds a token that is too long",
+            path=path,
+            found=length,
+            expected=f"at most {LONGEST_TOKEN}",
         )

@@ -11,8 +11,8 @@ class TokenBytes:
 
     Attributes:
         of: the bytes of a token; None if it adds nothing, and no character continues across it.
-        bytewise: whether each byte that belongs to no character becomes a separate U+FFFD, as in sentencepiece;
-            otherwise those that begin the same character become one.
+        bytewise: whether each byte that belongs to no character becomes a separate U+FFFD, as in
+            sentencepiece; otherwise those that begin the same character become one.
     """
 
     def __init__(self, read: Callable[[int], bytes | None], *, bytewise: bool) -> None:
@@ -21,9 +21,13 @@ class TokenBytes:
 
 
 def fallback_bytes(
-    vocabulary: Mapping[str, int], decode: Callable[[Sequence[int]], str], *, apart: Collection[int] = ()
+    vocabulary: Mapping[str, int],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    apart: Collection[int] = (),
 ) -> TokenBytes | None:
-    """The bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the bytes of other characters.
+    """The bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the bytes of
+    other characters.
 
     Args:
         vocabulary: at least the tokens for bytes.
@@ -33,7 +37,11 @@ def fallback_bytes(
     Returns:
         The bytes; None if `decode` does not turn such tokens into bytes.
     """
-    values = {token: value for value in range(256) if (token := vocabulary.get(f"<0x{value:02X}>")) is not None}
+    values = {
+        token: value
+        for value in range(256)
+        if (token := vocabulary.get(f"<0x{value:02X}>")) is not None
+    }
     letter = vocabulary.get("<0x41>")
     if letter is None or decode([letter]) != "A":
         return None
@@ -50,13 +58,18 @@ def fallback_bytes(
 
 
 def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
-    """The bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled` returns the spelling of a
-    token, None for one that adds nothing."""
+    """The bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled`
+    returns the spelling of a token, None for one that adds nothing.
+    """
     values = {letter: value for value, letter in BYTE_LETTERS.items()}
 
     def read(token: int) -> bytes:
         text = spelled(token) or ""
-        return bytes(values[letter] for letter in text) if all(letter in values for letter in text) else text.encode()
+        return (
+            bytes(values[letter] for letter in text)
+            if all(letter in values for letter in text)
+            else text.encode()
+        )
 
     return TokenBytes(read, bytewise=False)
 
@@ -68,5 +81,7 @@ def spelled_bytes(token: bytes) -> str:
 
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+BYTE_LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
+}
 """GPT-2's printable letter for every byte."""

@@ -1,7 +1,7 @@
 """Tokenizers behind one protocol: sentencepiece, tiktoken and ``tokenizer.json``.
 
-A file's content decides its kind: Llama 3 ships a tiktoken file under the name ``tokenizer.model``, which is a
-sentencepiece model in Llama 2.
+A file's content decides its kind: Llama 3 ships a tiktoken file under the name ``tokenizer.model``,
+which is a sentencepiece model in Llama 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from quantkit.text.special_tokens import (
     special_tokens,
 )
 from quantkit.text.stated_tokens import FLAGS, missing_added_tokens
-from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
+from quantkit.text.tiktoken_file import (
+    LLAMA3_PATTERN,
+    is_tiktoken,
+    llama3_specials,
+    read_tiktoken,
+    require_length,
+)
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
@@ -45,10 +51,13 @@ class Tokenizer(Protocol):
     Attributes:
         kind: ``sentencepiece``, ``tiktoken`` or ``tokenizer.json``.
         vocab_size: all token ids are below it.
-        bos_id: the model's BOS token; None if there is none. Whether text begins with it is what `prompt_start` says.
+        bos_id: the model's BOS token; None if there is none. Whether text begins with it is what
+            `prompt_start` says.
         eos_ids: the tokens that end a generation.
-        special_tokens: ids of special tokens by spelling; None if they have no spelling (sentencepiece).
-        byte_level: whether tokens are of bytes (GPT-2, tiktoken), and not of characters (sentencepiece).
+        special_tokens: ids of special tokens by spelling; None if they have no spelling
+            (sentencepiece).
+        byte_level: whether tokens are of bytes (GPT-2, tiktoken), and not of characters
+            (sentencepiece).
         token_bytes: the bytes of each token; None if they depend on adjacent tokens.
     """
 
@@ -65,13 +74,15 @@ class Tokenizer(Protocol):
         return self.encode(text)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
-        """The token ids of text, by default with the tokens that the tokenizer puts around it, such as BOS.
+        """The token ids of text, by default with the tokens that the tokenizer puts around it, such
+        as BOS.
 
         Args:
             text: any Unicode.
-            specials: whether spellings of special tokens, such as ``<|eot_id|>``, become those tokens; otherwise they
-                are plain text. Sentencepiece has no such spellings.
-            bos: whether to add those tokens; not for the result of a chat template, which spells them itself.
+            specials: whether spellings of special tokens, such as ``<|eot_id|>``, become those
+                tokens; otherwise they are plain text. Sentencepiece has no such spellings.
+            bos: whether to add those tokens; not for the result of a chat template, which spells
+                them itself.
 
         Returns:
             The ids, for `quantkit.generate`.
@@ -88,8 +99,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """The text of token ids, by default without special tokens.
 
-        A single token may be a part of a character, and may lose the space before it: decode a text as a whole, or
-        in pieces with `quantkit.stream`.
+        A single token may be a part of a character, and may lose the space before it: decode a text
+        as a whole, or in pieces with `quantkit.stream`.
 
         Args:
             ids: of any tokens; ids beyond the vocabulary are skipped.
@@ -124,14 +135,18 @@ class _LibraryTokenizer(Tokenizer):
         try:
             as_string("text", text).encode()
         except UnicodeEncodeError as error:
-            raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
+            raise RequestError(
+                "the text is not valid Unicode", found=f"{text[error.start]!r}"
+            ) from error
         with contained(self._path, "cannot tokenize this text"):
             ids = self._encode(text, specials, bos)
         if ids and max(ids) >= self.vocab_size:  # the model would have no row for it
             raise CheckpointError(
-                "gives tokens outside its own vocabulary", path=self._path, found=max(ids),
+                "gives tokens outside its own vocabulary",
+                path=self._path,
+                found=max(ids),
                 expected=f"below {self.vocab_size}",
-            )  # fmt: skip
+            )
         return ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
@@ -141,7 +156,9 @@ class _LibraryTokenizer(Tokenizer):
         except (TypeError, ValueError) as error:
             raise wrong_type("ids", ids, "integers in a list, or a tensor [T] or [1, T]") from error
         if row and min(row) < 0:
-            raise RequestError("`ids` holds a negative number", found=min(row), expected="token ids")
+            raise RequestError(
+                "`ids` holds a negative number", found=min(row), expected="token ids"
+            )
         with contained(self._path, "cannot decode these tokens"):
             return self._decode([one for one in row if one < self.vocab_size], specials)
 
@@ -159,7 +176,10 @@ class _LibraryTokenizer(Tokenizer):
     def _canonical(self) -> CanonicalVocabulary: ...
 
     def _try_out(self) -> None:
-        """Find the damage on which a library panics only in use. An unknown letter is not damage."""
+        """Find the damage on which a library panics only in use.
+
+        An unknown letter is not damage.
+        """
         for text in _TRIALS:
             for specials in (True, False):
                 try:
@@ -187,12 +207,12 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     def __init__(self, path: Path, *, alone: bool = True) -> None:
         """Read a sentencepiece file.
 
-        Text begins with BOS, as in Meta's code, llama.cpp and the tokenizers of Llama and Gemma, unless
-        tokenizer_config.json says otherwise.
+        Text begins with BOS, as in Meta's code, llama.cpp and the tokenizers of Llama and Gemma,
+        unless tokenizer_config.json says otherwise.
 
         Args:
-            alone: ignore the files next to it: the tokens that they add, and ``add_bos_token`` and ``add_eos_token``.
-                Added tokens are never found in text.
+            alone: ignore the files next to it: the tokens that they add, and ``add_bos_token`` and
+                ``add_eos_token``. Added tokens are never found in text.
 
         Raises:
             CheckpointError: if the file is damaged, or the tokenizer_config.json next to it.
@@ -201,7 +221,10 @@ class SentencePieceTokenizer(_LibraryTokenizer):
 
         self._path, self._alone = path, alone
         settings = Settings({}, path) if alone else read_tokenizer_config(path.parent)
-        self._add_bos, self._add_eos = settings.flag("add_bos_token", True), settings.flag("add_eos_token", False)
+        self._add_bos, self._add_eos = (
+            settings.flag("add_bos_token", True),
+            settings.flag("add_eos_token", False),
+        )
         require_plain_file(path)
         with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
@@ -210,14 +233,20 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             for index in indices:
                 require_length(len(self._model.id_to_piece(index)), path)
             self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
-            self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            self.eos_ids: tuple[int, ...] = (
+                (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            )
             if not alone:
                 pieces = {self._model.id_to_piece(index): index for index in indices}
                 named = named_piece_ids(path.parent, pieces)
                 self.bos_id = named.get("bos_token", self.bos_id)
                 self.eos_ids = (named["eos_token"],) if "eos_token" in named else self.eos_ids
             self._try_out()
-            pieces = {self._model.id_to_piece(index): index for index in indices if self._model.is_byte(index)}
+            pieces = {
+                self._model.id_to_piece(index): index
+                for index in indices
+                if self._model.is_byte(index)
+            }
             apart = {index for index in indices if self._model.is_control(index)}
             self.token_bytes: TokenBytes | None = fallback_bytes(pieces, self.decode, apart=apart)
 
@@ -253,14 +282,18 @@ class TiktokenTokenizer(_LibraryTokenizer):
         self.special_tokens: dict[str, int] | None = specials
         with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
             encoding = self._encoding = tiktoken.Encoding(
-                name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+                name="llama3",
+                pat_str=LLAMA3_PATTERN,
+                mergeable_ranks=ranks,
+                special_tokens=specials,
             )
         self.vocab_size: int = len(ranks) + len(specials)
         self.bos_id: int | None = specials["<|begin_of_text|>"]
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(specials[name] for name in ends)
         self.token_bytes: TokenBytes | None = TokenBytes(
-            lambda token: encoding.decode_single_token_bytes(token) if token < len(ranks) else b"", bytewise=False
+            lambda token: encoding.decode_single_token_bytes(token) if token < len(ranks) else b"",
+            bytewise=False,
         )
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
@@ -282,7 +315,9 @@ class JsonTokenizer(_LibraryTokenizer):
     kind = "tokenizer.json"
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` if the file is damaged, or ``tokenizer_config.json`` next to it is."""
+        """Raises `CheckpointError` if the file is damaged, or ``tokenizer_config.json`` next to
+        it is.
+        """
         from tokenizers import Tokenizer as Engine
 
         self._path = path
@@ -301,11 +336,19 @@ class JsonTokenizer(_LibraryTokenizer):
                 raise CheckpointError("has no vocabulary", path=path)
             self.vocab_size: int = max(vocabulary.values()) + 1
             added = self._engine.get_added_tokens_decoder().items()
-            self.special_tokens: dict[str, int] | None = {str(token): number for number, token in added}
+            self.special_tokens: dict[str, int] | None = {
+                str(token): number for number, token in added
+            }
             named = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
-            numbers = {name: vocabulary[one] for name, one in named.items() if one is not None and one in vocabulary}
+            numbers = {
+                name: vocabulary[one]
+                for name, one in named.items()
+                if one is not None and one in vocabulary
+            }
             self.bos_id: int | None = numbers.get("bos_token")
-            self.eos_ids: tuple[int, ...] = (numbers["eos_token"],) if "eos_token" in numbers else ()
+            self.eos_ids: tuple[int, ...] = (
+                (numbers["eos_token"],) if "eos_token" in numbers else ()
+            )
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             self._try_out()
@@ -317,12 +360,20 @@ class JsonTokenizer(_LibraryTokenizer):
 
         engine = self._engine
         added = [
-            {"id": number, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
+            {
+                "id": number,
+                "content": token.content,
+                **{flag: getattr(token, flag) for flag in FLAGS},
+            }
             for number, token in engine.get_added_tokens_decoder().items()
         ]
-        missing = missing_added_tokens(self._path.parent, added, lambda: engine.get_vocab(with_added_tokens=False))
+        missing = missing_added_tokens(
+            self._path.parent, added, lambda: engine.get_vocab(with_added_tokens=False)
+        )
         for token in missing:
-            engine.add_tokens([AddedToken(token["content"], **{flag: token[flag] for flag in FLAGS})])
+            engine.add_tokens(
+                [AddedToken(token["content"], **{flag: token[flag] for flag in FLAGS})]
+            )
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         self._engine.encode_special_tokens = not specials
@@ -339,10 +390,14 @@ class JsonTokenizer(_LibraryTokenizer):
             raw = json.loads(self._path.read_bytes())
             parts = {name: self._part(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
             added = self._engine.get_added_tokens_decoder()
-            return canonical_vocabulary.of_json(raw, added, parts, type(self._engine.model).__name__)
+            return canonical_vocabulary.of_json(
+                raw, added, parts, type(self._engine.model).__name__
+            )
 
     def _part(self, name: str) -> Any:
-        """A part of the tokenizer with all its settings, also those that the file does not state."""
+        """A part of the tokenizer with all its settings, also those that the file does not
+        state.
+        """
         part = getattr(self._engine, name)
         return None if part is None else json.loads(part.__getstate__())
 
@@ -352,21 +407,26 @@ class JsonTokenizer(_LibraryTokenizer):
         if "ByteFallback" in kinds:
             return fallback_bytes(vocabulary, self.decode)
         if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-            return letters_bytes(lambda token: self._engine.id_to_token(token) if self.decode([token]) else None)
+            return letters_bytes(
+                lambda token: self._engine.id_to_token(token) if self.decode([token]) else None
+            )
         return None
 
 
 def prompt_start(tokenizer: Tokenizer) -> list[int]:
     """Return the token ids that a tokenizer puts before a text: BOS, or none.
 
-    Many tokenizers have a BOS token that they never put before text (Qwen, SmolLM2, gpt-oss), so that their models
-    have not seen it there. Everything that cuts text into windows begins each of them with these tokens.
+    Many tokenizers have a BOS token that they never put before text (Qwen, SmolLM2, gpt-oss), so
+    that their models have not seen it there. Everything that cuts text into windows begins each of
+    them with these tokens.
     """
     return ids_around_text(tokenizer)[0]
 
 
 def ids_around_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the token ids that a tokenizer puts before and after a text, by its post-processor or its flags."""
+    """Return the token ids that a tokenizer puts before and after a text, by its post-processor
+    or its flags.
+    """
     text = tokenizer.encode("a", bos=False)
     whole = tokenizer.encode("a")
     start = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
@@ -392,11 +452,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = folder / "tokenizer.model"
     if not path.is_file():
         require_no_unread_tokenizer(folder)
-        raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
+        raise CheckpointError(
+            "has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model"
+        )
     return original_tokenizer(path, alone=False)
 
 
 def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
     """The tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as for
     `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged."""
-    return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=alone)
+    return (
+        TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=alone)
+    )

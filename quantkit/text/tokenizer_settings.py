@@ -1,7 +1,8 @@
 """Check the JSON files next to a tokenizer for values that transformers refuses.
 
-`JsonTokenizer` and `special_tokens` read only the keys that they need. transformers reads all of these files whenever
-it loads the tokenizer, so a wrong value in another key breaks a folder that quantkit can still run.
+`JsonTokenizer` and `special_tokens` read only the keys that they need. transformers reads all of
+these files whenever it loads the tokenizer, so a wrong value in another key breaks a folder that
+quantkit can still run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _MAX_ID = 2**31
 
 
 def require_loadable_settings(folder: Path) -> None:
-    """Raise `CheckpointError` if transformers would not load a tokenizer with the JSON files of this folder.
+    """Raise `CheckpointError` if transformers would not load a tokenizer with the JSON files of
+    this folder.
 
     tokenizer.json itself is checked by `load_tokenizer`, chat templates by `ChatTemplates`.
     """
@@ -57,9 +59,13 @@ def _require_config(config: Settings) -> None:
             config.wrong_type("model_max_length", "a number")
     if config.has("tokenizer_class"):
         config.string("tokenizer_class")
-    if "split_special_tokens" in config.values and not isinstance(config.values["split_special_tokens"], bool):
+    if "split_special_tokens" in config.values and not isinstance(
+        config.values["split_special_tokens"], bool
+    ):
         config.wrong_type("split_special_tokens", "true or false")
-    if "model_input_names" in config.values and not isinstance(config.values["model_input_names"], list | str):
+    if "model_input_names" in config.values and not isinstance(
+        config.values["model_input_names"], list | str
+    ):
         config.wrong_type("model_input_names", "a list of strings")
     if config.has("auto_map") and not isinstance(config.values["auto_map"], dict | list):
         config.wrong_type("auto_map", "an object")
@@ -76,7 +82,9 @@ def _require_tokens(settings: Settings, *, typed: bool) -> None:
         tokens = settings.values[key]
         if isinstance(tokens, Mapping):
             tokens = list(tokens.values())
-        if not isinstance(tokens, list) or not all(_is_token(token, typed=typed) for token in tokens):
+        if not isinstance(tokens, list) or not all(
+            _is_token(token, typed=typed) for token in tokens
+        ):
             settings.wrong_type(key, "a list of tokens, or an object of them")
     if settings.has(_NAMED_TOKENS):
         named = settings.inside(_NAMED_TOKENS)
@@ -92,7 +100,11 @@ def _require_added_tokens(config: Settings) -> None:
     listed = config.inside("added_tokens_decoder")
     for number in listed.values:
         if not number.isdecimal():
-            raise CheckpointError("lists a token by something other than its id", path=config.path, found=shown(number))
+            raise CheckpointError(
+                "lists a token by something other than its id",
+                path=config.path,
+                found=shown(number),
+            )
         token = listed.inside(number)
         token.string("content")
         for flag in _FLAGS:
@@ -103,7 +115,8 @@ def _is_token(value: Any, *, typed: bool) -> bool:
     """Return whether transformers accepts a value as a special token.
 
     Args:
-        typed: whether an object must say that it is an AddedToken, as transformers expects in tokenizer_config.json.
+        typed: whether an object must say that it is an AddedToken, as transformers expects in
+            tokenizer_config.json.
     """
     if isinstance(value, str):
         return True

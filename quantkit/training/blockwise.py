@@ -1,4 +1,6 @@
-"""Training block by block, by one process or by those of a mesh: one block's weights are in memory at a time."""
+"""Training block by block, by one process or by those of a mesh: one block's weights are in
+memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ class Blockwise:
     """The `Engine` of torch."""
 
     def __init__(
-        self, model: TrainedCheckpoint, reference: Checkpoint, samples: Samples, schedule: Schedule,
-        device: torch.device, mesh: Mesh = ALONE,
-    ) -> None:  # fmt: skip
+        self,
+        model: TrainedCheckpoint,
+        reference: Checkpoint,
+        samples: Samples,
+        schedule: Schedule,
+        device: torch.device,
+        mesh: Mesh = ALONE,
+    ) -> None:
         """
         Args:
             reference: the float model.
@@ -43,10 +50,12 @@ class Blockwise:
     def step(self, step: int, numbers: Tensor) -> float:
         own, samples = self._shares.samples(numbers), self._samples
         found = self._passes.gradients(
-            samples.tokens[own], samples.targets(own), self._names,
+            samples.tokens[own],
+            samples.targets(own),
+            self._names,
             lambda name, gradient: self._optimizer.update(step, name, gradient),
             count=len(numbers) * samples.tokens.shape[1],
-        )  # fmt: skip
+        )
         return self._shares.sum_over_samples(found)
 
     def loss(self, numbers: Tensor) -> float:
@@ -69,8 +78,12 @@ def float_states(reference: Checkpoint, batch: int, mesh: Mesh = ALONE) -> Hidde
     def hidden(tokens: Tensor, progress: Progress) -> Tensor:
         own = torch.split(tokens[mesh.data.share(len(tokens))], batch)
         batches = [Batch.from_start(one) for one in own if len(one)]
-        found = final_hidden(reference, batches, group=mesh.model, progress=progress) if batches else []
+        found = (
+            final_hidden(reference, batches, group=mesh.model, progress=progress) if batches else []
+        )
         none = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
-        return mesh.data.join(torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(tokens)).cpu()
+        return mesh.data.join(
+            torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(tokens)
+        ).cpu()
 
     return hidden

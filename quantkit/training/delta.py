@@ -1,9 +1,10 @@
 """A delta: the tensors that refining has changed, in one file that belongs to one quantized model.
 
 A safetensors file. For each changed weight it has ``NAME.scale``, its scales [O, G] in their type,
-``NAME.minimum`` likewise if it has minima, and ``NAME.codes`` if codes were trained: the bytes of zlib for the
-differences of all codes, int8 [O, I]. A norm has its values under its own name. The metadata has the sha256 of the
-files of the model that it belongs to, the hashes of each tensor before and after, and a hash of the delta itself.
+``NAME.minimum`` likewise if it has minima, and ``NAME.codes`` if codes were trained: the bytes of
+zlib for the differences of all codes, int8 [O, I]. A norm has its values under its own name. The
+metadata has the sha256 of the files of the model that it belongs to, the hashes of each tensor
+before and after, and a hash of the delta itself.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ _DAMAGED = "the file is damaged; download it again"
 
 
 def delta_bytes(
-    before: Checkpoint, after: Checkpoint, changed: Mapping[str, Change], base: Mapping[str, str],
+    before: Checkpoint,
+    after: Checkpoint,
+    changed: Mapping[str, Change],
+    base: Mapping[str, str],
     details: Mapping[str, Any],
-) -> bytes:  # fmt: skip
+) -> bytes:
     """The file of a delta.
 
     Args:
@@ -65,11 +69,17 @@ def delta_bytes(
         else:
             assert isinstance(new, Tensor)
             tensors[name] = new.contiguous()
-    stated = {"base": dict(base), "changed": {name: [one.before, one.after] for name, one in changed.items()}}
+    stated = {
+        "base": dict(base),
+        "changed": {name: [one.before, one.after] for name, one in changed.items()},
+    }
     head = json.dumps({**stated, "details": details}, sort_keys=True)
     metadata = {"format": FORMAT, "head": head, "sha256": _check(head, tensors)}
     # safetensors' own `save` writes the keys of the metadata in another order in each process.
-    listed = [StoredTensor(name, DType.of(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)]
+    listed = [
+        StoredTensor(name, DType.of(tensors[name].dtype), tuple(tensors[name].shape))
+        for name in sorted(tensors)
+    ]
     data = [tensor_bytes(tensors[tensor.name], tensor) for tensor in listed]
     return b"".join([build_header(listed, metadata), *data])
 
@@ -89,18 +99,24 @@ class Delta:
         """Raises `CheckpointError` if the file is no delta, or damaged."""
         self.path = path
         if path.is_dir():
-            raise CheckpointError("is a folder, not a delta", path=path, expected="a file that `refine` wrote")
+            raise CheckpointError(
+                "is a folder, not a delta", path=path, expected="a file that `refine` wrote"
+            )
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror or 'no such file'}", path=path) from error
+            raise CheckpointError(
+                f"cannot be read: {error.strerror or 'no such file'}", path=path
+            ) from error
         except SafetensorError as error:
             reason = str(error).replace("`", "'")  # backticks would be names of options
             raise CheckpointError(f"is no delta: {reason}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
-            raise CheckpointError("is no delta", path=path, found=metadata.get("format"), expected=FORMAT)
+            raise CheckpointError(
+                "is no delta", path=path, found=metadata.get("format"), expected=FORMAT
+            )
         head = metadata.get("head", "")
         self.check = _check(head, self.tensors)
         if metadata.get("sha256") != self.check:
@@ -108,37 +124,55 @@ class Delta:
         try:
             stated = json.loads(head)
             self.base = {str(name): str(digest) for name, digest in stated["base"].items()}
-            self.changed = {str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()}
+            self.changed = {
+                str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()
+            }
             self.curve = [_evaluation(one) for one in stated["details"][REFINED]["curve"]]
             recorded, _ = stated["details"]["quality"], dict(stated["details"]["modules"])
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError("does not state what it changes", path=path, hint=_DAMAGED) from error
+            raise CheckpointError(
+                "does not state what it changes", path=path, hint=_DAMAGED
+            ) from error
         self.details: dict[str, Any] = stated["details"]
         _ = Gate.from_json(recorded, path)
         if not self.curve:
             raise CheckpointError("states no KL", path=path, hint=_DAMAGED)
 
     def require_fits(self, model: Checkpoint) -> None:
-        """Raise `CheckpointError` unless it changes tensors of a model alone, each from the values that it has."""
-        parts = {name for changed in self.changed for name in (changed, *(changed + end for end in _ENDS))}
+        """Raise `CheckpointError` unless it changes tensors of a model alone, each from the
+        values that it has.
+        """
+        parts = {
+            name
+            for changed in self.changed
+            for name in (changed, *(changed + end for end in _ENDS))
+        }
         strange = [*(self.changed.keys() - set(model.names())), *(self.tensors.keys() - parts)]
         if strange:
-            raise CheckpointError(f"changes '{strange[0]}', which is no tensor of the model", path=self.path)
+            raise CheckpointError(
+                f"changes '{strange[0]}', which is no tensor of the model", path=self.path
+            )
         for name, change in self.changed.items():
             if tensor_hash(model.load(name)) != change.before:
-                raise CheckpointError(f"belongs to another '{name}' than the model has", path=self.path)
+                raise CheckpointError(
+                    f"belongs to another '{name}' than the model has", path=self.path
+                )
 
     def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
         """Raise `CheckpointError` unless these are the hashes of the model that it belongs to."""
         if hashes == self.base:
             return
-        differing = sorted(name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name))
+        differing = sorted(
+            name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name)
+        )
         other = "another" if differing[0] in hashes else "no"
         raise CheckpointError(
-            f"the delta {self.path} belongs to another model, or one of its files has changed", path=model,
-            found=f"{other} '{differing[0]}'", expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
+            f"the delta {self.path} belongs to another model, or one of its files has changed",
+            path=model,
+            found=f"{other} '{differing[0]}'",
+            expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
             hint="apply it to the model that it was made for",
-        )  # fmt: skip
+        )
 
 
 class DeltaCheckpoint(CheckpointView):
@@ -163,21 +197,29 @@ class DeltaCheckpoint(CheckpointView):
         return found if part is None else part.of_weight(found)
 
     def _changed(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
-        """A tensor as the delta changes it. Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit."""
+        """A tensor as the delta changes it.
+
+        Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit.
+        """
         tensors = self._delta.tensors
         if not isinstance(value, QuantTensor):
             found: Tensor = tensors[name]
             if (found.shape, found.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
             return found
-        scale, minimum = tensors[name + SCALE], None if value.minimum is None else tensors[name + MINIMUM]
+        scale, minimum = (
+            tensors[name + SCALE],
+            None if value.minimum is None else tensors[name + MINIMUM],
+        )
         if scale.dtype != value.scale.dtype:
             raise ValueError("another type of scales")
         value = replace(value, scale=scale, minimum=minimum)
         if (packed := tensors.get(name + CODES)) is None:
             return value
         size = value.codes.numel()
-        data = zlib.decompressobj().decompress(packed.numpy().data, size + 1)  # not what a bomb would give
+        data = zlib.decompressobj().decompress(
+            packed.numpy().data, size + 1
+        )  # not what a bomb would give
         apart = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
         codes = value.codes.to(torch.int16) + apart
         if codes.min() < 0 or codes.max() >= value.scheme.levels:
@@ -185,7 +227,9 @@ class DeltaCheckpoint(CheckpointView):
         return replace(value, codes=codes.to(torch.uint8))
 
     def _damaged(self, name: str) -> CheckpointError:
-        return CheckpointError(f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED)
+        return CheckpointError(
+            f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED
+        )
 
 
 def _evaluation(found: Mapping[str, Any]) -> Evaluation:

@@ -16,8 +16,9 @@ from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
-"""The largest step of a factor, for int4 and norms of a small model; with more levels it is smaller, as codes are
-larger, and in a larger model, where the noise of more factors adds up."""
+"""The largest step of a factor, for int4 and norms of a small model; with more levels it is
+smaller, as codes are larger, and in a larger model, where the noise of more factors adds up.
+"""
 _SMALL = 256 * 6  # width times layers, up to which a model is small
 _LEVELS = 16
 _CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
@@ -51,9 +52,11 @@ def factor_rate(config: ModelConfig) -> float:
     return FACTOR_RATE * min(1.0, math.sqrt(_SMALL / (config.hidden_size * config.num_layers)))
 
 
-def adam(first: Any, second: Any, gradient: Any, corrections: tuple[Any, Any]) -> tuple[Any, Any, Any]:
-    """The running means of gradients and of their squares, and the step at a rate of 1 (Adam, 1412.6980); torch's
-    tensors or JAX's arrays.
+def adam(
+    first: Any, second: Any, gradient: Any, corrections: tuple[Any, Any]
+) -> tuple[Any, Any, Any]:
+    """The running means of gradients and of their squares, and the step at a rate of 1 (Adam,
+    1412.6980); torch's tensors or JAX's arrays.
 
     Args:
         corrections: see `corrections`.
@@ -83,12 +86,15 @@ class Optimizer:
     def __init__(self, model: TrainedCheckpoint, schedule: Schedule, shares: Shares) -> None:
         self._model, self._schedule, self._shares = model, schedule, shares
         self.moments = {
-            name + end: torch.zeros_like(factor) for name, factor in model.factors.items() for end in (FIRST, SECOND)
+            name + end: torch.zeros_like(factor)
+            for name, factor in model.factors.items()
+            for end in (FIRST, SECOND)
         }
 
     def update(self, step: int, name: str, gradient: Tensor | None) -> None:
-        """Change one tensor's values at a step, given the gradient by this process's part of the tensor, float32; None
-        if its samples had none. All processes call this in the same order."""
+        """Change one tensor's values at a step, given the gradient by this process's part of the
+        tensor, float32; None if its samples had none. All processes call this in the same order.
+        """
         model, part, own = self._model, self._shares.part(name), None
         if gradient is not None:
             value, gradient = model.load(name, part), gradient.cpu()
@@ -107,7 +113,11 @@ class Optimizer:
             model.set_offsets(name, offsets)
 
     def _step(self, step: int, name: str, gradient: Tensor, rate: float) -> None:
-        found = adam(self.moments[name + FIRST], self.moments[name + SECOND], gradient, corrections(step))
-        for kept, new in zip((self.moments[name + FIRST], self.moments[name + SECOND]), found[:2], strict=True):
+        found = adam(
+            self.moments[name + FIRST], self.moments[name + SECOND], gradient, corrections(step)
+        )
+        for kept, new in zip(
+            (self.moments[name + FIRST], self.moments[name + SECOND]), found[:2], strict=True
+        ):
             kept.copy_(new)
         self._model.factors[name].sub_(found[2], alpha=rate)

@@ -1,8 +1,9 @@
-"""The loss of a model on samples, and its gradients, block by block: one block's weights are in memory at a time.
+"""The loss of a model on samples, and its gradients, block by block: one block's weights are in
+memory at a time.
 
-A forward pass keeps the inputs of every block; the backward pass computes each block again (three times the work of
-a forward pass, all in float32), and hands the gradients of its weights over before it goes on. Of several processes
-each computes with its share of the model.
+A forward pass keeps the inputs of every block; the backward pass computes each block again (three
+times the work of a forward pass, all in float32), and hands the gradients of its weights over
+before it goes on. Of several processes each computes with its share of the model.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ TOKENS_THROUGH_THE_HEAD = 256
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 
 Gradients = Callable[[str, Tensor | None], None]
-"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass; by those of this
-process's part of it, and None if no token reached it, as an expert's."""
+"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass;
+by those of this process's part of it, and None if no token reached it, as an expert's.
+"""
 
 
 class Passes:
     """Runs a model whose weights may change between two calls, on samples of one length."""
 
     def __init__(
-        self, model: Checkpoint, reference: Checkpoint, length: int, device: torch.device, shares: Shares
+        self,
+        model: Checkpoint,
+        reference: Checkpoint,
+        length: int,
+        device: torch.device,
+        shares: Shares,
     ) -> None:
         """
         Args:
@@ -53,8 +60,9 @@ class Passes:
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
-        """The sum of KL(reference || model) over tokens [B, T], in nats, given the reference's hidden states after its
-        final norm, [B, T, D]."""
+        """The sum of KL(reference || model) over tokens [B, T], in nats, given the reference's
+        hidden states after its final norm, [B, T, D].
+        """
         states = self._embedded(tokens)
         for layer in range(self._config.num_layers):
             block = self._block(layer)
@@ -63,14 +71,21 @@ class Passes:
         return self._divergence(normed, targets.flatten(0, 1), None)
 
     def gradients(
-        self, tokens: Tensor, targets: Tensor, trained: Sequence[Sequence[str]], receive: Gradients, count: int
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        trained: Sequence[Sequence[str]],
+        receive: Gradients,
+        count: int,
     ) -> float:
-        """The sum of KL(reference || model) over tokens [B, T], divided by a count of tokens; its gradients are handed
-        over, layer by layer from the last one, and a layer's weights may then change.
+        """The sum of KL(reference || model) over tokens [B, T], divided by a count of tokens; its
+        gradients are handed over, layer by layer from the last one, and a layer's weights may then
+        change.
 
         Args:
             targets: as in `loss`.
-            trained: the names of tensors whose gradients are wanted, by layer; last those without a layer.
+            trained: the names of tensors whose gradients are wanted, by layer; last those without a
+                layer.
             count: of all tokens of a step, those of other processes too.
         """
         states, inputs = self._embedded(tokens), []
@@ -90,16 +105,28 @@ class Passes:
         if norm.weight.grad is not None:
             receive("model.norm.weight", norm.weight.grad)
         gradients = list(torch.split(last.grad, self._together))
-        lowest = next((layer for layer, names in enumerate(trained[:-1]) if names), self._config.num_layers)
+        lowest = next(
+            (layer for layer, names in enumerate(trained[:-1]) if names), self._config.num_layers
+        )
         for layer in reversed(range(lowest, self._config.num_layers)):
-            gradients = self._backward(layer, inputs.pop(), gradients, trained[layer], receive, is_last=layer == lowest)
+            gradients = self._backward(
+                layer, inputs.pop(), gradients, trained[layer], receive, is_last=layer == lowest
+            )
         return total / count
 
     def _backward(
-        self, layer: int, inputs: list[Tensor], gradients: list[Tensor], trained: Sequence[str], receive: Gradients,
-        *, is_last: bool,
-    ) -> list[Tensor]:  # fmt: skip
-        """Gradients by a block's inputs, given those by its outputs; none where no block follows."""
+        self,
+        layer: int,
+        inputs: list[Tensor],
+        gradients: list[Tensor],
+        trained: Sequence[str],
+        receive: Gradients,
+        *,
+        is_last: bool,
+    ) -> list[Tensor]:
+        """Gradients by a block's inputs, given those by its outputs; none where no block
+        follows.
+        """
         block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
         parameters = {name: own_parameter(block, name.removeprefix(prefix)) for name in trained}
         for parameter in parameters.values():
@@ -118,7 +145,9 @@ class Passes:
         """The first block's inputs, float32, some samples at a time."""
         multiplier, embedding = self._config.embedding_multiplier, self._embedding
         look_up = partial(self._shares.model.embed, rows=embedding)
-        rows = (look_up(one).float().to(self._device) for one in torch.split(tokens, self._together))
+        rows = (
+            look_up(one).float().to(self._device) for one in torch.split(tokens, self._together)
+        )
         return [scaled_embeddings(one, multiplier) for one in rows]
 
     def _block(self, layer: int) -> Block:
@@ -135,7 +164,9 @@ class Passes:
         return norm
 
     def _divergence(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None) -> float:
-        """The sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`, if given."""
+        """The sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`, if
+        given.
+        """
         total = 0.0
         for start in range(0, len(hidden), TOKENS_THROUGH_THE_HEAD):
             rows = slice(start, start + TOKENS_THROUGH_THE_HEAD)
@@ -154,7 +185,11 @@ class Passes:
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         products = torch.cat(
-            [hidden @ head[slice(*rows)].to(self._device, torch.float32).t() for rows in _rows(head)], -1
+            [
+                hidden @ head[slice(*rows)].to(self._device, torch.float32).t()
+                for rows in _rows(head)
+            ],
+            -1,
         )
         return final_logits(self._shares.model.gather_logits(products), self._config)
 

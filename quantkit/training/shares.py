@@ -1,8 +1,9 @@
-"""A training of several processes: what each has of the model and of the samples, and where their gradients meet.
+"""A training of several processes: what each has of the model and of the samples, and where their
+gradients meet.
 
-The factors of a weight are whole on every process, and so are their gradients: each process adds what its part of the
-weight gives. Thus what a split repeats, such as scales of a group that lies on two processes or of a KV head that
-several of them have, stays the same everywhere.
+The factors of a weight are whole on every process, and so are their gradients: each process adds
+what its part of the weight gives. Thus what a split repeats, such as scales of a group that lies on
+two processes or of a KV head that several of them have, stays the same everywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class Shares:
 
     def __init__(self, model: Checkpoint, mesh: Mesh) -> None:
         """Raises `RequestError` if the processes cannot share the model."""
-        self.mesh, self.model, self._source = mesh, TensorParallel(model, mesh.model, trained=True), model
+        self.mesh, self.model, self._source = (
+            mesh,
+            TensorParallel(model, mesh.model, trained=True),
+            model,
+        )
         self._parameters = {parameter.name: parameter for parameter in parameters(model.config)}
 
     def head_of(self, checkpoint: Checkpoint) -> Tensor | QuantTensor:
@@ -71,11 +76,17 @@ class Shares:
         info = self._source.info(name)
         shape = torch.Size(factor_shape(info))
         flat = torch.zeros(1 + shape.numel())
-        added_elsewhere = self.mesh.model.rank > 0 and not any(one in name for one in _WITHIN_BRANCHES)
+        added_elsewhere = self.mesh.model.rank > 0 and not any(
+            one in name for one in _WITHIN_BRANCHES
+        )
         if own is not None:
             flat[0] = 1
-            if not added_elsewhere:  # the gradients by norms between branches are whole on each process
-                flat[1:].view(shape).index_add_(*factor_places(self.part(name), info, own.shape[-1]), own)
+            if (
+                not added_elsewhere
+            ):  # the gradients by norms between branches are whole on each process
+                flat[1:].view(shape).index_add_(
+                    *factor_places(self.part(name), info, own.shape[-1]), own
+                )
         on_device = flat.to(self.mesh.world.device)
         self.mesh.world.sum_(on_device)
         flat = on_device.cpu()

@@ -1,7 +1,7 @@
 """The state of an interrupted training on disk, from which another run continues to the same bytes.
 
-A state is a file for each layer, and one for what has no layer, in the safetensors format. The journal says which files
-are complete.
+A state is a file for each layer, and one for what has no layer, in the safetensors format. The
+journal says which files are complete.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class SavedTraining:
         self._training.engine.fetch()
         written = {}
         for part, names in self._parts().items():
-            content = save({key: value for name in names for key, value in self._values(name).items()})
+            content = save(
+                {key: value for name in names for key, value in self._values(name).items()}
+            )
             file = f"state-{step}-{part}.safetensors"
             self._staging.folder.write(file, content)
             written[file] = sha256(content).hexdigest()
@@ -116,7 +118,10 @@ class SavedTraining:
     def _values(self, name: str) -> dict[str, Tensor]:
         """What a tensor's training consists of."""
         model, moments = self._training.model, self._training.engine.moments
-        found = {name + _FACTOR: model.factors[name], **{name + end: moments[name + end] for end in (FIRST, SECOND)}}
+        found = {
+            name + _FACTOR: model.factors[name],
+            **{name + end: moments[name + end] for end in (FIRST, SECOND)},
+        }
         if model.has_offsets(name):
             found[name + _OFFSETS] = model.offsets(name)
         return found
@@ -126,10 +131,19 @@ class SavedTraining:
         model = self._training.model
         found: dict[str, list[str]] = {}
         for name in model.factors:
-            layer = next((n for n in range(model.config.num_layers) if name.startswith(BLOCK_PREFIX.format(n))), None)
+            layer = next(
+                (
+                    n
+                    for n in range(model.config.num_layers)
+                    if name.startswith(BLOCK_PREFIX.format(n))
+                ),
+                None,
+            )
             found.setdefault(_REST if layer is None else str(layer), []).append(name)
         return found
 
 
 def _state(found: Mapping[str, Any]) -> State:
-    return State(found["step"], found["sum"], found["count"], [Evaluation(**one) for one in found["curve"]])
+    return State(
+        found["step"], found["sum"], found["count"], [Evaluation(**one) for one in found["curve"]]
+    )

@@ -1,9 +1,9 @@
 """What refining trains, and the checkpoint that it makes of a quantized one.
 
-A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a minimum follows it so that the
-middle code stays where it is, and is moved by another factor; a code is moved by an offset, and rounded. All are
-trained as if they were not rounded (straight-through estimation, 1308.3432), so the model that is measured during
-training is the one that is written.
+A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a minimum
+follows it so that the middle code stays where it is, and is moved by another factor; a code is
+moved by an offset, and rounded. All are trained as if they were not rounded (straight-through
+estimation, 1308.3432), so the model that is measured during training is the one that is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 OFFSET_BYTES = 4
 _EDGE = 0.49  # of a step: how far from its code a weight may start
-_SAME_WEIGHTS = 0.3  # relative error; above it, the float model's weights are another model's, as after AWQ's scaling
+# relative error; above it, the float model's weights are another model's, as after AWQ's scaling
+_SAME_WEIGHTS = 0.3
 _TRAINED_SCALES = (Scales.FLOATS, Scales.BLOCKS)
 
 
@@ -45,25 +46,32 @@ class TrainedNames:
 
     @classmethod
     def of(cls, quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:
-        """Those of a model. Raises `UnsupportedError` if no weight of its layers has scales that can be trained."""
+        """Those of a model.
+
+        Raises `UnsupportedError` if no weight of its layers has scales that can be trained.
+        """
         weights, found = [], []
         for parameter in parameters(quantized.config):
-            if parameter.layer is not None and has_trained_scales(quantized.info(parameter.name).scheme):
+            if parameter.layer is not None and has_trained_scales(
+                quantized.info(parameter.name).scheme
+            ):
                 weights.append(parameter.name)
             elif norms and parameter.module.endswith("norm") and parameter.leaf == "weight":
                 found.append(parameter.name)
         if not weights:
             raise UnsupportedError(
-                "no weight has scales that can be trained", path=quantized.path,
+                "no weight has scales that can be trained",
+                path=quantized.path,
                 expected="int4 or int8 codes, each group with a scale in floats",
-            )  # fmt: skip
+            )
         return cls(tuple(weights), tuple(found), codes)
 
     def in_layer(self, layer: int) -> TrainedNames:
         """Those of a layer."""
         prefix = BLOCK_PREFIX.format(layer)
         weights, norms = (
-            tuple(name for name in names if name.startswith(prefix)) for names in (self.weights, self.norms)
+            tuple(name for name in names if name.startswith(prefix))
+            for names in (self.weights, self.norms)
         )
         return replace(self, weights=weights, norms=norms)
 
@@ -81,7 +89,9 @@ class TrainedCheckpoint(CheckpointView):
         factors: by name, float32: of scales [O, G], of scales and minima [2, O, G], of norms [D].
     """
 
-    def __init__(self, quantized: Checkpoint, names: TrainedNames, store: ActivationStore, memory_bytes: int) -> None:
+    def __init__(
+        self, quantized: Checkpoint, names: TrainedNames, store: ActivationStore, memory_bytes: int
+    ) -> None:
         """
         Args:
             store: keeps the offsets of codes.
@@ -120,7 +130,9 @@ class TrainedCheckpoint(CheckpointView):
         """A weight as it is now, or, if codes are not trained, a part of it."""
         value, factors = self.start(name, part), self.factors[name]
         if part is not None:
-            factors = factors.index_select(*factor_places(part, self._source.info(name), value.scale.shape[1]))
+            factors = factors.index_select(
+                *factor_places(part, self._source.info(name), value.scale.shape[1])
+            )
         found = with_factors(value, factors)
         if not self.names_trained.codes:
             return found
@@ -139,7 +151,9 @@ class TrainedCheckpoint(CheckpointView):
         self._store.update(name, offsets)
 
     def begin(self, source: Checkpoint) -> None:
-        """Give each code the offset that brings it closest to the float model's weight, see `first_offsets`."""
+        """Give each code the offset that brings it closest to the float model's weight, see
+        `first_offsets`.
+        """
         for name in self.names_trained.weights if self.names_trained.codes else ():
             self._store.put(name, first_offsets(self.start(name), floats_of(source.load(name))))
 
@@ -149,7 +163,9 @@ class TrainedCheckpoint(CheckpointView):
 
 
 def scaled(scale: Tensor, factor: Tensor) -> Tensor:
-    """Scales [O, G] times ``1 + factor``, in their type; those that would overflow it stay as they are."""
+    """Scales [O, G] times ``1 + factor``, in their type; those that would overflow it stay as
+    they are.
+    """
     found = (scale.float() * (1 + factor)).to(scale.dtype)
     return torch.where(found.isfinite() & ((found != 0) | (scale == 0)), found, scale)
 
@@ -163,7 +179,8 @@ def factor_shape(info: TensorSpec) -> tuple[int, ...]:
 
 
 def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tuple[int, Tensor]:
-    """Which factors of a tensor are those of a part of it: an axis, and their numbers on it in the part's order.
+    """Which factors of a tensor are those of a part of it: an axis, and their numbers on it in the
+    part's order.
 
     Args:
         part: None is the whole tensor.
@@ -179,23 +196,33 @@ def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tu
 
 
 def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
-    """A weight with scales, and minima if it has any, that are changed by its factors; see `TrainedCheckpoint`."""
+    """A weight with scales, and minima if it has any, that are changed by its factors; see
+    `TrainedCheckpoint`.
+    """
     if value.minimum is None:
         return replace(value, scale=scaled(value.scale, factors))
     before, middle = value.scale.float(), value.scheme.levels // 2
     scale = scaled(value.scale, factors[0])
-    wider, moved_by = middle * (scale.float() - before), factors[1] * (before * _minimum_unit(value))
+    wider, moved_by = (
+        middle * (scale.float() - before),
+        factors[1] * (before * _minimum_unit(value)),
+    )
     minimum = (value.minimum.float() + wider - moved_by).to(value.minimum.dtype)
-    return replace(value, scale=scale, minimum=torch.where(minimum.isfinite(), minimum, value.minimum))
+    return replace(
+        value, scale=scale, minimum=torch.where(minimum.isfinite(), minimum, value.minimum)
+    )
 
 
 def moved(value: QuantTensor, offsets: Tensor) -> Tensor:
-    """The codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a code, and rounded."""
+    """The codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a code,
+    and rounded.
+    """
     return (value.codes + offsets).round_().clamp_(0, value.scheme.levels - 1).to(torch.uint8)
 
 
 def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
-    """Offsets [O, I] float32 that bring codes as close to a float weight [O, I] as they may be without another code.
+    """Offsets [O, I] float32 that bring codes as close to a float weight [O, I] as they may be
+    without another code.
 
     Weights that are not those of the same model, as after a method that scales channels, give none.
     """
@@ -207,7 +234,9 @@ def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
 
 
 def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
-    """The relative error of a weight; None if it is not compared with the float model's, which has other channels."""
+    """The relative error of a weight; None if it is not compared with the float model's, which
+    has other channels.
+    """
     error = relative_error(value, floats_of(weight))
     return error if error <= _SAME_WEIGHTS else None
 
@@ -227,7 +256,9 @@ def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) ->
     by_scale = (units * gradient).view(rows, groups, -1).sum(-1).mul_(scale)
     if value.minimum is None:
         return by_scale
-    return torch.stack([by_scale, gradient.view(rows, groups, -1).sum(-1).mul_(scale * _minimum_unit(value))])
+    return torch.stack(
+        [by_scale, gradient.view(rows, groups, -1).sum(-1).mul_(scale * _minimum_unit(value))]
+    )
 
 
 def _minimum_unit(value: QuantTensor) -> float:
@@ -236,8 +267,9 @@ def _minimum_unit(value: QuantTensor) -> float:
 
 
 def move(offsets: Tensor, gradient: Tensor, scale: Tensor, step: float) -> None:
-    """Move offsets [O, I] by a step against the sign of the gradient by the weight [O, I] (signed descent, as in
-    SignRound, 2309.05516); scales [O, G] may be negative."""
+    """Move offsets [O, I] by a step against the sign of the gradient by the weight [O, I] (signed
+    descent, as in SignRound, 2309.05516); scales [O, G] may be negative.
+    """
     rows, groups = scale.shape
     signs = gradient.view(rows, groups, -1).sign() * scale.float().sign().unsqueeze(-1)
     offsets.sub_(signs.flatten(1), alpha=step)

@@ -1,8 +1,8 @@
 """Train the scales of a quantized model, and its codes, against the logits of the float model.
 
-The loss is KL(float || quantized) over the whole vocabulary. The float model's last hidden states are computed once and
-kept as float32, so the loss is exact. A part of the samples is held back: the values with the lowest KL there are the
-result.
+The loss is KL(float || quantized) over the whole vocabulary. The float model's last hidden states
+are computed once and kept as float32, so the loss is exact. A part of the samples is held back: the
+values with the lowest KL there are the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _DIGITS = 4
 
 
 Hidden = Callable[[Tensor, Progress], Tensor]
-"""The float model's hidden states after its final norm, [B, T, D] float32 on the CPU, for tokens [B, T]."""
+"""The float model's hidden states after its final norm, [B, T, D] float32 on the CPU, for tokens
+[B, T].
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Evaluation:
     """The mean KL from the float model, per token in nats, after a number of steps.
 
     Attributes:
-        training: over the samples of the steps since the last evaluation; None before the first step.
+        training: over the samples of the steps since the last evaluation; None before the first
+            step.
         held_back: over the samples that are held back.
     """
 
@@ -75,8 +78,9 @@ def held_back(samples: int) -> int:
 
 
 class Samples:
-    """Tokens [N, T] for training, and those that are held back, with the float model's hidden states for each; a step
-    has `batch` of them."""
+    """Tokens [N, T] for training, and those that are held back, with the float model's hidden
+    states for each; a step has `batch` of them.
+    """
 
     def __init__(self, tokens: Tensor, store: ActivationStore, batch: int) -> None:
         self.tokens, self.batch, self._store = tokens, batch, store
@@ -97,7 +101,9 @@ class Samples:
         return torch.stack([self._store.get(number) for number in numbers.tolist()])
 
     def order(self, epoch: int, seed: int) -> Tensor:
-        """The samples of an epoch, in the order of its steps, [S, `batch`], of which some may be left out."""
+        """The samples of an epoch, in the order of its steps, [S, `batch`], of which some may be
+        left out.
+        """
         generator = torch.Generator().manual_seed((seed << 16) + epoch)
         mixed = torch.randperm(self.training, generator=generator)
         size = min(self.batch, self.training)
@@ -136,13 +142,16 @@ class Engine(Protocol):
 
 
 class Training:
-    """Trains a model for some epochs; each step can be the last one of a process, and another one goes on from it.
+    """Trains a model for some epochs; each step can be the last one of a process, and another one
+    goes on from it.
 
     Attributes:
         steps: in all.
     """
 
-    def __init__(self, model: TrainedCheckpoint, samples: Samples, engine: Engine, *, epochs: int, seed: int) -> None:
+    def __init__(
+        self, model: TrainedCheckpoint, samples: Samples, engine: Engine, *, epochs: int, seed: int
+    ) -> None:
         self.model, self.samples, self.engine, self._seed = model, samples, engine, seed
         self.steps = epochs * samples.steps
         self.state = State()
@@ -155,7 +164,11 @@ class Training:
         self.engine.put()
 
     def run(
-        self, *, evaluated: Callable[[State], None], stepped: Callable[[State], None], progress: Progress = silent
+        self,
+        *,
+        evaluated: Callable[[State], None],
+        stepped: Callable[[State], None],
+        progress: Progress = silent,
     ) -> State:
         """Train to the end. Raises `NonFiniteError` if the KL becomes NaN or Inf.
 
@@ -185,9 +198,11 @@ class Training:
         mean = self.engine.loss(torch.arange(samples.training, len(samples.tokens)))
         if not math.isfinite(mean):
             raise NonFiniteError(
-                "the KL from the float model is NaN or Inf", path=self.model.path, found=f"after {state.step} steps",
+                "the KL from the float model is NaN or Inf",
+                path=self.model.path,
+                found=f"after {state.step} steps",
                 hint="check both models with quantkit doctor",
-            )  # fmt: skip
+            )
         training = state.sum / state.count if state.count else None
         state.curve.append(Evaluation(state.step, mean, training))
         state.sum, state.count = 0.0, 0

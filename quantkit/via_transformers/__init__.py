@@ -1,4 +1,6 @@
-"""Models that transformers runs: built without weights, which are read part by part; all samples pass in lockstep."""
+"""Models that transformers runs: built without weights, which are read part by part; all samples
+pass in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ VIAS = get_args(Via)
 
 
 def require_no_code(trust_remote_code: bool, found: str) -> None:
-    """Raise a `RequestError` if code in a model's folder is trusted where none is run, because of what was found."""
+    """Raise a `RequestError` if code in a model's folder is trusted where none is run, because
+    of what was found.
+    """
     if trust_remote_code:
         problem = "`trust_remote_code=True` goes with models that transformers runs"
         raise RequestError(problem, found=found)

@@ -1,4 +1,6 @@
-"""The embedding of a model that transformers runs: whether it is one matrix that may be quantized, and the head too."""
+"""The embedding of a model that transformers runs: whether it is one matrix that may be
+quantized, and the head too.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,29 @@ _STORED = f"{EMBEDDING}.weight"
 
 
 def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelConfig:
-    """A model known by its tensors, in which the embedding has its role, so that it may get a scheme.
+    """A model known by its tensors, in which the embedding has its role, so that it may get a
+    scheme.
 
     Args:
         lazy: the model.
         path: of the folder, for errors.
 
     Raises:
-        RequestError: unless the embedding is one matrix of floats with the name `EMBEDDING` on disk, of which no copy
-            is stored.
+        RequestError: unless the embedding is one matrix of floats with the name `EMBEDDING` on
+            disk, of which no copy is stored.
     """
     assert config.tensors is not None
     if (reason := _unfit(config, lazy)) is not None:
         raise RequestError(
-            "the embedding of this model keeps its floats", path=path, found=reason,
-            expected=f"one matrix, '{_STORED}'", hint="leave `embedding` out",
-        )  # fmt: skip
-    tensors = (replace(one, role="embedding") if one.name == _STORED else one for one in config.tensors)
+            "the embedding of this model keeps its floats",
+            path=path,
+            found=reason,
+            expected=f"one matrix, '{_STORED}'",
+            hint="leave `embedding` out",
+        )
+    tensors = (
+        replace(one, role="embedding") if one.name == _STORED else one for one in config.tensors
+    )
     return replace(config, tensors=tuple(tensors))
 
 
@@ -42,13 +50,19 @@ def has_tied_head(lazy: LazyModel) -> bool:
     head = lazy.model.get_output_embeddings()
     names = {name for name, one in lazy.model.named_modules() if head is not None and one is head}
     found = lazy.embedding
-    return found is not None and not names.isdisjoint(name.rpartition(".")[0] for name in _names(lazy, found[0]))
+    return found is not None and not names.isdisjoint(
+        name.rpartition(".")[0] for name in _names(lazy, found[0])
+    )
 
 
 def _names(lazy: LazyModel, module: str) -> list[str]:
     """The parameters that are one with the weight of an embedding."""
     name = f"{module}.weight"
-    return lazy.same_as(name) if name in dict(lazy.model.named_parameters(remove_duplicate=False)) else []
+    return (
+        lazy.same_as(name)
+        if name in dict(lazy.model.named_parameters(remove_duplicate=False))
+        else []
+    )
 
 
 def _unfit(config: ModelConfig, lazy: LazyModel) -> str | None:

@@ -1,4 +1,6 @@
-"""Stacked experts of transformers, one after the other, each with the tokens that are sent to it."""
+"""Stacked experts of transformers, one after the other, each with the tokens that are sent to
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ _VISITOR = "_quantkit_visitor"
 
 @dataclass
 class Brought:
-    """What a batch brings to a product; its tensors lose their memory when the batch is moved to a file.
+    """What a batch brings to a product; its tensors lose their memory when the batch is moved to a
+    file.
 
     Attributes:
         inputs: [..., I].
-        tokens: to an expert's product, the numbers [N] of the tokens whose rows these are; None if it gets all.
+        tokens: to an expert's product, the numbers [N] of the tokens whose rows these are; None if
+            it gets all.
         shares: the weights [N] of the expert's output for these tokens.
-        at: the inputs [N, I] that tokens would bring to an expert's product, by their numbers; None for all. None where
-            an expert's inputs are known for its own tokens only, and where there are no experts.
+        at: the inputs [N, I] that tokens would bring to an expert's product, by their numbers; None
+            for all. None where an expert's inputs are known for its own tokens only, and where
+            there are no experts.
     """
 
     inputs: Tensor
@@ -38,8 +43,10 @@ class Experts:
 
     Attributes:
         is_transposed: whether inputs come before outputs.
-        is_concatenated: whether the outputs of gates come before those of the others; or they alternate.
-        are_apart: whether transformers makes a module of each linear where any weights are quantized.
+        is_concatenated: whether the outputs of gates come before those of the others; or they
+            alternate.
+        are_apart: whether transformers makes a module of each linear where any weights are
+            quantized.
     """
 
     is_transposed: bool
@@ -49,8 +56,9 @@ class Experts:
 
 
 _OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, has_bias=False, are_apart=True)}
-"""Classes outside of the registry whose experts get all tokens, times the weights of their outputs, which are zero for
-most."""
+"""Classes outside of the registry whose experts get all tokens, times the weights of their outputs,
+which are zero for most.
+"""
 
 
 class Visitor(Protocol):
@@ -87,16 +95,21 @@ def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """How a module of transformers holds stacked experts; None if it holds none that can be run one by one."""
+    """How a module of transformers holds stacked experts; None if it holds none that can be run
+    one by one.
+    """
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         made: Any = module
         return Experts(made.is_transposed, made.is_concatenated, made.has_bias)
     return _OF_ALL_TOKENS.get(type(module).__name__)
 
 
-def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The output [N, D] of experts for states [N, D], and the experts chosen for each, and their weights, [N, K]; an
-    index beyond the experts is none."""
+def _forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The output [N, D] of experts for states [N, D], and the experts chosen for each, and their
+    weights, [N, K]; an index beyond the experts is none.
+    """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     inner = self._apply_gate if self.has_gate else self.act_fn

@@ -1,4 +1,6 @@
-"""Hidden states and logits of any checkpoint that can be run: by our decoder, or by transformers."""
+"""Hidden states and logits of any checkpoint that can be run: by our decoder, or by
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidd
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
-from quantkit.via_transformers.own_code import code_file, needs_code, require_here, takes_code, untrusted
+from quantkit.via_transformers.own_code import (
+    code_file,
+    needs_code,
+    require_here,
+    takes_code,
+    untrusted,
+)
 from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
@@ -42,25 +50,36 @@ _PASSAGE = "_passage"  # kept with the checkpoint that it reads, so that both go
 
 
 def final_hidden(
-    checkpoint: Checkpoint, batches: Sequence[Batch], *, cache_dtype: torch.dtype | None = None,
-    group: ProcessGroup = SINGLE, progress: Progress = silent,
-) -> list[Tensor]:  # fmt: skip
-    """Hidden states [B, T, D] before the head of every batch, in float32; see `layerwise_hidden`. Transformers runs
-    batches from their start, with floats in the cache, in one process."""
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    *,
+    cache_dtype: torch.dtype | None = None,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> list[Tensor]:
+    """Hidden states [B, T, D] before the head of every batch, in float32; see `layerwise_hidden`.
+    Transformers runs batches from their start, with floats in the cache, in one process.
+    """
     if checkpoint.config.runnable:
-        return layerwise_hidden(checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress)
+        return layerwise_hidden(
+            checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress
+        )
     return passage_of(checkpoint).hidden([batch.tokens for batch in batches], progress)
 
 
 def observe_inputs(
-    checkpoint: Checkpoint, tokens: Tensor, observe: Observe, *, linears: Collection[str] | None = None,
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    observe: Observe,
+    *,
+    linears: Collection[str] | None = None,
     progress: Progress = silent,
-) -> None:  # fmt: skip
+) -> None:
     """Send samples [B, T] through a model, with one block's weights in memory at a time.
 
     Args:
-        observe: called with the name of each linear that they reach, the head too, and its inputs [..., I] in float32,
-            those of each use; an expert's are the tokens that are sent to it.
+        observe: called with the name of each linear that they reach, the head too, and its inputs
+            [..., I] in float32, those of each use; an expert's are the tokens that are sent to it.
         linears: of these alone; None is all.
 
     Raises:
@@ -72,7 +91,9 @@ def observe_inputs(
             if linears is None or linear in linears:
                 observe(linear, inputs)
 
-        (hidden,) = layerwise_hidden(checkpoint, [Batch.from_start(tokens)], observe=wanted, progress=progress)
+        (hidden,) = layerwise_hidden(
+            checkpoint, [Batch.from_start(tokens)], observe=wanted, progress=progress
+        )
         wanted(_HEAD, hidden)
         return
     from quantkit.via_transformers.sites import find_sites
@@ -82,21 +103,33 @@ def observe_inputs(
             observe(linear, brought.inputs.float())
 
     passage = passage_of(checkpoint)
-    own = [linear for linear in linear_columns(checkpoint.config) if linears is None or linear in linears]
+    own = [
+        linear
+        for linear in linear_columns(checkpoint.config)
+        if linears is None or linear in linears
+    ]
     passage.hidden([tokens], progress, sites=find_sites(passage.lazy, own)[0], reached=reached)
 
 
-def final_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; see `head_logits`. Raises `UnsupportedError` if a
-    model of transformers predicts no tokens."""
+def final_logits(
+    checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE
+) -> list[Tensor]:
+    """Logits [N, V] of each of some hidden states [N, D], in float32; see `head_logits`. Raises
+    `UnsupportedError` if a model of transformers predicts no tokens.
+    """
     if checkpoint.config.runnable:
         return head_logits(checkpoint, hidden, group=group)
-    logits, size = passage_of(checkpoint).logits(torch.cat(list(hidden))), checkpoint.config.vocab_size
+    logits, size = (
+        passage_of(checkpoint).logits(torch.cat(list(hidden))),
+        checkpoint.config.vocab_size,
+    )
     if logits.shape[-1] < size:
         raise UnsupportedError(
-            "the model has no output head", path=checkpoint.path, found=f"{logits.shape[-1]} numbers for a token",
+            "the model has no output head",
+            path=checkpoint.path,
+            found=f"{logits.shape[-1]} numbers for a token",
             expected=f"a logit for each of {size} tokens",
-        )  # fmt: skip
+        )
     return list(torch.split(logits, [len(one) for one in hidden]))
 
 
@@ -111,7 +144,7 @@ def require_installed() -> None:
         raise RequestError(
             f"{' and '.join(missing)} must be installed to run a model by transformers",
             hint="pip install 'quantkit[transformers]'",
-        )  # fmt: skip
+        )
 
 
 def _missing() -> list[str]:
@@ -120,17 +153,19 @@ def _missing() -> list[str]:
 
 def run_by_transformers(
     source: StoredCheckpoint, *, trust_remote_code: bool = False, code: Path | None = None
-) -> StoredCheckpoint:  # fmt: skip
-    """A source that is known by its tensors only, to be run by transformers, which also gives sizes that the config
-    spells in its own way, and knows whether the head is the embedding. A note says if its folder has code that is not
-    run.
+) -> StoredCheckpoint:
+    """A source that is known by its tensors only, to be run by transformers, which also gives sizes
+    that the config spells in its own way, and knows whether the head is the embedding. A note says
+    if its folder has code that is not run.
 
     Args:
-        trust_remote_code: run code that its config.json names, as `AutoModelForCausalLM` does with this argument.
+        trust_remote_code: run code that its config.json names, as `AutoModelForCausalLM` does with
+            this argument.
         code: a folder with the same code, which is trusted, to be run instead.
 
     Raises:
-        RequestError: if transformers is not there, or code is needed and not trusted, or cannot be imported.
+        RequestError: if transformers is not there, or code is needed and not trusted, or cannot be
+            imported.
         UnsupportedError, CheckpointError: if the model cannot be built, or the code is not there.
     """
     require_installed()
@@ -148,42 +183,59 @@ def run_by_transformers(
     model = lazy.model
     if is_headless(model):
         raise UnsupportedError(
-            "the model has no output head", path=source.path, found=type(model).__name__,
+            "the model has no output head",
+            path=source.path,
+            found=type(model).__name__,
             expected="a language model's class in config.json's 'architectures'",
-        )  # fmt: skip
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            "the model has an encoder, whose output its decoder needs", path=source.path, found=type(model).__name__,
+            "the model has an encoder, whose output its decoder needs",
+            path=source.path,
+            found=type(model).__name__,
             expected="a model that continues text",
-        )  # fmt: skip
+        )
     rows, width = model.get_input_embeddings().weight.shape
     version = _version()
     if code is not None:
         version += " with the folder's own code"
     elif (file := code_file(raw)) is not None:
-        used = f"transformers' own {type(model).__name__} for {shown(raw.get('model_type'))} is used"
+        used = (
+            f"transformers' own {type(model).__name__} for {shown(raw.get('model_type'))} is used"
+        )
         source.notes.append(f"{source.path}: its code ({file}) is not run: {used}")
     source.config = replace(
-        config, run_by=version, max_context=config.max_context or _CONTEXT, vocab_size=config.vocab_size or rows,
-        hidden_size=config.hidden_size or width, tied_embeddings=has_tied_head(lazy), media_tokens=media_tokens(raw),
-    )  # fmt: skip
+        config,
+        run_by=version,
+        max_context=config.max_context or _CONTEXT,
+        vocab_size=config.vocab_size or rows,
+        hidden_size=config.hidden_size or width,
+        tied_embeddings=has_tied_head(lazy),
+        media_tokens=media_tokens(raw),
+    )
     return source
 
 
 def open_to_run(
-    path: str | Path, weights: WeightKind | None = None, via: Via | None = None, *, trust_remote_code: bool = False
-) -> StoredCheckpoint:  # fmt: skip
-    """`open_checkpoint`, for a model that is to be run: by our decoder where it knows the family, or else by
-    transformers, if it is installed and knows the architecture, or the folder has the code; by nothing else than `via`,
-    if that is given. A folder that was made from tensors only, and that neither runs, is opened as it is.
+    path: str | Path,
+    weights: WeightKind | None = None,
+    via: Via | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> StoredCheckpoint:
+    """`open_checkpoint`, for a model that is to be run: by our decoder where it knows the family,
+    or else by transformers, if it is installed and knows the architecture, or the folder has the
+    code; by nothing else than `via`, if that is given. A folder that was made from tensors only,
+    and that neither runs, is opened as it is.
 
     Args:
         trust_remote_code: see `run_by_transformers`.
 
     Raises:
-        RequestError: as `open_checkpoint` and `run_by_transformers`; or if the family is not known, and transformers is
-            not installed.
-        UnsupportedError, CheckpointError: as `open_checkpoint`; or if the model cannot be built with transformers.
+        RequestError: as `open_checkpoint` and `run_by_transformers`; or if the family is not known,
+            and transformers is not installed.
+        UnsupportedError, CheckpointError: as `open_checkpoint`; or if the model cannot be built
+            with transformers.
     """
     if via == "transformers":
         source = open_checkpoint(path, weights, tensors_only=True)
@@ -200,11 +252,16 @@ def open_to_run(
             raise
         source = found
     by_transformers = via is None and not source.config.runnable and _runs(source)
-    return run_by_transformers(source, trust_remote_code=trust_remote_code) if by_transformers else source
+    return (
+        run_by_transformers(source, trust_remote_code=trust_remote_code)
+        if by_transformers
+        else source
+    )
 
 
 def open_to_look_at(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """A model that has no decoder here, by its tensors, if transformers knows it; None otherwise. It is not built.
+    """A model that has no decoder here, by its tensors, if transformers knows it; None otherwise.
+    It is not built.
 
     Raises:
         CheckpointError: if it is damaged.
@@ -255,20 +312,30 @@ def _require_installed_for(source: StoredCheckpoint) -> None:
     """Raise a `RequestError` unless what runs an architecture that has no decoder here is there."""
     if missing := _missing():
         raise RequestError(
-            f"{' and '.join(missing)} must be installed to run this architecture", path=source.path,
+            f"{' and '.join(missing)} must be installed to run this architecture",
+            path=source.path,
             found=source.config.architecture,
-            hint="pip install 'quantkit[transformers]'; or `tensors_only=True` of quantize and convert takes its"
-            " tensors as they are",
-        )  # fmt: skip
+            hint=(
+                "pip install 'quantkit[transformers]'; or `tensors_only=True` of quantize and"
+                " convert takes its tensors as they are"
+            ),
+        )
 
 
 def why_not_run(error: QuantkitError) -> str:
     """Why transformers does not run a model, in words."""
-    return f"{error.problem}; {error.hint}" if error.hint and isinstance(error, RequestError) else error.problem
+    return (
+        f"{error.problem}; {error.hint}"
+        if error.hint and isinstance(error, RequestError)
+        else error.problem
+    )
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage:
-    """The model of a checkpoint that transformers runs. Raises `UnsupportedError` or `CheckpointError` if it cannot."""
+    """The model of a checkpoint that transformers runs.
+
+    Raises `UnsupportedError` or `CheckpointError` if it cannot.
+    """
     from quantkit.via_transformers.lazy_model import LazyModel
     from quantkit.via_transformers.passage import Passage
 

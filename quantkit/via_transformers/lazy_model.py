@@ -1,8 +1,9 @@
 """A model of transformers without weights, whose parts get theirs while they are needed.
 
-A *part* is an element of an outermost list of modules, such as a decoder block, or any other module with parameters.
-Names of tensors on disk become those of parameters, and tensors are merged, split and turned, by transformers' own
-loader, so that a part gets what `from_pretrained` would give it, in float32.
+A *part* is an element of an outermost list of modules, such as a decoder block, or any other module
+with parameters. Names of tensors on disk become those of parameters, and tensors are merged, split
+and turned, by transformers' own loader, so that a part gets what `from_pretrained` would give it,
+in float32.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ _ANOTHER = "a weight file is missing, or the config is another model's"
 
 
 class LazyModel:
-    """A model of transformers; its buffers are there, and its parameters on the meta device between `unload` and
-    `load`.
+    """A model of transformers; its buffers are there, and its parameters on the meta device between
+    `unload` and `load`.
 
     Attributes:
         model: the model.
-        targets: the parameter that each tensor on disk is, or is part of, and what merges or splits it; see `targets`.
+        targets: the parameter that each tensor on disk is, or is part of, and what merges or splits
+            it; see `targets`.
         loaded: the parts whose weights are there.
     """
 
@@ -60,18 +62,24 @@ class LazyModel:
         for name, parameter in named.items():
             same[id(parameter)].append(name)
         self._shared = {name: same[id(parameter)] for name, parameter in named.items()}
-        self._lists = [f"{name}." for name, one in self.model.named_modules() if isinstance(one, nn.ModuleList)]
+        self._lists = [
+            f"{name}." for name, one in self.model.named_modules() if isinstance(one, nn.ModuleList)
+        ]
         state = self.model.state_dict()
         self._parts = {name: _part_of(name, self._lists) for name in (*named, *state)}
         parts = {part.name for own in self._stacked.values() for part, _ in own}
         found = targets(
-            self.model, [*(name for name in source.names() if name not in parts), *self._stacked], self._mapping
+            self.model,
+            [*(name for name in source.names() if name not in parts), *self._stacked],
+            self._mapping,
         )
         self.targets = found
         self._tensors: dict[str, list[str]] = defaultdict(list)  # on disk, by part
         self.loaded: set[str] = set()
         for name, (target, _) in found.items():
-            for part in dict.fromkeys(self._parts[one] for one in self._shared.get(target, [target])):
+            for part in dict.fromkeys(
+                self._parts[one] for one in self._shared.get(target, [target])
+            ):
                 self._tensors[part].append(name)
         self._require_all()
 
@@ -98,16 +106,22 @@ class LazyModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, as the config says; those of generation_config.json are others."""
+        """The tokens that end a text, as the config says; those of generation_config.json are
+        others.
+        """
         stated = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return tuple(stated) if isinstance(stated, list) else () if stated is None else (int(stated),)
+        return (
+            tuple(stated) if isinstance(stated, list) else () if stated is None else (int(stated),)
+        )
 
     @property
     def body(self) -> nn.Module:
         """The model without its head."""
         body: nn.Module = self.model.base_model
         children = dict(body.named_children())
-        return children["decoder"] if list(children) == ["decoder"] else body  # a wrapper that is not called itself
+        return (
+            children["decoder"] if list(children) == ["decoder"] else body
+        )  # a wrapper that is not called itself
 
     def same_as(self, name: str) -> list[str]:
         """The names of all parameters that are one with a parameter, its own among them."""
@@ -122,7 +136,10 @@ class LazyModel:
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""
         self.loaded.add(part)
-        tensors = {name: _OnDisk(self._source, name, self._stacked.get(name, ())) for name in self._tensors[part]}
+        tensors = {
+            name: _OnDisk(self._source, name, self._stacked.get(name, ()))
+            for name in self._tensors[part]
+        }
         self._convert(tensors, "cpu")
         self._share(part)
 
@@ -137,16 +154,27 @@ class LazyModel:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor on disk."""
-        return self._stacked[name][0][1].shape if name in self._stacked else self._source.info(name).shape
+        return (
+            self._stacked[name][0][1].shape
+            if name in self._stacked
+            else self._source.info(name).shape
+        )
 
     def stacked(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
-        """The linears in a tensor on disk that holds all experts, and their places; none in any other."""
+        """The linears in a tensor on disk that holds all experts, and their places; none in any
+        other.
+        """
         return self._stacked.get(name, [])
 
     def merged(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A parameter made of other tensors than those on disk, given by their names, of the same shapes."""
+        """A parameter made of other tensors than those on disk, given by their names, of the
+        same shapes.
+        """
         return merged(
-            self.model, self._mapping, target, {name: (self.targets[name][1], value) for name, value in tensors.items()}
+            self.model,
+            self._mapping,
+            target,
+            {name: (self.targets[name][1], value) for name, value in tensors.items()},
         )
 
     def _share(self, part: str) -> None:
@@ -163,52 +191,81 @@ class LazyModel:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        loading = LoadStateDictConfig(dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping)
+        loading = LoadStateDictConfig(
+            dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping
+        )
         with quiet():
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), loading)
         return info
 
     def _require_all(self) -> None:
-        """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their shapes."""
+        """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their
+        shapes.
+        """
         shapes = {name: self.shape(name) for name in self.targets}
         buffers = dict(self.model.named_buffers())
-        info = self._convert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta")
+        info = self._convert(
+            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta"
+        )
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[leaf] = buffer  # those on disk are given with their part
+            self.model.get_submodule(owner)._buffers[leaf] = (
+                buffer  # those on disk are given with their part
+            )
         missing = [
-            name for name in self._parts if all(one in info.missing_keys for one in self._shared.get(name, [name]))
+            name
+            for name in self._parts
+            if all(one in info.missing_keys for one in self._shared.get(name, [name]))
         ]
-        mismatched = {str(name): (tuple(shape), tuple(wanted)) for name, shape, wanted in info.mismatched_keys}
+        mismatched = {
+            str(name): (tuple(shape), tuple(wanted)) for name, shape, wanted in info.mismatched_keys
+        }
         if name := next(iter(sorted(mismatched)), None) or next(iter(info.conversion_errors), None):
             reason = info.conversion_errors.get(name)
             raise self._unfit(name, mismatched.get(name), reason and shown(reason.splitlines()[-1]))
         if missing:
-            raise CheckpointError(f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER)
+            raise CheckpointError(
+                f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER
+            )
 
-    def _unfit(self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None) -> CheckpointError:
-        """The error for tensors on disk that do not make a parameter: the one with another shape, if that is known.
+    def _unfit(
+        self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None
+    ) -> CheckpointError:
+        """The error for tensors on disk that do not make a parameter: the one with another shape,
+        if that is known.
 
         Args:
-            mismatch: the shapes that they make, and that the parameter has; None if they make none, for the `reason`.
+            mismatch: the shapes that they make, and that the parameter has; None if they make none,
+                for the `reason`.
         """
-        shapes = {name: self.shape(name) for name, (parameter, _) in self.targets.items() if parameter == target}
+        shapes = {
+            name: self.shape(name)
+            for name, (parameter, _) in self.targets.items()
+            if parameter == target
+        }
         first = next(iter(shapes), target)
         if mismatch is not None and list(shapes.values()) == [mismatch[0]]:
             problem = f"tensor '{first}' has another shape"
         elif (odd := _odd(shapes)) is not None:
             problem, mismatch = f"tensor '{odd[0]}' has another shape", (shapes[odd[0]], odd[1])
         elif len(shapes) > 1:
-            problem = f"tensors '{first}' and {len(shapes) - 1} more do not make '{target}' of the model"
+            problem = (
+                f"tensors '{first}' and {len(shapes) - 1} more do not make '{target}' of the model"
+            )
         else:
             problem = f"tensor '{first}' does not make '{target}' of the model"
-        found, expected = (reason, None) if mismatch is None else (f"shape {list(one)}" for one in mismatch)
-        return CheckpointError(problem, path=self._source.path, found=found, expected=expected, hint=_ANOTHER)
+        found, expected = (
+            (reason, None) if mismatch is None else (f"shape {list(one)}" for one in mismatch)
+        )
+        return CheckpointError(
+            problem, path=self._source.path, found=found, expected=expected, hint=_ANOTHER
+        )
 
 
 def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
-    """The tensor that has another shape than most of those with the same name but for numbers, and their shape; None if
-    there is none."""
+    """The tensor that has another shape than most of those with the same name but for numbers, and
+    their shape; None if there is none.
+    """
     groups: dict[str, dict[str, _Shape]] = defaultdict(dict)
     for name, shape in shapes.items():
         groups[re.sub(r"\d+", "*", name)][name] = shape
@@ -222,7 +279,9 @@ def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
 class _OnDisk:
     """A tensor that is read where transformers takes its values, or made of its parts."""
 
-    def __init__(self, source: Checkpoint, name: str, parts: Sequence[tuple[OpaqueTensor, Stack]]) -> None:
+    def __init__(
+        self, source: Checkpoint, name: str, parts: Sequence[tuple[OpaqueTensor, Stack]]
+    ) -> None:
         self._source, self._name, self._parts = source, name, parts
 
     def __getitem__(self, _: object) -> Tensor:
@@ -247,9 +306,15 @@ def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
     return matrix[stack.first :: stack.step][:rows]
 
 
-def merged(model: Any, mapping: Iterable[Any], target: str, tensors: Mapping[str, tuple[str | None, Tensor]]) -> Tensor:
-    """The parameter that transformers makes of tensors on disk, each with the pattern of what merges or splits it; see
-    `targets`."""
+def merged(
+    model: Any,
+    mapping: Iterable[Any],
+    target: str,
+    tensors: Mapping[str, tuple[str | None, Tensor]],
+) -> Tensor:
+    """The parameter that transformers makes of tensors on disk, each with the pattern of what
+    merges or splits it; see `targets`.
+    """
     first = next(pattern for pattern, _ in tensors.values())
     converters = [one for one in mapping if hasattr(one, "operations")]
     converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
@@ -263,12 +328,16 @@ def merged(model: Any, mapping: Iterable[Any], target: str, tensors: Mapping[str
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     """Give a model a parameter that is not trained."""
     owner, _, leaf = name.rpartition(".")
-    parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+    parameter = (
+        value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+    )
     setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def _part_of(name: str, lists: Iterable[str]) -> str:
-    """The part that has a parameter: up to the number behind the first list, or else the module itself."""
+    """The part that has a parameter: up to the number behind the first list, or else the module
+    itself.
+    """
     around = [one for one in lists if name.startswith(one)]
     if not around:
         return name.rpartition(".")[0]
@@ -277,7 +346,9 @@ def _part_of(name: str, lists: Iterable[str]) -> str:
 
 
 def _built(source: Checkpoint) -> Any:
-    """The model that a config.json describes: parameters on the meta device, and buffers with their values."""
+    """The model that a config.json describes: parameters on the meta device, and buffers with
+    their values.
+    """
     transformers: Any = importlib.import_module("transformers")
     try:
         with quiet():
@@ -290,14 +361,18 @@ def _built(source: Checkpoint) -> Any:
         by = source.extra_config.get("transformers_version")
         saved = f"; the folder was saved by {shown(by)}" if isinstance(by, str) else ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
-        raise UnsupportedError(problem, path=source.path, hint="`tensors_only=True` copies or rounds it") from None
+        raise UnsupportedError(
+            problem, path=source.path, hint="`tensors_only=True` copies or rounds it"
+        ) from None
     except QuantkitError:
         raise
     except Exception as error:  # of the code of any model, given any config
         message = shown(" ".join(str(error).split()))
         why = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
         problem = f"the model cannot be built from its config ({why})"
-        raise UnsupportedError(problem, path=source.path, found=source.config.architecture) from error
+        raise UnsupportedError(
+            problem, path=source.path, found=source.config.architecture
+        ) from error
     return model.eval().requires_grad_(False)
 
 

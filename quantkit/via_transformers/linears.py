@@ -1,4 +1,6 @@
-"""Which tensors of a folder are weights of linears, as transformers' own modules say; it is used where it is there."""
+"""Which tensors of a folder are weights of linears, as transformers' own modules say; it is used
+where it is there.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ from quantkit.json_values import shown, within
 from quantkit.via_transformers.own_code import named_classes, own_classes
 
 Role = tuple[str, str | None]
-_COUNTED = re.compile(r"(.+_)?(layers?|blocks|stages|depths?|experts)")  # what is counted stands last in such names
+_COUNTED = re.compile(
+    r"(.+_)?(layers?|blocks|stages|depths?|experts)"
+)  # what is counted stands last in such names
 _STATES = frozenset({"update_recurrent_state", "update_conv_state"})  # of transformers' cache
 _SETTINGS = ("quantization_config",)
 _NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
 
 
-def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tuple[ModelConfig, str, list[str]]:
+def with_linears(
+    config: ModelConfig, raw: Mapping[str, Any], path: Path
+) -> tuple[ModelConfig, str, list[str]]:
     """A model known by its tensors, with the weights of its linears determined.
 
     Args:
@@ -67,8 +73,10 @@ class NotKnown(Exception):
 
 def _roles(
     tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path, code: Path | None
-) -> tuple[str, dict[str, Role], tuple[str, ...]]:  # fmt: skip
-    """The class, role and alias of the tensors that are weights of linears, and the linears that have none."""
+) -> tuple[str, dict[str, Role], tuple[str, ...]]:
+    """The class, role and alias of the tensors that are weights of linears, and the linears that
+    have none.
+    """
     try:
         importlib.import_module("transformers")
     except ImportError:
@@ -87,10 +95,16 @@ def _roles(
             reason = f"{type(error).__name__}: {shown(message)}"
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
-    turned = next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
-    if turned and all(role in ("float", "head") for role, _ in roles.values()):  # weights are [I, O], as GPT-2 has them
+    turned = next(
+        (name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None
+    )
+    if turned and all(
+        role in ("float", "head") for role, _ in roles.values()
+    ):  # weights are [I, O], as GPT-2 has them
         raise UnsupportedError(
-            "the weights of its linear layers lie transposed (Conv1D), they are not rounded", path=path, found=turned
+            "the weights of its linear layers lie transposed (Conv1D), they are not rounded",
+            path=path,
+            found=turned,
         )
     stored = {alias or name.removesuffix(".weight") for name, (_, alias) in roles.items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
@@ -120,10 +134,15 @@ def auto_class(raw: Mapping[str, Any]) -> str:
 
     kind, classes = str(raw.get("model_type")), raw.get("architectures")
     causal, with_images = (
-        one.get(kind) for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        one.get(kind)
+        for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     )
     named = isinstance(classes, list) and with_images in classes
-    return "AutoModelForImageTextToText" if with_images and (named or not causal) else "AutoModelForCausalLM"
+    return (
+        "AutoModelForImageTextToText"
+        if with_images and (named or not causal)
+        else "AutoModelForCausalLM"
+    )
 
 
 def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
@@ -159,14 +178,17 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
 def _config(known: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
     """A config of a class in float32, from a config.json without some of its keys."""
     stated = {key: value for key, value in raw.items() if key not in skipped}
-    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
+    config = known.from_dict(
+        known._decode_special_floats(copy.deepcopy(stated))
+    )  # infinities, as its own files spell
     _set_float32(config)
     return config
 
 
 def _set_float32(config: Any) -> None:
-    """Let a model of a config compute in float32, and all its parts: transformers builds each in the type that its own
-    part of the config states, and keeps that when it loads weights."""
+    """Let a model of a config compute in float32, and all its parts: transformers builds each in
+    the type that its own part of the config states, and keeps that when it loads weights.
+    """
     config.dtype = torch.float32
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -178,17 +200,24 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
     for part in within(dict(raw)):
         for key, value in part.items() if isinstance(part, dict) else ():
             counted = _COUNTED.fullmatch(key)
-            max_count = 2**40 if counted is None else Limits.experts if counted[2] == "experts" else Limits.layers
+            max_count = (
+                2**40
+                if counted is None
+                else Limits.experts
+                if counted[2] == "experts"
+                else Limits.layers
+            )
             if type(value) is int and not -Limits.width <= value <= max_count:
                 raise NotKnown(f"its config's '{key}' is {shown(value)}")
 
 
 def targets(
     model: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
-) -> dict[str, tuple[str, str | None]]:  # fmt: skip
-    """What the model calls tensors on disk, as transformers' own loader renames, merges and splits them, in its order;
-    those that it does not have are left out. A tensor that is not a parameter by itself gets the name of the first
-    that it is part of, and the pattern of what merges or splits it.
+) -> dict[str, tuple[str, str | None]]:
+    """What the model calls tensors on disk, as transformers' own loader renames, merges and splits
+    them, in its order; those that it does not have are left out. A tensor that is not a parameter
+    by itself gets the name of the first that it is part of, and the pattern of what merges or
+    splits it.
 
     Args:
         mapping: of names and tensors; None is the model's.
@@ -207,7 +236,9 @@ def targets(
     known = dict(model.state_dict())
     found = {}
     for stored in sorted(names, key=dot_natural_key):
-        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        name, pattern = rename_source_key(
+            stored, renamings, converters, model.base_model_prefix, known
+        )
         if name not in known and stored in known:
             name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
         if name in known:
@@ -216,13 +247,21 @@ def targets(
 
 
 def _with_linears(
-    model: Any, names: Mapping[str, tuple[str, str | None]], tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+    model: Any,
+    names: Mapping[str, tuple[str, str | None]],
+    tensors: tuple[OpaqueTensor, ...],
+    raw: Mapping[str, Any],
 ) -> dict[str, Role]:
     """Role and alias of each tensor that is the weight of a linear, by its name."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
-    inside = None if model.base_model is model else {id(module) for module in model.base_model.modules()}
-    tied = is_tied(raw) or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
+    inside = (
+        None if model.base_model is model else {id(module) for module in model.base_model.modules()}
+    )
+    tied = (
+        is_tied(raw)
+        or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
+    )
     precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     on_disk = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
@@ -231,7 +270,9 @@ def _with_linears(
     for tensor in tensors:
         if tensor.stack is not None:
             called = tensor.alias or tensor.module
-            role = hints.role(tensor, called) or ("linear" if called.startswith(of_text) else "tower")
+            role = hints.role(tensor, called) or (
+                "linear" if called.startswith(of_text) else "tower"
+            )
             found[tensor.name] = role, tensor.alias
         if tensor.name not in names:
             continue
@@ -259,38 +300,57 @@ def _with_linears(
 
 
 def _text_part(model: Any, modules: Mapping[str, nn.Module]) -> str:
-    """How the names of modules that process text begin: those of the decoder, where the model has other parts."""
+    """How the names of modules that process text begin: those of the decoder, where the model
+    has other parts.
+    """
     decoder = model.get_decoder()
-    layered = isinstance(decoder, nn.Module) and any(isinstance(one, nn.ModuleList) for one in decoder.modules())
+    layered = isinstance(decoder, nn.Module) and any(
+        isinstance(one, nn.ModuleList) for one in decoder.modules()
+    )
     name = next((name for name, module in modules.items() if layered and module is decoder), "")
     return f"{name}." if name else ""
 
 
 def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """The names of modules that carry a state: by what they hold, and by what their code does with a cache."""
+    """The names of modules that carry a state: by what they hold, and by what their code does
+    with a cache.
+    """
     model = modules[""]
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     classes = {cls for cls in {type(module) for module in modules.values()} if _updates_state(cls)}
     by_code = {name for name, module in modules.items() if name and type(module) in classes}
     return recurrent_modules({name: tuple(tensor.shape) for name, tensor in held.items()}) | by_code
 
 
 def _updates_state(cls: type) -> bool:
-    """Whether the code of a module's class updates the state of linear attention or of a convolution in a cache."""
-    functions = (inspect.unwrap(one) for own in cls.__mro__ for one in vars(own).values() if inspect.isfunction(one))
+    """Whether the code of a module's class updates the state of linear attention or of a
+    convolution in a cache.
+    """
+    functions = (
+        inspect.unwrap(one)
+        for own in cls.__mro__
+        for one in vars(own).values()
+        if inspect.isfunction(one)
+    )
     return any(not _STATES.isdisjoint(function.__code__.co_names) for function in functions)
 
 
 def _routes(module: nn.Linear) -> bool:
     """Whether the class of a linear is a router's; other classes of linears are linears."""
     name = type(module).__name__.lower()
-    return type(module) is not nn.Linear and any(word in name for word in ("router", "gate", "gating"))
+    return type(module) is not nn.Linear and any(
+        word in name for word in ("router", "gate", "gating")
+    )
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:
     """Whether a matrix on disk is a linear of one expert of a mixture."""
     *parents, last = tensor.module.split(".")
-    return last in LINEARS and len(parents) > 1 and parents[-1].isdecimal() and "expert" in parents[-2]
+    return (
+        last in LINEARS and len(parents) > 1 and parents[-1].isdecimal() and "expert" in parents[-2]
+    )
 
 
 @contextlib.contextmanager

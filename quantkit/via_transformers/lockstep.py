@@ -1,9 +1,9 @@
-"""Pass batches of samples through a model in lockstep: each stops where code on its way calls `stop`, and when all have
-arrived there, the caller does something, and lets them go on.
+"""Pass batches of samples through a model in lockstep: each stops where code on its way calls
+`stop`, and when all have arrived there, the caller does something, and lets them go on.
 
-Each batch runs the model's own `forward` in a greenlet, so that masks, rotary angles, shared keys and recurrent states
-stay where the model's code has them. What a stopped batch keeps is tracked; beyond a budget it is moved to a file until
-the batch goes on.
+Each batch runs the model's own `forward` in a greenlet, so that masks, rotary angles, shared keys
+and recurrent states stay where the model's code has them. What a stopped batch keeps is tracked;
+beyond a budget it is moved to a file until the batch goes on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class _Batch(greenlet):
 class Lockstep:
     """Batches that pass through a model together."""
 
-    def __init__(self, forwards: Iterable[Callable[[], object]], module: nn.Module, spill: Spill) -> None:
+    def __init__(
+        self, forwards: Iterable[Callable[[], object]], module: nn.Module, spill: Spill
+    ) -> None:
         """
         Args:
             forwards: of each batch what runs the model.
@@ -63,12 +65,15 @@ class Lockstep:
         self._module, self._spill = module, spill
 
     def rounds(
-        self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None] = lambda index: None
+        self,
+        arrived: Callable[[int, Hashable, Any], None],
+        before: Callable[[int], None] = lambda index: None,
     ) -> Generator[Hashable]:
         """Run all batches from place to place: the places where all have stopped, until they end.
 
         Args:
-            arrived: called with the index of a batch, where it has stopped, and what it brings; batch after batch.
+            arrived: called with the index of a batch, where it has stopped, and what it brings;
+                batch after batch.
             before: called with the index of a batch before it goes on.
 
         Raises:
@@ -80,7 +85,9 @@ class Lockstep:
         finally:
             self.close()
 
-    def _round(self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None]) -> Stop | None:
+    def _round(
+        self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None]
+    ) -> Stop | None:
         """Let all batches go on to the next place; None if they have ended."""
         stops: list[Stop | None] = []
         for index, batch in enumerate(self._batches):
@@ -92,7 +99,8 @@ class Lockstep:
             keys = [None if one is None else one.key for one in (stops[0], stops[-1])]
             if keys[0] != keys[1]:
                 raise UnsupportedError(
-                    "samples take different ways through the model", found=" and ".join(map(_place, keys))
+                    "samples take different ways through the model",
+                    found=" and ".join(map(_place, keys)),
                 )
             if stops[-1] is not None:
                 arrived(index, stops[-1].key, stops[-1].value)
@@ -113,7 +121,11 @@ class Lockstep:
         """The storages of the model's own tensors, parameters, buffers and attributes."""
         found = set()
         for module in self._module.modules():
-            for one in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            for one in (
+                *module._parameters.values(),
+                *module._buffers.values(),
+                *vars(module).values(),
+            ):
                 if isinstance(one, Tensor):
                     found.add(one.untyped_storage()._cdata)
         return found
@@ -124,14 +136,18 @@ class NotLoaded(RuntimeError):
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the tensors that were made while it was active, as long as they live, and the storages written to."""
+    """Knows the tensors that were made while it was active, as long as they live, and the
+    storages written to.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[weakref.ref[Tensor]] = []
         self._written = set[int]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func._schema.is_mutable:
             self._written.update(_written_by(func, args, kwargs or {}))
         found = func(*args, **(kwargs or {}))

@@ -1,6 +1,8 @@
-"""Code in a model's folder, which config.json's ``auto_map`` names: which file, whether it is needed, and its classes.
+"""Code in a model's folder, which config.json's ``auto_map`` names: which file, whether it is
+needed, and its classes.
 
-Where transformers has a class for the model type, `AutoModelForCausalLM` uses that, unless the code is trusted.
+Where transformers has a class for the model type, `AutoModelForCausalLM` uses that, unless the code
+is trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _ELSEWHERE = "--"  # between a repository and what it has
 
 
 def code_file(raw: Mapping[str, Any]) -> str | None:
-    """The file with the code of the model, or else of the config, that a config.json names; None if it names none."""
+    """The file with the code of the model, or else of the config, that a config.json names; None
+    if it names none.
+    """
     named = _references(raw)
     reference = named.get(_MODEL, named.get(_CONFIG))
     return None if reference is None else f"{reference.rpartition('.')[0]}.py"
@@ -44,29 +48,40 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
         if _ELSEWHERE in reference:
             where = reference.partition(_ELSEWHERE)[0] + _ELSEWHERE
             raise RequestError(
-                "config.json names code of another repository, which is not fetched", path=folder,
-                found=shown(reference), hint=f"copy its *.py files here, and remove {shown(where)} from 'auto_map'",
-            )  # fmt: skip
+                "config.json names code of another repository, which is not fetched",
+                path=folder,
+                found=shown(reference),
+                hint=f"copy its *.py files here, and remove {shown(where)} from 'auto_map'",
+            )
         module, _, name = reference.partition(".")
         if not (Path(module).name == module and module and name.isidentifier()):
             problem = "config.json names no class in a file of the folder"
-            raise CheckpointError(problem, path=folder, found=shown(reference), expected="modeling_x.Model")
+            raise CheckpointError(
+                problem, path=folder, found=shown(reference), expected="modeling_x.Model"
+            )
         if not (folder / f"{module}.py").is_file():
             raise CheckpointError(
-                "a code file that config.json names is missing", path=folder / f"{module}.py", hint=_COPY
+                "a code file that config.json names is missing",
+                path=folder / f"{module}.py",
+                hint=_COPY,
             )
 
 
 def needs_code(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json names code for its model, and the installed transformers has no class for it."""
+    """Whether a config.json names code for its model, and the installed transformers has no
+    class for it.
+    """
     return _MODEL in _references(raw) and not _has_class(raw)
 
 
 def takes_code(raw: Mapping[str, Any]) -> bool:
-    """Whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted: always, except where the
-    user has registered classes."""
+    """Whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted: always,
+    except where the user has registered classes.
+    """
     config = _known_config(raw)
-    return bool(_references(raw)) and (config is None or config.__module__.startswith("transformers."))
+    return bool(_references(raw)) and (
+        config is None or config.__module__.startswith("transformers.")
+    )
 
 
 def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
@@ -80,12 +95,12 @@ def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
-    """The classes of a model and of its config, as `AutoModelForCausalLM` takes them for trusted code in a folder; this
-    runs the code.
+    """The classes of a model and of its config, as `AutoModelForCausalLM` takes them for trusted
+    code in a folder; this runs the code.
 
     Raises:
-        RequestError, CheckpointError: as `require_here`; or if packages or files that the code imports are missing, or
-            transformers' cache of modules cannot be written.
+        RequestError, CheckpointError: as `require_here`; or if packages or files that the code
+            imports are missing, or transformers' cache of modules cannot be written.
         UnsupportedError: if the code fails, or has no causal language model.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -94,10 +109,18 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     named, kind = _references(raw), shown(raw.get("model_type"))
     config = _imported(named[_CONFIG], folder) if _CONFIG in named else _known_config(raw)
     if config is None:
-        raise UnsupportedError(f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder)
-    found = _imported(named[_MODEL], folder) if _MODEL in named else MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
+        raise UnsupportedError(
+            f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder
+        )
+    found = (
+        _imported(named[_MODEL], folder)
+        if _MODEL in named
+        else MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
+    )
     if not isinstance(found, type):
-        raise UnsupportedError(f"transformers has no class for {kind}, and 'auto_map' has no '{_MODEL}'", path=folder)
+        raise UnsupportedError(
+            f"transformers has no class for {kind}, and 'auto_map' has no '{_MODEL}'", path=folder
+        )
     return found, config
 
 
@@ -105,20 +128,27 @@ def untrusted(raw: Mapping[str, Any], folder: Path) -> RequestError:
     """The error for code that is needed, and not trusted."""
     kind = shown(raw.get("model_type"))
     return RequestError(
-        f"transformers has no class for {kind}: the model needs the code in its folder, which is not run"
-        " unless you trust it", path=folder, found=code_file(raw), hint=f"read the code, then pass {TRUST}",
-    )  # fmt: skip
+        f"transformers has no class for {kind}: the model needs the code in its folder, which is"
+        " not run unless you trust it",
+        path=folder,
+        found=code_file(raw),
+        hint=f"read the code, then pass {TRUST}",
+    )
 
 
 def _references(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The classes of the config and the model that a config.json names, by the name of transformers' class for it."""
+    """The classes of the config and the model that a config.json names, by the name of
+    transformers' class for it.
+    """
     named = raw.get("auto_map")
     found = {key: named.get(key) for key in (_CONFIG, _MODEL)} if isinstance(named, dict) else {}
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def _has_class(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers has a class for a model by itself: by its type, or of a name in ``architectures``."""
+    """Whether transformers has a class for a model by itself: by its type, or of a name in
+    ``architectures``.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     config = _known_config(raw)
@@ -129,14 +159,20 @@ def _has_class(raw: Mapping[str, Any]) -> bool:
 
 
 def _known_config(raw: Mapping[str, Any]) -> Any:
-    """The class that transformers, or the user of its Python API, has for a config.json; None if there is none."""
-    mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    """The class that transformers, or the user of its Python API, has for a config.json; None if
+    there is none.
+    """
+    mapping: Any = importlib.import_module(
+        "transformers.models.auto.configuration_auto"
+    ).CONFIG_MAPPING
     kind = raw.get("model_type")
     return mapping[kind] if isinstance(kind, str) and kind in mapping else None
 
 
 def _imported(reference: str, folder: Path) -> Any:
-    """A class of the code in a folder, imported as transformers does, from a copy in its cache of modules."""
+    """A class of the code in a folder, imported as transformers does, from a copy in its cache
+    of modules.
+    """
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
         return modules.get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
@@ -150,11 +186,15 @@ def _imported(reference: str, folder: Path) -> Any:
             ) from error
         if isinstance(error, OSError) and _is_around(error.filename, modules.HF_MODULES_CACHE):
             raise RequestError(
-                "transformers' cache of modules cannot be written", path=modules.HF_MODULES_CACHE, found=error.strerror,
+                "transformers' cache of modules cannot be written",
+                path=modules.HF_MODULES_CACHE,
+                found=error.strerror,
                 hint="let the environment variable HF_MODULES_CACHE be a folder that can",
-            ) from error  # fmt: skip
+            ) from error
         reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
-        raise UnsupportedError(f"the code in the folder fails ({reason})", path=folder, found=reference) from error
+        raise UnsupportedError(
+            f"the code in the folder fails ({reason})", path=folder, found=reference
+        ) from error
 
 
 def _is_around(path: object, folder: str) -> bool:

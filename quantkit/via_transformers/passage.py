@@ -1,5 +1,6 @@
-"""Samples on their way through a `LazyModel`: parts get their weights when the samples come to them, and linears show
-their inputs."""
+"""Samples on their way through a `LazyModel`: parts get their weights when the samples come to
+them, and linears show their inputs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ _SMALL = 1 << 16  # numbers; models may use the weight of such a module without 
 
 
 def _is_large(module: nn.Module) -> bool:
-    return isinstance(module, _LARGE_TYPES) and sum(one.numel() for one in module.parameters()) > _SMALL
+    return (
+        isinstance(module, _LARGE_TYPES)
+        and sum(one.numel() for one in module.parameters()) > _SMALL
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Survey:
     """What one batch shows about the products of a model.
 
     Attributes:
-        groups: the sites in the order in which the batch reaches them; those of a part with the same input together.
+        groups: the sites in the order in which the batch reaches them; those of a part with the
+            same input together.
         repeated: those that it reaches several times.
         unreached: those that it does not reach.
     """
@@ -83,8 +88,9 @@ def _unseen(site: Site, brought: Brought) -> None:
 
 @contextmanager
 def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
-    """The context in which the code of a model at a path runs on tokens. Raises `UnsupportedError` if it fails, with
-    what `where` adds to the message."""
+    """The context in which the code of a model at a path runs on tokens. Raises `UnsupportedError`
+    if it fails, with what `where` adds to the message.
+    """
     try:
         yield
     except QuantkitError:
@@ -94,7 +100,10 @@ def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]
     except Exception as error:  # of the code of any model
         message = shown(" ".join(str(error).split()))
         problem = f"the model's code fails{where()} ({type(error).__name__}: {message})"
-        hint = "it is given text alone, no image; `tensors_only=True` of quantize takes its tensors without running it"
+        hint = (
+            "it is given text alone, no image; `tensors_only=True` of quantize takes its tensors"
+            " without running it"
+        )
         raise UnsupportedError(problem, path=path, hint=hint) from error
 
 
@@ -119,13 +128,18 @@ class Passage:
         self.lazy, self._path = lazy, path
         self._open: Counter[str] = Counter()
         self._at = ""  # the module that was entered last
-        modules = {part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)}
+        modules = {
+            part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)
+        }
         self._resident = {part for part, module in modules.items() if not _is_large(module)}
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
-        """Send a batch through the model, to see how it reaches the sites. Raises `UnsupportedError` if the model
-        fails."""
-        groups: list[tuple[Tensor, int, list[Site]]] = []  # a tensor that is kept has an identity that no other gets
+        """Send a batch through the model, to see how it reaches the sites. Raises
+        `UnsupportedError` if the model fails.
+        """
+        groups: list[
+            tuple[Tensor, int, list[Site]]
+        ] = []  # a tensor that is kept has an identity that no other gets
         counts: Counter[Site] = Counter()
 
         def reached(site: Site, brought: Brought) -> None:
@@ -135,7 +149,9 @@ class Passage:
             same = (
                 own
                 for own in reversed(groups)
-                if own[0] is inputs and own[1] == inputs._version and self.lazy.part_of(own[2][0].module) == part
+                if own[0] is inputs
+                and own[1] == inputs._version
+                and self.lazy.part_of(own[2][0].module) == part
             )
             if (found := next(same, None)) is None:
                 groups.append((inputs, inputs._version, [site]))
@@ -151,16 +167,20 @@ class Passage:
         return Survey(tuple(Inputs(own) for own in once if own), repeated, unreached)
 
     def inputs(
-        self, groups: Iterable[Inputs], batches: Sequence[Tensor], spill: Spill,
-        arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None],
+        self,
+        groups: Iterable[Inputs],
+        batches: Sequence[Tensor],
+        spill: Spill,
+        arrived: Callable[[int, Hashable, Any], None],
+        before: Callable[[int], None],
         left: Callable[[str], None] = lambda part: None,
-    ) -> Generator[Inputs]:  # fmt: skip
-        """Send batches through the model as far as they reach groups of a `Survey`, in its order: each when what all
-        batches bring has been shown.
+    ) -> Generator[Inputs]:
+        """Send batches through the model as far as they reach groups of a `Survey`, in its order:
+        each when what all batches bring has been shown.
 
         Args:
-            arrived: called with the index of a batch and what it brings: a `Brought` to `Inputs`, and to `Routed` the
-                number of tokens by expert.
+            arrived: called with the index of a batch and what it brings: a `Brought` to `Inputs`,
+                and to `Routed` the number of tokens by expert.
             before: called with the index of a batch before it goes on.
             left: called with a part that all batches have left, before its weights are freed.
         """
@@ -171,7 +191,10 @@ class Passage:
             stop(places[site], brought)
 
         rounds = self._rounds(batches, spill, arrived, before, left)
-        with self._hooked(list(places), reached, lambda name, counts: stop(Routed(name), counts)), closing(rounds):
+        with (
+            self._hooked(list(places), reached, lambda name, counts: stop(Routed(name), counts)),
+            closing(rounds),
+        ):
             for place in rounds:
                 if isinstance(place, Inputs):
                     yield place
@@ -179,14 +202,18 @@ class Passage:
                         break  # the head is not needed
 
     def hidden(
-        self, batches: Sequence[Tensor], progress: Progress = silent, *, sites: Sequence[Site] = (),
+        self,
+        batches: Sequence[Tensor],
+        progress: Progress = silent,
+        *,
+        sites: Sequence[Site] = (),
         reached: Callable[[Site, Brought], None] = _unseen,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """The states [B, T, D] of each batch, in float32, that the model without its head returns.
 
         Args:
-            reached: called with each of `sites` that a batch reaches, every time, and with what it brings. Batches go
-                on to the head only if one of the sites is there.
+            reached: called with each of `sites` that a batch reaches, every time, and with what it
+                brings. Batches go on to the head only if one of the sites is there.
 
         Raises:
             UnsupportedError: if the model fails.
@@ -199,10 +226,15 @@ class Passage:
             if place == _HIDDEN:
                 found.append(value)
 
-        handle = self.lazy.body.register_forward_hook(lambda module, args, output: stop(_HIDDEN, output[0]))
+        handle = self.lazy.body.register_forward_hook(
+            lambda module, args, output: stop(_HIDDEN, output[0])
+        )
         listed = [part for part in self.lazy.parts if self.lazy.is_listed(part)]
         try:
-            with self._hooked(sites, reached), closing(self._rounds(batches, Spill(), arrived)) as rounds:
+            with (
+                self._hooked(sites, reached),
+                closing(self._rounds(batches, Spill(), arrived)) as rounds,
+            ):
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
                         progress("layers", listed.index(place.name), len(listed), "layers")
@@ -213,19 +245,23 @@ class Passage:
         progress("layers", len(listed), len(listed), "layers")
         if len(found) != len(batches):
             raise UnsupportedError(
-                "the model does not run the module that transformers calls its body", path=self._path,
+                "the model does not run the module that transformers calls its body",
+                path=self._path,
                 found=type(self.lazy.body).__name__,
-            )  # fmt: skip
+            )
         return found
 
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [N, V] of states [N, D] that `hidden` has returned: the model runs with these in place of what
-        its body computes."""
+        """The logits [N, V] of states [N, D] that `hidden` has returned: the model runs with these
+        in place of what its body computes.
+        """
         body = self.lazy.body
         if body is self.lazy.model:
             return states
         found: list[Tensor] = []
-        handle = self.lazy.model.register_forward_hook(lambda module, args, output: found.append(output.logits[0]))
+        handle = self.lazy.model.register_forward_hook(
+            lambda module, args, output: found.append(output.logits[0])
+        )
         body.forward = lambda *args, **kwargs: _Returned(states.unsqueeze(0))
         try:
             with self._hooked((), _unseen):
@@ -237,12 +273,16 @@ class Passage:
         return found[0]
 
     def _rounds(
-        self, batches: Sequence[Tensor], spill: Spill,
+        self,
+        batches: Sequence[Tensor],
+        spill: Spill,
         arrived: Callable[[int, Hashable, Any], None] = lambda index, place, value: None,
         before: Callable[[int], None] = lambda index: None,
         left: Callable[[str], None] = lambda part: None,
-    ) -> Generator[Hashable]:  # fmt: skip
-        """The places where all batches have stopped; until the generator is closed no others pass."""
+    ) -> Generator[Hashable]:
+        """The places where all batches have stopped; until the generator is closed no others
+        pass.
+        """
         if self.lazy.loaded:
             raise RuntimeError("this model is in use")
         for part in {*self._resident, *self.lazy.first_parts}:
@@ -270,7 +310,11 @@ class Passage:
 
     def _enter(self, part: str, left: Callable[[str], None]) -> None:
         """Load a part, and free those that no sample is in."""
-        for one in self.lazy.loaded - self._resident - {name for name, count in self._open.items() if count}:
+        for one in (
+            self.lazy.loaded
+            - self._resident
+            - {name for name, count in self._open.items() if count}
+        ):
             left(one)
             self.lazy.unload(one)
         malloc_trim()
@@ -278,9 +322,11 @@ class Passage:
 
     @contextmanager
     def _hooked(
-        self, sites: Iterable[Site], reached: Callable[[Site, Brought], None],
+        self,
+        sites: Iterable[Site],
+        reached: Callable[[Site, Brought], None],
         routed: Callable[[str, list[int]], None] = lambda name, counts: None,
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """The context in which modules load their parts, and products show their inputs."""
         handles: list[Any] = []
         names = {module: name for name, module in self.lazy.model.named_modules()}

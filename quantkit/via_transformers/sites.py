@@ -1,4 +1,6 @@
-"""Where a model multiplies by the linears of a checkpoint: in its modules, or as experts that are stacked."""
+"""Where a model multiplies by the linears of a checkpoint: in its modules, or as experts that
+are stacked.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Site:
         module: of transformers, which has it.
         leaf: its parameter there.
         expert: which of the weights that are stacked in the parameter; None if it is the whole.
-        rows: the linears on disk that it is made of, with the first of their rows and the one after the last.
+        rows: the linears on disk that it is made of, with the first of their rows and the one after
+            the last.
         transposed: whether the module has it as [I, O].
     """
 
@@ -64,14 +67,20 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
 
 
 def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
-    """The sites in a parameter of stacked experts. Where rows come from is seen by merging their numbers."""
+    """The sites in a parameter of stacked experts.
+
+    Where rows come from is seen by merging their numbers.
+    """
     names = [name for name, (own, _) in lazy.targets.items() if own == target]
     if lazy.model.get_parameter(target).dim() != 3:
         return
     numbers, ends, total = dict[str, Tensor](), dict[int, tuple[str, int]](), 0
     for name in names:
         numbers[name] = torch.full(lazy.shape(name), -1, dtype=torch.int32)
-        own = [(part.name, rows_of(numbers[name], stack, part.shape[0])) for part, stack in lazy.stacked(name)]
+        own = [
+            (part.name, rows_of(numbers[name], stack, part.shape[0]))
+            for part, stack in lazy.stacked(name)
+        ]
         for linear, rows in own or [(name, numbers[name])]:
             if rows.dim() != 2:
                 return
@@ -89,7 +98,9 @@ def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
 
 
 def _parts(numbers: list[int], ends: Mapping[int, tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """The linears whose rows follow each other; none if rows of one are not together, or in another order."""
+    """The linears whose rows follow each other; none if rows of one are not together, or in
+    another order.
+    """
     found, at = [], 0
     while at < len(numbers):
         name, count = ends.get(numbers[at], ("", 0))

@@ -1,4 +1,6 @@
-"""What stopped batches hold: in memory up to a budget, and beyond it in files, while their tensors have no memory."""
+"""What stopped batches hold: in memory up to a budget, and beyond it in files, while their
+tensors have no memory.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class _Saved:
 
 
 class Spill:
-    """Storages of batches. Each goes to a separate file when all are to hold more than the budget, and is written again
-    only if it has changed.
+    """Storages of batches. Each goes to a separate file when all are to hold more than the budget,
+    and is written again only if it has changed.
 
     Attributes:
         peak_bytes: the most that they have held in memory.
@@ -44,7 +46,8 @@ class Spill:
     def __init__(self, folder: Path | None = None, memory_bytes: int = 0) -> None:
         """
         Args:
-            folder: is made when first needed, and removed by `close`; without one, all is kept in memory.
+            folder: is made when first needed, and removed by `close`; without one, all is kept in
+                memory.
             memory_bytes: the budget.
         """
         self._folder, self._budget = folder, memory_bytes
@@ -55,9 +58,12 @@ class Spill:
         self.peak_bytes = self.spilled_bytes = self.written_bytes = 0
 
     def keep(
-        self, batch: int, storages: Mapping[int, torch.UntypedStorage], written: Collection[int],
+        self,
+        batch: int,
+        storages: Mapping[int, torch.UntypedStorage],
+        written: Collection[int],
         shared: Callable[[], Collection[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take account of the storages of a batch that has stopped, by id.
 
         Args:

@@ -24,28 +24,41 @@ from quantkit.via_transformers.linears import model_class, quiet, targets
 
 _OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:gate|up|down)_proj\.weight")
 _FLOATS = ("float32", "float16", "bfloat16")
-_LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_LINEARS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 """The linears of an expert, by the parameter of transformers that holds them."""
 
 
 def unstack(source: StoredCheckpoint, code: Path | None = None) -> None:
-    """Let a model that is known by its tensors have one for each linear of an expert, named by transformers' module,
-    where one on disk holds all experts, or would hold them if they were floats. Does nothing if transformers is not
-    there or does not know the model. `code` is a folder whose code is run for it; None for that of the source's config.
+    """Let a model that is known by its tensors have one for each linear of an expert, named by
+    transformers' module, where one on disk holds all experts, or would hold them if they were
+    floats. Does nothing if transformers is not there or does not know the model. `code` is a folder
+    whose code is run for it; None for that of the source's config.
     """
     tensors = source.config.tensors
-    if tensors is None or not isinstance(source, HFCheckpoint) or any(one.stack is not None for one in tensors):
+    if (
+        tensors is None
+        or not isinstance(source, HFCheckpoint)
+        or any(one.stack is not None for one in tensors)
+    ):
         return
     if not any(len(one.shape) == 3 or ".experts." in one.name for one in tensors):
         return
     if (model := _model(source.extra_config, code or source.config.code)) is not None:
         parts = _parts(model, tensors) | _stacks(model, tensors)
         if parts:
-            source.regroup(tuple(chain.from_iterable(parts.get(one.name, [one]) for one in tensors)))
+            source.regroup(
+                tuple(chain.from_iterable(parts.get(one.name, [one]) for one in tensors))
+            )
 
 
 def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
-    """The model of a config.json without weights; None if transformers cannot build it, which others report."""
+    """The model of a config.json without weights; None if transformers cannot build it, which
+    others report.
+    """
     if importlib.util.find_spec("transformers") is None:
         return None
     try:
@@ -66,10 +79,14 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
             for target, pattern in targets(model, [tensor.name], mapping).values():
                 if not _holds_experts(model, target):
                     continue
-                numbers = torch.arange(math.prod(tensor.shape[1:]), dtype=torch.int32).view(1, *tensor.shape[1:])
+                numbers = torch.arange(math.prod(tensor.shape[1:]), dtype=torch.int32).view(
+                    1, *tensor.shape[1:]
+                )
                 with _one_expert(model, target) as whole:
                     if pattern is not None:
-                        numbers = _converted(merged, model, mapping, target, {tensor.name: (pattern, numbers)})
+                        numbers = _converted(
+                            merged, model, mapping, target, {tensor.name: (pattern, numbers)}
+                        )
                 if numbers is not None and numbers.shape[1:] == whole.shape[1:]:
                     parts = list(_split(model, tensor, target, numbers[0]))
                     if parts and there.isdisjoint(part.name for part in parts):
@@ -78,8 +95,9 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
 
 
 def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
-    """Linears of experts that are separate tensors, by name, with their places in the one that transformers would save;
-    none where it saves them apart."""
+    """Linears of experts that are separate tensors, by name, with their places in the one that
+    transformers would save; none where it saves them apart.
+    """
     there = {tensor.name: tensor for tensor in tensors}
     modules = dict.fromkeys(match[1] for name in there if (match := _OF_EXPERT.fullmatch(name)))
     wholes = targets(model, [f"{module}.{leaf}" for module in modules for leaf in _LINEARS])
@@ -89,26 +107,35 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
             continue
         whole, numbers = saved
         parts = [(there.get(part.name), part) for part in _split(model, whole, target, numbers)]
-        own = [replace(one, stack=part.stack) for one, part in parts if one is not None and one.shape == part.shape]
+        own = [
+            replace(one, stack=part.stack)
+            for one, part in parts
+            if one is not None and one.shape == part.shape
+        ]
         if own and len(own) == len(parts) and not targets(model, [own[0].name]):
             found |= {one.name: [one] for one in own}
     return found
 
 
 def _holds_experts(model: Any, target: str) -> bool:
-    """Whether a parameter of transformers holds weights of all experts of a module that can be run one by one."""
+    """Whether a parameter of transformers holds weights of all experts of a module that can be
+    run one by one.
+    """
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
     return experts is not None and not experts.has_bias and leaf in _LINEARS
 
 
 def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
-    """The tensor on disk that transformers makes of a parameter of all experts, and which numbers of it one expert has,
-    in the parameter's shape; None if it makes several."""
+    """The tensor on disk that transformers makes of a parameter of all experts, and which numbers
+    of it one expert has, in the parameter's shape; None if it makes several.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     with _one_expert(model, target) as whole:
-        numbers = torch.arange(math.prod(whole.shape[1:]), dtype=torch.int32).view(1, *whole.shape[1:])
+        numbers = torch.arange(math.prod(whole.shape[1:]), dtype=torch.int32).view(
+            1, *whole.shape[1:]
+        )
         saved = _converted(revert_weight_conversion, model, {target: numbers})
     if saved is None or len(saved) != 1:
         return None
@@ -123,7 +150,9 @@ def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
 
 @contextmanager
 def _one_expert(model: Any, target: str) -> Iterator[Tensor]:
-    """The context in which a parameter of all experts is that of one, as converters look at its shape."""
+    """The context in which a parameter of all experts is that of one, as converters look at its
+    shape.
+    """
     whole: Tensor = model.get_parameter(target)
     set_parameter(model, target, whole[:1])
     try:
@@ -139,7 +168,9 @@ def _converted(convert: Callable[..., Any], *operands: Any) -> Any:
         return None
 
 
-def _split(model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor) -> Iterator[OpaqueTensor]:
+def _split(
+    model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor
+) -> Iterator[OpaqueTensor]:
     """The linears of all experts in a tensor; none if they do not lie in rows or columns.
 
     Args:
@@ -150,7 +181,9 @@ def _split(model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor) -> It
     experts = experts_of(model.get_submodule(module))
     assert experts is not None
     weight, linears = (numbers.t() if experts.is_transposed else numbers), _LINEARS[leaf]
-    rows = weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
+    rows = (
+        weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
+    )
     places = [_place(own, tensor.shape[2]) for own in rows]
     named = _experts_in(tensor.name) or module
     for expert in range(tensor.shape[0]):
@@ -168,8 +201,10 @@ def _alternate(weight: Tensor, count: int) -> list[Tensor]:
 
 
 def _place(numbers: Tensor, width: int) -> tuple[int, int, bool] | None:
-    """The first row of a weight [O, I] in a matrix of this width, the distance between rows, and whether rows are
-    columns there; from the numbers of its elements there. None if it is none of this."""
+    """The first row of a weight [O, I] in a matrix of this width, the distance between rows, and
+    whether rows are columns there; from the numbers of its elements there. None if it is none of
+    this.
+    """
     rows, columns = numbers // width, numbers % width
     for at, along, transposed in ((rows, columns, False), (columns, rows, True)):
         order = at[:, 0]
@@ -184,4 +219,8 @@ def _place(numbers: Tensor, width: int) -> tuple[int, int, bool] | None:
 def _experts_in(name: str) -> str:
     """The module of experts that the name of a tensor states; empty if it does not."""
     parts = name.split(".")
-    return ".".join(parts[: max((index + 1 for index, part in enumerate(parts) if "experts" in part), default=0)])
+    return ".".join(
+        parts[
+            : max((index + 1 for index, part in enumerate(parts) if "experts" in part), default=0)
+        ]
+    )

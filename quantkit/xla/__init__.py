@@ -1,6 +1,6 @@
-"""The decoder through torchax into XLA, for TPUs: split among devices, and run as two compiled programs, one for a
-prompt and one for a chunk of new tokens. Only jobs import this package. Most of it needs jax and torchax, which
-`quantkit[tpu]` installs; this file imports neither.
+"""The decoder through torchax into XLA, for TPUs: split among devices, and run as two compiled
+programs, one for a prompt and one for a chunk of new tokens. Only jobs import this package. Most of
+it needs jax and torchax, which `quantkit[tpu]` installs; this file imports neither.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from importlib import metadata
 from quantkit.errors import RequestError
 
 VERSIONS = {"jax": "0.10.2", "torchax": "0.0.13"}
-"""The tested versions: torchax works with one jax and one torch only, and does not report others."""
+"""The tested versions: torchax works with one jax and one torch only, and does not report
+others.
+"""
 
 _HINT = 'pip install "quantkit[tpu]"'
 
@@ -26,7 +28,9 @@ def require_packages() -> None:
         if found is None:
             raise RequestError(f"{name} is not installed", hint=_HINT)
         if found != version:
-            raise RequestError(f"this version of {name} does not serve", found=found, expected=version, hint=_HINT)
+            raise RequestError(
+                f"this version of {name} does not serve", found=found, expected=version, hint=_HINT
+            )
 
 
 def require_compiler() -> None:

@@ -1,4 +1,5 @@
-"""torch modules as JAX functions. All that quantkit uses of torchax is here, so that it can be exchanged.
+"""torch modules as JAX functions. All that quantkit uses of torchax is here, so that it can be
+exchanged.
 
 Once this is imported, `torch.compile` no longer works in the process.
 """
@@ -20,7 +21,9 @@ _Packet = torch._ops.OpOverloadPacket
 
 @contextlib.contextmanager
 def _absent_overloads() -> Iterator[None]:
-    """torchax 0.0.13 names overloads of operators that torch 2.13 no longer has; let them be no one's."""
+    """torchax 0.0.13 names overloads of operators that torch 2.13 no longer has; let them be no
+    one's.
+    """
     strict = _Packet.__getattr__
 
     def lenient(packet: Any, name: str) -> Any:
@@ -55,8 +58,11 @@ def apply(function: Callable[..., Any], *tensors: Any) -> Any:
     return interop.call_jax(function, *tensors)
 
 
-def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..., Any], *arrays: Any) -> Any:
-    """Call a function of a torch module, and whatever else, on JAX arrays; under `jax.jit` this traces it.
+def run(
+    module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..., Any], *arrays: Any
+) -> Any:
+    """Call a function of a torch module, and whatever else, on JAX arrays; under `jax.jit` this
+    traces it.
 
     Args:
         state: the module's parameters and buffers, by name.
@@ -64,7 +70,9 @@ def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..
     """
 
     def inside(*tensors: Any) -> Any:
-        with torch.nn.utils.stateless._reparametrize_module(module, interop.torch_view(dict(state))):
+        with torch.nn.utils.stateless._reparametrize_module(
+            module, interop.torch_view(dict(state))
+        ):
             return function(*tensors)
 
     _environment()
@@ -72,14 +80,21 @@ def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..
 
 
 def attend_by(attention: Callable[..., jax.Array]) -> None:
-    """Let a JAX function be torch's attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh], a mask, [T, S]
-    or [B, 1, T, S], or None for each position up to its own, and a factor of products, or None for one over the root of
-    Dh."""
+    """Let a JAX function be torch's attention: of queries [B, H, T, Dh], keys and values [B, K, S,
+    Dh], a mask, [T, S] or [B, 1, T, S], or None for each position up to its own, and a factor of
+    products, or None for one over the root of Dh.
+    """
 
     def attend(
-        queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
         if dropout_p or is_causal == (attn_mask is not None):
             raise NotImplementedError("attention is causal, or has a mask; nothing else")
         return apply(functools.partial(attention, scale=scale), queries, keys, values, attn_mask)

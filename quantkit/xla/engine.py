@@ -1,7 +1,8 @@
-"""A model over the devices that JAX finds, and generation with it: texts in its cache, one row for each.
+"""A model over the devices that JAX finds, and generation with it: texts in its cache, one row for
+each.
 
-Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of tokens, until all
-texts have ended.
+Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of
+tokens, until all texts have ended.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder
-from quantkit.xla.programs import CHUNK, NO_TOKEN, Drawn, Rows, Sampling, cache_shape, chunk_program, prefill_program
+from quantkit.xla.programs import (
+    CHUNK,
+    NO_TOKEN,
+    Drawn,
+    Rows,
+    Sampling,
+    cache_shape,
+    chunk_program,
+    prefill_program,
+)
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import device_mesh, jax_dtype, load_state, zeros
 
@@ -56,7 +66,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class XlaModel:
-    """A decoder that generates, with its weights on devices; `dtype` is the type of activations and cache."""
+    """A decoder that generates, with its weights on devices; `dtype` is the type of activations
+    and cache.
+    """
 
     split: DeviceSplit
     mesh: Mesh
@@ -93,7 +105,11 @@ class XlaModel:
         return XlaBatch(self, slots)
 
     def generate(
-        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
+        self,
+        ids: TokenIds,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[int]:
         """What `quantkit.generate` does. The same seed draws other tokens than there.
 
@@ -107,9 +123,13 @@ class XlaModel:
 
 
 def model_on_devices(
-    checkpoint: Checkpoint, *, devices: int | None = None, dtype: torch.dtype | None = None,
-    multi_host: bool = False, progress: Progress = silent,
-) -> XlaModel:  # fmt: skip
+    checkpoint: Checkpoint,
+    *,
+    devices: int | None = None,
+    dtype: torch.dtype | None = None,
+    multi_host: bool = False,
+    progress: Progress = silent,
+) -> XlaModel:
     """Put a checkpoint's weights on devices; quantized ones stay quantized.
 
     Args:
@@ -122,7 +142,10 @@ def model_on_devices(
         QuantkitError: as reading the checkpoint does.
     """
     if checkpoint.kv_cache is not None:
-        _log.warning("%s: keys and values are floats in XLA, not as the folder's KV cache has them", checkpoint.path)
+        _log.warning(
+            "%s: keys and values are floats in XLA, not as the folder's KV cache has them",
+            checkpoint.path,
+        )
     mesh = device_mesh(devices, multi_host=multi_host)
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
     dtype = dtype or DType(checkpoint.config.dtype).torch
@@ -139,14 +162,23 @@ class CachedBatch:
     """
 
     def __init__(
-        self, model: XlaModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
-        sampling: Sampling | None = None, penalized: bool = False, counted: bool = False, logprobs: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: XlaModel,
+        tokens: Array,
+        lengths: Array,
+        counts: Array,
+        capacity: int,
+        *,
+        sampling: Sampling | None = None,
+        penalized: bool = False,
+        counted: bool = False,
+        logprobs: int | None = None,
+    ) -> None:
         """Run the prompts.
 
         Args:
-            tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a prompt and the
-                others padding.
+            tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a
+                prompt and the others padding.
             counts: [B], tokens that each sequence gets at most; 0 where a row has none.
             capacity: positions that the cache has.
             sampling: how tokens are drawn; None takes the likeliest.
@@ -155,12 +187,14 @@ class CachedBatch:
             logprobs: also return log-probabilities, with this many of the likeliest tokens.
 
         Raises:
-            RequestError: if the texts are more than that, or the cache does not fit in memory. Beyond the cache's end
-                XLA would write over its last positions, without a word.
+            RequestError: if the texts are more than that, or the cache does not fit in memory.
+                Beyond the cache's end XLA would write over its last positions, without a word.
         """
         needed = max(tokens.shape[1], int((lengths + counts).max()))
         if needed > capacity:
-            raise RequestError("the texts exceed the cache", found=needed, expected=f"at most {capacity} positions")
+            raise RequestError(
+                "the texts exceed the cache", found=needed, expected=f"at most {capacity} positions"
+            )
         self.running = True
         self._model = model
         self._sampling = sampling
@@ -173,17 +207,22 @@ class CachedBatch:
                 seen[row, tokens[row, :length]] = True
             self._rows = self._rows._replace(seen=seen)
         if counted:
-            self._rows = self._rows._replace(counts=np.zeros((len(tokens), model.config.vocab_size), np.int32))
+            self._rows = self._rows._replace(
+                counts=np.zeros((len(tokens), model.config.vocab_size), np.int32)
+            )
         shape = cache_shape(model.split, tokens.shape[0], capacity)
         layers = range(model.config.num_layers)
         with enough_memory(None):
-            cache = tuple([zeros(model.mesh, shape, jax_dtype(model.dtype)) for _ in layers] for _ in range(2))
+            cache = tuple(
+                [zeros(model.mesh, shape, jax_dtype(model.dtype)) for _ in layers] for _ in range(2)
+            )
             self._cache, self.logits = model.prefill(
                 model.state, cache, tokens.astype(np.int32), lengths.astype(np.int32)
             )
 
     def grow(self) -> Drawn:
-        """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end before.
+        """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end
+        before.
 
         Raises:
             NonFiniteError: if the logits of a sequence are NaN or Inf.
@@ -208,11 +247,15 @@ class CachedBatch:
 
 
 class XlaBatch:
-    """Runs requests, up to `slots` texts at once; the next ones begin when all of these have ended."""
+    """Runs requests, up to `slots` texts at once; the next ones begin when all of these have
+    ended.
+    """
 
     def __init__(self, model: XlaModel, slots: int) -> None:
         self.slots = slots
-        self._rows = power_of_two(slots, 1)  # also where fewer texts are left: another size would be compiled
+        self._rows = power_of_two(
+            slots, 1
+        )  # also where fewer texts are left: another size would be compiled
         self._model = model
         self._waiting: deque[Continuation] = deque()
         self._running: list[Continuation] = []
@@ -221,8 +264,8 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it requests what no program does, or for more positions than have the same angles
-                in all texts.
+            RequestError: if it requests what no program does, or for more positions than have the
+                same angles in all texts.
         """
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")
@@ -250,7 +293,9 @@ class XlaBatch:
             NonFiniteError: if the model's logits are NaN or Inf.
         """
         if self._cached is None or not self._cached.running:
-            self._running = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            self._running = [
+                self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))
+            ]
             if not self._running:
                 return []
             self._cached = cached_batch(self._model, self._running, self._rows)
@@ -262,7 +307,9 @@ class XlaBatch:
         return news
 
     def _take(self, one: Continuation, drawn: Drawn) -> None:
-        """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the device knows nothing."""
+        """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the
+        device knows nothing.
+        """
         for index, token in enumerate(drawn.tokens.tolist()):
             if token != NO_TOKEN and one.finish_reason is None:
                 one.append(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
@@ -281,7 +328,9 @@ def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | No
 
 
 def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
-    """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
+    """Begin texts, one in each of the first rows; what is compiled for their buckets serves
+    other texts.
+    """
     idle = rows - len(texts)
     lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
     # Beyond `max_unscaled_context`, some rotary scalings change.
@@ -291,20 +340,31 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
         tokens[row, : len(one.request.prompt)] = one.request.prompt
     counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
     params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
-    penalized, counted = any(one.needs_seen_tokens for one in params), any(one.needs_counts for one in params)
+    penalized, counted = (
+        any(one.needs_seen_tokens for one in params),
+        any(one.needs_counts for one in params),
+    )
     sampling = None
     if not all(one.likeliest_only for one in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
     requested = [one.request.logprobs for one in texts if one.request.logprobs is not None]
     return CachedBatch(
-        model, tokens, lengths, counts, bucket(max(padded, int((lengths + counts).max()))), sampling=sampling,
-        penalized=penalized, counted=counted,
+        model,
+        tokens,
+        lengths,
+        counts,
+        bucket(max(padded, int((lengths + counts).max()))),
+        sampling=sampling,
+        penalized=penalized,
+        counted=counted,
         logprobs=min(max(requested), model.config.vocab_size) if requested else None,
-    )  # fmt: skip
+    )
 
 
 def bucket(length: int) -> int:
-    """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
+    """A length that many share, so that what is compiled for one serves all: no shorter, at most
+    twice as long.
+    """
     return power_of_two(length, _MIN) if length <= _STEP else -(-length // _STEP) * _STEP
 
 

@@ -1,4 +1,6 @@
-"""What a model takes of the chips of a TPU slice, from the compiler for the real slice; no TPU is needed."""
+"""What a model takes of the chips of a TPU slice, from the compiler for the real slice; no TPU
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,15 @@ class Phase:
 
     def line(self) -> str:
         """For people."""
-        exchanged = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "no collectives"
+        exchanged = (
+            ", ".join(f"{count} {kind}" for kind, count in self.collectives.items())
+            or "no collectives"
+        )
         arguments, temporaries, total = map(gib, (self.arguments, self.temporaries, self.total))
-        return f"{self.name}: {arguments} of arguments, {temporaries} of temporaries, {total} in all; {exchanged}"
+        return (
+            f"{self.name}: {arguments} of arguments, {temporaries} of temporaries, {total} in all;"
+            f" {exchanged}"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,15 +87,22 @@ class SliceEstimate:
     def lines(self) -> list[str]:
         """The report for people."""
         return [
-            f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch {self.batch}, "
-            f"context {self.context}; per chip:",
+            (
+                f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch"
+                f" {self.batch}, context {self.context}; per chip:"
+            ),
             *(phase.line() for phase in self.phases),
             f"it fits: {gib(self.memory - self.needed)} of each chip are left",
         ]
 
 
 def estimate_slice(
-    checkpoint: Checkpoint, target: str, *, batch: int = 1, context: int | None = None, dtype: torch.dtype | None = None
+    checkpoint: Checkpoint,
+    target: str,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> SliceEstimate:
     """Compile generation for a TPU slice, with all its chips as one line of devices.
 
@@ -99,24 +114,29 @@ def estimate_slice(
         dtype: of activations and float weights; None is the checkpoint's own.
 
     Raises:
-        RequestError: for an unknown slice, one that does not divide the heads, or one that the model does not
-            fit, with the figures.
+        RequestError: for an unknown slice, one that does not divide the heads, or one that the
+            model does not fit, with the figures.
     """
     config = checkpoint.config
     slice_ = Slice.parse(target)
     chips, memory = slice_.chips, slice_.chip.memory
     if slice_.count > 1:
-        raise RequestError("generation runs on one slice", found=target, expected=target.partition("x")[2])
+        raise RequestError(
+            "generation runs on one slice", found=target, expected=target.partition("x")[2]
+        )
     context = config.max_unscaled_context if context is None else context
     if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
-            "batch or context can't be", found=f"{batch} and {context}",
+            "batch or context can't be",
+            found=f"{batch} and {context}",
             expected=f"at least 1, and a context of at most {config.max_unscaled_context}",
-        )  # fmt: skip
+        )
     split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = topologies.make_mesh(slice_.topology(), (chips,), (AXIS,))
     decoder, dtype = sharded_decoder(split), dtype or DType(config.dtype).torch
-    state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype)
+    state = abstract_state(
+        {name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype
+    )
     one = abstract(mesh, cache_shape(split, batch, context), jax_dtype(dtype))
     cache = ([one] * config.num_layers, [one] * config.num_layers)
     held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
@@ -141,7 +161,10 @@ def estimate_slice(
 
 
 def collectives(program: str) -> dict[str, int]:
-    """How many of each kind a compiled program has, from its text. A loop's are those of one round."""
+    """How many of each kind a compiled program has, from its text.
+
+    A loop's are those of one round.
+    """
     counts = {kind: len(re.findall(rf"\b{kind}(?:-start)?\(", program)) for kind in KINDS}
     return {kind: count for kind, count in counts.items() if count}
 
@@ -152,9 +175,12 @@ def _phase(name: str, target: str, lowered: Any) -> Phase:
     given = memory.output_size_in_bytes - memory.alias_size_in_bytes
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Phase(
-        name, memory.argument_size_in_bytes, memory.temp_size_in_bytes,
-        taken + given + memory.generated_code_size_in_bytes, collectives(compiled.as_text()),
-    )  # fmt: skip
+        name,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        taken + given + memory.generated_code_size_in_bytes,
+        collectives(compiled.as_text()),
+    )
 
 
 def _bits(array: jax.ShapeDtypeStruct) -> int:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
@@ -22,7 +24,10 @@ _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    r" \{([^}]*)\}"
+)
 _SIZE = re.compile(r"'(\w+)'=(\d+)")
 _AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
@@ -34,7 +39,8 @@ class Collective:
     """One kind of exchange.
 
     Attributes:
-        devices: numbers of the devices that exchange with device 0's group, the first group of them.
+        devices: numbers of the devices that exchange with device 0's group, the first group of
+            them.
         dtype: of the values, as HLO names it.
         shape: of what a device has after it, or before it where that is more.
     """
@@ -52,12 +58,16 @@ class Collective:
 
 
 def exchanges(program: str) -> Counter[Collective]:
-    """The collectives of a program with how often each is run, those of loops in each of their rounds."""
+    """The collectives of a program with how often each is run, those of loops in each of their
+    rounds.
+    """
     computations = _computations(program)
     found: Counter[Collective] = Counter()
     spread: dict[tuple[str, Collective], int] = {}
     entry = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
-    for one, times, channel in _run(computations, entry[1], 1, fused=False) if entry is not None else ():
+    for one, times, channel in (
+        _run(computations, entry[1], 1, fused=False) if entry is not None else ()
+    ):
         if channel is None:
             found[one] += times
         else:  # its start, its end and parts between may be in several fusions
@@ -98,19 +108,27 @@ def _run(
 
 
 def _rounds(computations: dict[str, list[str]], line: str) -> int:
-    """How often an instruction runs what it calls: the limit of a loop's counter, which begins at zero."""
+    """How often an instruction runs what it calls: the limit of a loop's counter, which begins
+    at zero.
+    """
     if (trips := _TRIPS.search(line)) is not None:
         return int(trips[1])
     if (condition := _CONDITION.search(line)) is None:
         return 1
-    limits = [int(one[1]) for inside in computations.get(condition[1], ()) for one in _LIMIT.finditer(inside)]
+    limits = [
+        int(one[1])
+        for inside in computations.get(condition[1], ())
+        for one in _LIMIT.finditer(inside)
+    ]
     return max(limits, default=1)
 
 
 def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
     """Those of one instruction; several arrays may be exchanged together."""
     kind, devices = match[2], _devices(line)
-    operands = [(one[1], _shape(one[2])) for one in _ARRAY.finditer(line[match.end() :].partition("), ")[0])]
+    operands = [
+        (one[1], _shape(one[2])) for one in _ARRAY.finditer(line[match.end() :].partition("), ")[0])
+    ]
     results = [(one[1], _shape(one[2])) for one in _ARRAY.finditer(match[1])]
     if match[3] and len(results) > len(operands):  # a start has its operands among its results
         results = results[len(results) // 2 :] if len(results) % 2 == 0 else results[-1:]
@@ -121,7 +139,9 @@ def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
     else:  # operands are printed without their shapes
         times = len(devices) if kind == "reduce-scatter" else 1
         for dtype, shape in results:
-            yield Collective(kind, devices, dtype, (times * shape[0], *shape[1:]) if shape else shape)
+            yield Collective(
+                kind, devices, dtype, (times * shape[0], *shape[1:]) if shape else shape
+            )
 
 
 def _devices(line: str) -> tuple[int, ...]:

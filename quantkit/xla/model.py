@@ -1,5 +1,5 @@
-"""The decoder as one device runs it: the same modules, with linears and embedding that know of the others, computed in
-JAX; `AXIS` is the devices'.
+"""The decoder as one device runs it: the same modules, with linears and embedding that know of the
+others, computed in JAX; `AXIS` is the devices'.
 
 M rows, I inputs, O outputs, G groups of the weight's columns.
 """
@@ -39,7 +39,9 @@ Finish = Callable[[jax.Array], jax.Array]
 
 
 class _Sharded(nn.Module):
-    """Has a device's shard of a weight, in arrays named `weight`: the floats, or codes, scale and perhaps zero."""
+    """Has a device's shard of a weight, in arrays named `weight`: the floats, or codes, scale
+    and perhaps zero.
+    """
 
     def __init__(self, weight: Sequence[str]) -> None:
         super().__init__()
@@ -67,8 +69,9 @@ class ShardedLinear(_Sharded):
 
 
 class ShardedEmbedding(_Sharded):
-    """A vocabulary-parallel embedding: a device has some of its rows, which are rounded to the dtype of the weight of
-    `like`, that of activations."""
+    """A vocabulary-parallel embedding: a device has some of its rows, which are rounded to the
+    dtype of the weight of `like`, that of activations.
+    """
 
     def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
         super().__init__(weight)
@@ -104,7 +107,12 @@ class ShardedCache(KVCache):
         self.keys, self.values = ([CachedRows(rows) for rows in given] for given in (keys, values))
 
     def update(
-        self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
+        self,
+        layer: int,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor | None = None,
     ) -> tuple[CachedRows, CachedRows]:
         for stored, new in ((self.keys, keys), (self.values, values)):
             stored[layer] = CachedRows(apply(update_cache, stored[layer].rows, new, positions))
@@ -112,15 +120,23 @@ class ShardedCache(KVCache):
 
 
 def sharded_decoder(split: DeviceSplit) -> Decoder:
-    """The decoder of one device, without weights; it takes the arrays of `DeviceSplit.leaves` by their names."""
+    """The decoder of one device, without weights; it takes the arrays of `DeviceSplit.leaves` by
+    their names.
+    """
     attend_by(attention)
     with meta_init():
         model = Decoder(split.local)
-    linears = {parameter.module: parameter.linear for parameter in parameters(split.config) if parameter.linear}
+    linears = {
+        parameter.module: parameter.linear
+        for parameter in parameters(split.config)
+        if parameter.linear
+    }
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             finish = _finish(linears[name], split.config.vocab_size)
-            linear = ShardedLinear(_arrays(split.schemes.get(name)), module.bias is not None, finish)
+            linear = ShardedLinear(
+                _arrays(split.schemes.get(name)), module.bias is not None, finish
+            )
             model.set_submodule(name, linear)
     embedding = ShardedEmbedding(_arrays(split.schemes.get(EMBEDDING)), model.model.norm)
     model.model.set_submodule("embed_tokens", embedding)
@@ -158,8 +174,11 @@ def float_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return _dot(x, weight, (((1,), (1,)), ((), ())))
 
 
-def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
-    """``x @ weight.T`` in float32 for ``weight = scale * (codes - zero)``, the weight never there as floats.
+def quantized_product(
+    x: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None
+) -> jax.Array:
+    """``x @ weight.T`` in float32 for ``weight = scale * (codes - zero)``, the weight never there
+    as floats.
 
     Args:
         x: [M, I].
@@ -172,7 +191,9 @@ def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: ja
     steps = scale.astype(jnp.float32)
     if groups > 1 and x.shape[0] > _FEW_ROWS:
         offset = 0.0 if zero is None else zero.astype(jnp.float32)[..., None]
-        weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(x.dtype)  # in passing
+        weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(
+            x.dtype
+        )  # in passing
         return _dot(grouped, weight, (((1, 2), (0, 2)), ((), ())))
     sums = _dot(grouped, codes.astype(x.dtype), (((2,), (2,)), ((1,), (0,))))  # [G, M, O]
     if zero is not None:
@@ -182,15 +203,19 @@ def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: ja
 
 
 def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array, *steps: jax.Array) -> jax.Array:
-    """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D] to [B, T, D]. Of
-    codes [G, V / N, D / G], int4 or int8, with `steps`, scales and perhaps zero points [G, V / N], in float32."""
+    """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D]
+    to [B, T, D]. Of codes [G, V / N, D / G], int4 or int8, with `steps`, scales and perhaps zero
+    points [G, V / N], in float32.
+    """
     count = weight.shape[-2]
     own = tokens - lax.axis_index(AXIS) * count
     here = (own >= 0) & (own < count)
     at = jnp.where(here, own, 0)
     rows = jnp.take(weight, at, axis=-2)
     if steps:  # rows are [G, B, T, D / G]
-        scale, *zero = (jnp.take(array, at, axis=1).astype(jnp.float32)[..., None] for array in steps)
+        scale, *zero = (
+            jnp.take(array, at, axis=1).astype(jnp.float32)[..., None] for array in steps
+        )
         found = rows.astype(jnp.float32) - (zero[0] if zero else 0)
         rows = jnp.moveaxis(found * scale, 0, 2).reshape(*tokens.shape, -1)
     return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
@@ -207,14 +232,19 @@ def all_gather(product: jax.Array, size: int) -> jax.Array:
 
 
 def attention(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None, scale: float | None = None
-) -> jax.Array:  # fmt: skip
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array | None,
+    scale: float | None = None,
+) -> jax.Array:
     """Grouped-query attention, its softmax in float32.
 
     Args:
         queries: [B, H, T, Dh].
         keys, values: [B, K, S, Dh]; each KV head serves H / K query heads.
-        mask: [T, S] or [B, 1, T, S], true where a query sees a position; None for each up to its own.
+        mask: [T, S] or [B, 1, T, S], true where a query sees a position; None for each up to its
+            own.
         scale: what products are multiplied by; None is one over the root of Dh.
     """
     length, span = queries.shape[2], keys.shape[2]
@@ -235,20 +265,27 @@ def attention(
     return jnp.moveaxis(blocks, 0, 2).reshape(queries.shape)
 
 
-def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+def _attend(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
+) -> jax.Array:
     batch, heads, length, size = queries.shape
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, size)
-    scores = jnp.einsum("bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32
+    )
     seen = seen if seen.ndim == 2 else seen[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1).astype(
+        values.dtype
+    )
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
 def update_cache(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same for all texts, or [B, T];
-    those of a sequence lie one after the other."""
+    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same for
+    all texts, or [B, T]; those of a sequence lie one after the other.
+    """
     new = new.astype(cache.dtype)
     if positions.ndim == 1:
         return lax.dynamic_update_slice_in_dim(cache, new, positions[0], axis=2)

@@ -1,7 +1,9 @@
-"""The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for each.
+"""The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for
+each.
 
-B rows of a batch, each with its own sequence or none; V vocabulary. `quantkit.runtime.sampling_params` declares how
-tokens are drawn; the random numbers differ from torch's.
+B rows of a batch, each with its own sequence or none; V vocabulary.
+`quantkit.runtime.sampling_params` declares how tokens are drawn; the random numbers differ from
+torch's.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ class Rows(NamedTuple):
 
     Attributes:
         positions: [B], where each sequence's next token goes.
-        left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or a row has none.
-        seen: bool [B, V], which tokens each sequence holds already; None where none is penalized for that.
-        counts: int32 [B, V], how often each token is among a sequence's new ones; None where that matters to none.
+        left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or a row
+            has none.
+        seen: bool [B, V], which tokens each sequence holds already; None where none is penalized
+            for that.
+        counts: int32 [B, V], how often each token is among a sequence's new ones; None where that
+            matters to none.
     """
 
     positions: Any
@@ -61,7 +66,8 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: [CHUNK, B]; `NO_TOKEN` where a sequence had ended.
         finite: [CHUNK, B], whether the logits that each was drawn from were.
-        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None if not requested.
+        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None if not
+            requested.
         top, top_logprobs: [CHUNK, B, K], the likeliest tokens and theirs.
     """
 
@@ -77,22 +83,26 @@ class Sampling(NamedTuple):
 
     Attributes:
         keys: [B, 2] uint32, for the random numbers of each sequence.
-        values: of the options by name: [B] float32 or int32, or [B, V] where an option has a value for each token and
-            a sequence uses it.
+        values: of the options by name: [B] float32 or int32, or [B, V] where an option has a value
+            for each token and a sequence uses it.
     """
 
     keys: Any
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int) -> Sampling:
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int
+    ) -> Sampling:
         """The arrays for sequences with these options, and seeds of 64 bits."""
         values: dict[str, Any] = {}
         for option in OPTIONS:
             found = [getattr(one, option.name) for one in params]
             if option.row is not None:
                 if any(option in one.active for one in params):
-                    values[option.name] = np.array([option.row(one, vocab_size) for one in found], np.float32)
+                    values[option.name] = np.array(
+                        [option.row(one, vocab_size) for one in found], np.float32
+                    )
             elif option.type is int and option.name != "seed":
                 values[option.name] = np.array([min(one, _MAX_COUNT) for one in found], np.int32)
             elif option.type is float:
@@ -101,31 +111,43 @@ class Sampling(NamedTuple):
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
-    """Compiles for each bucket: (state, cache, tokens [B, T], lengths [B]) to the filled cache and logits [B, V].
+    """Compiles for each bucket: (state, cache, tokens [B, T], lengths [B]) to the filled cache and
+    logits [B, V].
 
-    A prompt is the first tokens of a row, as many as its length. The rest is padding: it comes after, so no token
-    of the prompt sees it, and what it leaves in the cache is overwritten before a token that would.
+    A prompt is the first tokens of a row, as many as its length. The rest is padding: it comes
+    after, so no token of the prompt sees it, and what it leaves in the cache is overwritten before
+    a token that would.
     """
 
-    def prefill(state: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
-        return _run_shard(model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, first=True)
+    def prefill(
+        state: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        return _run_shard(
+            model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, first=True
+        )
 
     return _spmd(prefill, mesh, inputs=4, outputs=2, donated=(1,))
 
 
 def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> Any:
-    """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was drawn, and in how many
-    steps: `CHUNK`, or fewer if all texts have ended.
+    """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was
+    drawn, and in how many steps: `CHUNK`, or fewer if all texts have ended.
 
-    The first tokens are drawn from the given logits. A sequence ends with one of the tokens `ends`, or at its number of
-    tokens; the cache must have positions for what is left. Sampling is as for `sample`.
+    The first tokens are drawn from the given logits. A sequence ends with one of the tokens `ends`,
+    or at its number of tokens; the cache must have positions for what is left. Sampling is as for
+    `sample`.
 
     Args:
         logprobs: return log-probabilities, also of this many of the likeliest tokens.
     """
 
     def chunk(
-        state: Any, cache: Cache, logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None
+        state: Any,
+        cache: Cache,
+        logits: jax.Array,
+        rows: Rows,
+        ends: jax.Array,
+        sampling: Sampling | None,
     ) -> tuple[Cache, jax.Array, Rows, Drawn, jax.Array]:
         def going(carry: tuple[Any, ...]) -> jax.Array:
             index, _, _, rows, _ = carry
@@ -136,12 +158,22 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
             new, rows, tokens = _next(logits, rows, ends, sampling, logprobs)
             drawn = jax.tree.map(lambda all_, one: all_.at[index].set(one), drawn, new)
             last = jnp.zeros_like(tokens)
-            cache, logits = _run_shard(model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False)
-            return index + 1, cache, logits, rows._replace(positions=rows.positions + (rows.left > 0)), drawn
+            cache, logits = _run_shard(
+                model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False
+            )
+            return (
+                index + 1,
+                cache,
+                logits,
+                rows._replace(positions=rows.positions + (rows.left > 0)),
+                drawn,
+            )
 
         shapes = jax.eval_shape(lambda: _next(logits, rows, ends, sampling, logprobs)[0])
         drawn = jax.tree.map(lambda one: jnp.zeros((CHUNK, *one.shape), one.dtype), shapes)
-        steps, cache, logits, rows, drawn = lax.while_loop(going, step, (jnp.int32(0), cache, logits, rows, drawn))
+        steps, cache, logits, rows, drawn = lax.while_loop(
+            going, step, (jnp.int32(0), cache, logits, rows, drawn)
+        )
         return cache, logits, rows, drawn, steps
 
     return _spmd(chunk, mesh, inputs=6, outputs=5, donated=(1, 2))
@@ -155,9 +187,11 @@ def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...
 def _next(
     logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None, logprobs: int | None
 ) -> tuple[Drawn, Rows, jax.Array]:
-    """Draw a token for each sequence: what was drawn, the rows with these tokens in place, and the tokens [B].
+    """Draw a token for each sequence: what was drawn, the rows with these tokens in place, and the
+    tokens [B].
 
-    A sequence that has ended, or a row that has none, draws too, since all rows are computed; its tokens are dropped.
+    A sequence that has ended, or a row that has none, draws too, since all rows are computed; its
+    tokens are dropped.
     """
     active = rows.left > 0
     tokens = sample(logits, sampling, rows.positions, rows.seen, rows.counts)
@@ -173,31 +207,44 @@ def _next(
         seen = seen.at[places].set(True)
     if counts is not None:
         counts = counts.at[places].add(1)
-    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen, counts), tokens
+    return (
+        drawn,
+        Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen, counts),
+        tokens,
+    )
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling | None, positions: jax.Array, seen: jax.Array | None,
+    logits: jax.Array,
+    sampling: Sampling | None,
+    positions: jax.Array,
+    seen: jax.Array | None,
     counts: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """A token for each sequence, [B, V] to [B].
 
     Args:
         sampling: None takes the likeliest.
-        positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on its position alone.
+        positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on
+            its position alone.
         seen: which tokens each sequence already contains, bool [B, V]; None if no option needs it.
         counts: how often each token is among its new ones, [B, V]; None if no option needs it.
     """
     if sampling is None:
         return logits.argmax(-1)
     past = {"seen": seen, "counts": counts}
-    return jax.vmap(_sample_one)(logits.astype(jnp.float32), sampling.keys, positions, sampling.values, past)
+    return jax.vmap(_sample_one)(
+        logits.astype(jnp.float32), sampling.keys, positions, sampling.values, past
+    )
 
 
 def _sample_one(
-    logits: jax.Array, key: jax.Array, position: jax.Array, values: dict[str, jax.Array],
+    logits: jax.Array,
+    key: jax.Array,
+    position: jax.Array,
+    values: dict[str, jax.Array],
     past: dict[str, jax.Array | None],
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """A token of one sequence, from logits [V]; `past` is as `Option` describes it."""
     for option in OPTIONS:
         if option.adjust is not None and option.name in values:
@@ -217,25 +264,39 @@ def _sample_one(
 
 
 def _run_shard(
-    model: Decoder, state: Any, cache: Cache, tokens: jax.Array, positions: jax.Array, last: jax.Array, *, first: bool
+    model: Decoder,
+    state: Any,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    last: jax.Array,
+    *,
+    first: bool,
 ) -> tuple[Cache, jax.Array]:
-    """One device's run of the decoder: the cache as it then is, and the logits [B, V] of each row's token at `last`,
-    [B]."""
+    """One device's run of the decoder: the cache as it then is, and the logits [B, V] of each row's
+    token at `last`, [B].
+    """
 
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
         stored = tuple([each.rows for each in layers] for layers in (cache.keys, cache.values))
-        chosen = apply(lambda of, at: jnp.take_along_axis(of, at[:, None, None], axis=1)[:, 0], hidden, last)
+        chosen = apply(
+            lambda of, at: jnp.take_along_axis(of, at[:, None, None], axis=1)[:, 0], hidden, last
+        )
         return stored, model.head(chosen)
 
     result: tuple[Cache, jax.Array] = run(model, state, decode, tokens, positions, last, *cache)
     return result
 
 
-def _spmd(program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int, donated: tuple[int, ...]) -> Any:
-    """A program that every device runs: the first two inputs, state and cache, reach it as the device's own shards, and
-    its first output is the cache again. All other inputs and outputs are replicated."""
+def _spmd(
+    program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int, donated: tuple[int, ...]
+) -> Any:
+    """A program that every device runs: the first two inputs, state and cache, reach it as the
+    device's own shards, and its first output is the cache again. All other inputs and outputs are
+    replicated.
+    """
 
     @wraps(program)
     def one(state: Any, cache: Any, *arguments: Any) -> Any:
@@ -243,7 +304,12 @@ def _spmd(program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int,
         cache, *results = program(*own, *arguments)
         return jax.tree.map(lambda array: array[None], cache), *results
 
-    before, after = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2)), (SHARDED, *[_REPLICATED] * (outputs - 1))
+    before, after = (
+        (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2)),
+        (SHARDED, *[_REPLICATED] * (outputs - 1)),
+    )
     mapped = jax.shard_map(one, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in before)  # both the host's arrays and the devices'
+    shardings = tuple(
+        NamedSharding(mesh, spec) for spec in before
+    )  # both the host's arrays and the devices'
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)

@@ -13,8 +13,25 @@ from jax.experimental import topologies
 from quantkit.errors import RequestError
 
 GIB = 1 << 30
-_PLANE = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
-_SPACE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+_PLANE = {
+    4: "2x2",
+    8: "2x4",
+    16: "4x4",
+    32: "4x8",
+    64: "8x8",
+    128: "8x16",
+    256: "16x16",
+}  # by chips
+_SPACE = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+}
 _COMPILER_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",  # no request to a metadata server about this machine
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a chip that may be here is not taken
@@ -78,7 +95,10 @@ class Slice:
             chips, rest = divmod(int(match[3]), chip.cores)
             if not rest and chips in chip.shapes:
                 return cls(name, match[2], chips, int(match[1] or 1))
-        known = "; ".join(f"{kind}-{', '.join(str(n * one.cores) for n in one.shapes)}" for kind, one in CHIPS.items())
+        known = "; ".join(
+            f"{kind}-{', '.join(str(n * one.cores) for n in one.shapes)}"
+            for kind, one in CHIPS.items()
+        )
         raise RequestError("unknown TPU slice", found=name, expected=known)
 
     @property
@@ -110,9 +130,11 @@ class Slice:
 def too_much(target: str, found: str, memory: str | None) -> RequestError:
     """The error for a model that a slice has too little memory for."""
     return RequestError(
-        f"the model does not fit {target}", found=found, expected=None if memory is None else f"at most {memory}",
+        f"the model does not fit {target}",
+        found=found,
+        expected=None if memory is None else f"at most {memory}",
         hint="take more chips, fewer bits, a smaller batch or a shorter context",
-    )  # fmt: skip
+    )
 
 
 def compiled_for(target: str, lowered: Any, what: str) -> Any:

@@ -1,7 +1,8 @@
 """Which shard of each tensor lies on which device, and in what form.
 
-Column-parallel linears are split by rows, row-parallel ones by columns, embedding and head by the vocabulary;
-the rest is replicated on every device. Where there are fewer KV heads than devices, several have the same one.
+Column-parallel linears are split by rows, row-parallel ones by columns, embedding and head by the
+vocabulary; the rest is replicated on every device. Where there are fewer KV heads than devices,
+several have the same one.
 
 All devices run one program, so their arrays have one shape, padded where need be; the processes of
 `quantkit.distributed.shard` may have shards of different sizes.
@@ -26,10 +27,25 @@ from quantkit.training.trained import has_trained_scales
 
 _MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
 _FEATURES = frozenset(
-    {"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary", "window_rope", "norms", "norm_offset",
-     "activation", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "logit_multiplier",
-     "residual_multiplier"}
-)  # fmt: skip
+    {
+        "qkv_bias",
+        "output_bias",
+        "mlp_bias",
+        "qk_norm",
+        "window",
+        "rotary",
+        "window_rope",
+        "norms",
+        "norm_offset",
+        "activation",
+        "attention_scale",
+        "attention_softcap",
+        "logit_softcap",
+        "embedding_multiplier",
+        "logit_multiplier",
+        "residual_multiplier",
+    }
+)
 """Model features other than the basic ones; tests compare each with torch."""
 
 
@@ -44,18 +60,21 @@ def require_served(config: ModelConfig) -> None:
 
 
 def require_trainable(checkpoint: Checkpoint) -> None:
-    """Raise an `UnsupportedError` if XLA does not train a quantized model: for its features, or for weights of its
-    layers that are no integer codes with scales in floats and zero points or none."""
+    """Raise an `UnsupportedError` if XLA does not train a quantized model: for its features, or for
+    weights of its layers that are no integer codes with scales in floats and zero points or none.
+    """
     require_served(checkpoint.config)
     found = schemes(checkpoint)
     for parameter in parameters(checkpoint.config):
         scheme = found.get(parameter.module) if parameter.layer is not None else None
         if scheme is not None and (scheme.has_minima or not has_trained_scales(scheme)):
             raise UnsupportedError(
-                f"XLA does not train a model with weights like '{parameter.name}'", path=checkpoint.path,
+                f"XLA does not train a model with weights like '{parameter.name}'",
+                path=checkpoint.path,
                 found="offsets of groups in floats" if scheme.has_minima else str(scheme),
-                expected="int4 or int8 codes in all layers", hint="leave `backend` out",
-            )  # fmt: skip
+                expected="int4 or int8 codes in all layers",
+                hint="leave `backend` out",
+            )
 
 
 @dataclass(frozen=True)
@@ -66,8 +85,8 @@ class Shards:
         axis: that is split; None replicates the tensor.
         starts: where each device's shard begins.
         count: its length; beyond the tensor's end lie zeros.
-        group: columns that share a scale on the device, where the checkpoint has groups; beyond the end
-            scales are zeros as well.
+        group: columns that share a scale on the device, where the checkpoint has groups; beyond the
+            end scales are zeros as well.
     """
 
     axis: int | None
@@ -78,7 +97,9 @@ class Shards:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array on one device, by the name that the model has for it; int4 is held as int8, and `nibbles` says so."""
+    """An array on one device, by the name that the model has for it; int4 is held as int8, and
+    `nibbles` says so.
+    """
 
     name: str
     value: Tensor
@@ -101,18 +122,30 @@ class DeviceSplit:
     def __post_init__(self) -> None:
         require_served(self.config)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        if self.devices < 1 or heads % self.devices or (kv_heads % self.devices and self.devices % kv_heads):
+        if (
+            self.devices < 1
+            or heads % self.devices
+            or (kv_heads % self.devices and self.devices % kv_heads)
+        ):
             raise RequestError(
-                "attention heads can't be divided among the devices", found=f"{self.devices} devices",
-                expected=f"a divisor of {heads} heads that divides {kv_heads} KV heads or is a multiple of them",
-            )  # fmt: skip
+                "attention heads can't be divided among the devices",
+                found=f"{self.devices} devices",
+                expected=(
+                    f"a divisor of {heads} heads that divides {kv_heads} KV heads or is a multiple"
+                    " of them"
+                ),
+            )
 
     @property
     def local(self) -> ModelConfig:
-        """The architecture of what one device computes; vocabulary and feed-forward size are the whole ones."""
+        """The architecture of what one device computes; vocabulary and feed-forward size are the
+        whole ones.
+        """
         config, devices = self.config, self.devices
         return replace(
-            config, num_heads=config.num_heads // devices, num_kv_heads=max(1, config.num_kv_heads // devices)
+            config,
+            num_heads=config.num_heads // devices,
+            num_kv_heads=max(1, config.num_kv_heads // devices),
         )
 
     def shards(self, parameter: Parameter) -> Shards:
@@ -133,8 +166,8 @@ class DeviceSplit:
     def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
         """A tensor of the checkpoint as it lies on one device.
 
-        A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and, if it has
-        them, ``zero`` [G, O] less the same. Works on the meta device as well.
+        A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and,
+        if it has them, ``zero`` [G, O] less the same. Works on the meta device as well.
         """
         shards = self.shards(parameter)
         if isinstance(value, Tensor):
@@ -152,7 +185,9 @@ class DeviceSplit:
                 steps[name] = _cut(repeated, shards, 1, rank, shards.group)
         grouped = codes.char().view(codes.shape[0], steps["scale"].shape[1], -1)
         return [
-            Leaf(f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
+            Leaf(
+                f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4
+            ),
             *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in steps.items()),
         ]
 
@@ -164,13 +199,18 @@ class DeviceSplit:
     def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
         """The row-parallel weight of a layer, and of an expert in it, that has inputs of a size."""
         weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
-        return {(p.layer, p.expert, p.dims[1]): p for p in weights if p.linear and p.linear.parallel == "row"}
+        return {
+            (p.layer, p.expert, p.dims[1]): p
+            for p in weights
+            if p.linear and p.linear.parallel == "row"
+        }
 
     def _columns(self, weight: Parameter) -> tuple[int, int]:
-        """Group size and number of a row-parallel weight's columns, padding included, that the devices divide.
+        """Group size and number of a row-parallel weight's columns, padding included, that the
+        devices divide.
 
-        The largest group that divides the checkpoint's and takes little padding; a scale that is repeated
-        changes nothing. Between heads there is no room for padding.
+        The largest group that divides the checkpoint's and takes little padding; a scale that is
+        repeated changes nothing. Between heads there is no room for padding.
         """
         columns, scheme = weight.shape[1], self.schemes.get(weight.module)
         group = 1 if scheme is None or scheme.group_size is None else scheme.group_size

@@ -1,6 +1,7 @@
 """A mesh of the devices that JAX finds, and a checkpoint's tensors as arrays over it.
 
-Each array is [N, ...], of which each of the N devices has one; what every device needs is there N times.
+Each array is [N, ...], of which each of the N devices has one; what every device needs is there N
+times.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SHARDED = PartitionSpec(AXIS)
 
 
 def found_devices(*, multi_host: bool = False) -> list[Any]:
-    """The devices that JAX finds; see `device_mesh`. What is compiled for them is kept for later runs.
+    """The devices that JAX finds; see `device_mesh`. What is compiled for them is kept for later
+    runs.
 
     Raises:
         RequestError: if there are none.
@@ -43,7 +45,9 @@ def found_devices(*, multi_host: bool = False) -> list[Any]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         if multi_host:
-            jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
+            jax.distributed.initialize(
+                num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID")
+            )
         return list(jax.devices())
     except (RuntimeError, ValueError) as error:
         raise RequestError(f"JAX finds no devices: {error}") from error
@@ -53,9 +57,11 @@ def too_few_devices(found: Sequence[Any], count: int) -> RequestError:
     """The error for a number of devices that there are not."""
     flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
     return RequestError(
-        "too few devices", found=f"{len(found)} of kind {found[0].device_kind}", expected=count,
+        "too few devices",
+        found=f"{len(found)} of kind {found[0].device_kind}",
+        expected=count,
         hint=flag if found[0].platform == "cpu" else None,
-    )  # fmt: skip
+    )
 
 
 def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
@@ -63,9 +69,9 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
 
     Args:
         count: how many; None takes all.
-        multi_host: whether other processes, each started in the same way, have devices as well. JAX finds them
-            on a TPU pod and under Slurm; elsewhere ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
-            ``JAX_PROCESS_ID`` say where they are.
+        multi_host: whether other processes, each started in the same way, have devices as well. JAX
+            finds them on a TPU pod and under Slurm; elsewhere ``JAX_COORDINATOR_ADDRESS``,
+            ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` say where they are.
 
     Raises:
         RequestError: if there are fewer devices, or a host's would be left out.
@@ -77,7 +83,9 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
     if count > len(devices):
         raise too_few_devices(devices, count)
     if multi_host and count < len(devices):
-        raise RequestError("with several hosts all devices take part", found=count, expected=len(devices))
+        raise RequestError(
+            "with several hosts all devices take part", found=count, expected=len(devices)
+        )
     if count < len(devices):
         return Mesh(np.array(devices[:count]), (AXIS,))
     return Mesh(mesh_utils.create_device_mesh((count,), devices), (AXIS,))
@@ -89,11 +97,22 @@ def _number(variable: str) -> int | None:
 
 
 def load_state(
-    checkpoint: Checkpoint, split: DeviceSplit, mesh: Mesh, dtype: torch.dtype, *, progress: Progress = silent
+    checkpoint: Checkpoint,
+    split: DeviceSplit,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    progress: Progress = silent,
 ) -> dict[str, jax.Array]:
-    """Read a checkpoint, each tensor once, and put its shards on the devices of this process; floats become `dtype`."""
+    """Read a checkpoint, each tensor once, and put its shards on the devices of this process;
+    floats become `dtype`.
+    """
     state: dict[str, jax.Array] = {}
-    ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+    ranks = [
+        rank
+        for rank, device in enumerate(mesh.devices.flat)
+        if device.process_index == jax.process_index()
+    ]
     found = parameters(split.config)
     for index, parameter in enumerate(found):
         progress("load", index, len(found), "tensors")
@@ -103,7 +122,10 @@ def load_state(
             state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
         del value, shards
     progress("load", len(found), len(found), "tensors")
-    return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(split)}}
+    return {
+        **state,
+        **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(split)},
+    }
 
 
 def abstract_state(
@@ -113,10 +135,14 @@ def abstract_state(
     leaves = list(_derived(split))
     for parameter in parameters(split.config):
         leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
-    return {leaf.name: abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
+    return {
+        leaf.name: abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf)) for leaf in leaves
+    }
 
 
-def abstract(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED) -> jax.ShapeDtypeStruct:
+def abstract(
+    mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED
+) -> jax.ShapeDtypeStruct:
     """An array over a mesh that is not there."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
@@ -145,7 +171,9 @@ def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
     if scheme is None:
         return torch.empty(info.shape, dtype=info.dtype.torch, device="meta")
     codes = torch.empty(info.shape, dtype=torch.uint8, device="meta")
-    scale = torch.empty(info.shape[0], scheme.groups(info.shape[1]), dtype=info.dtype.torch, device="meta")
+    scale = torch.empty(
+        info.shape[0], scheme.groups(info.shape[1]), dtype=info.dtype.torch, device="meta"
+    )
     return QuantTensor(codes, scale, None if scheme.symmetric else scale.to(torch.uint8), scheme)
 
 

@@ -1,1 +1,3 @@
-"""What `scripts/fuzz.py` is made of: base models, mutations, the independent reading, trials, workers."""
+"""What `scripts/fuzz.py` is made of: base models, mutations, the independent reading, trials,
+workers.
+"""

@@ -1,4 +1,6 @@
-"""The sound folders that inputs are mutated from, made on the spot by torch, safetensors and quantkit."""
+"""The sound folders that inputs are mutated from, made on the spot by torch, safetensors and
+quantkit.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,33 @@ PARTIAL = "dst.partial"
 
 DIM, FEED_FORWARD, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 1
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIM,
-    "intermediate_size": FEED_FORWARD, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": DIM,
+    "intermediate_size": FEED_FORWARD,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
-_TYPES = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q5_0", "BF16", "F32", "MXFP4")]
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}  # fmt: skip
+}
+_TYPES = [
+    gguf.GGMLQuantizationType[name]
+    for name in ("Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q5_0", "BF16", "F32", "MXFP4")
+]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,8 @@ class Base:
 
     Attributes:
         files: contents by path, ``src/...`` or ``dst.partial/...``.
-        whole: commands that it goes through as a whole: ``convert-hf``, ``quantize-int8`` and the like.
+        whole: commands that it goes through as a whole: ``convert-hf``, ``quantize-int8`` and the
+            like.
         light: whether it also goes through `inspect` and the opener alone.
     """
 
@@ -57,18 +78,43 @@ class Base:
 _FLOAT_JOBS = ("convert-hf", "convert-meta", "quantize-int8", "quantize-int4-g32")
 # What each base goes through as a whole. A random model with a tokenizer would rightly be refused.
 _WHOLE = {
-    "meta-1": (), "meta-2": _FLOAT_JOBS, "meta-own": _FLOAT_JOBS, "meta-tiktoken": (), "meta-no-crc": _FLOAT_JOBS,
-    "hf": (), "hf-sentencepiece": (), "hf-sharded": _FLOAT_JOBS,
-    "bin": _FLOAT_JOBS, "bin-sharded": _FLOAT_JOBS, "bin-legacy": _FLOAT_JOBS,
-    "int8": ("convert-hf", "verify"), "int4": ("convert-hf", "verify"), "converted": ("verify",),
-    "resume-hf": ("resume-convert-hf",), "resume-meta": ("resume-convert-meta",),
+    "meta-1": (),
+    "meta-2": _FLOAT_JOBS,
+    "meta-own": _FLOAT_JOBS,
+    "meta-tiktoken": (),
+    "meta-no-crc": _FLOAT_JOBS,
+    "hf": (),
+    "hf-sentencepiece": (),
+    "hf-sharded": _FLOAT_JOBS,
+    "bin": _FLOAT_JOBS,
+    "bin-sharded": _FLOAT_JOBS,
+    "bin-legacy": _FLOAT_JOBS,
+    "int8": ("convert-hf", "verify"),
+    "int4": ("convert-hf", "verify"),
+    "converted": ("verify",),
+    "resume-hf": ("resume-convert-hf",),
+    "resume-meta": ("resume-convert-meta",),
     "resume-quantize": ("resume-quantize-int4-g32",),
-    "demo-meta": _FLOAT_JOBS, "demo-hf": _FLOAT_JOBS, "demo-int4": ("convert-hf", "verify"),
-    "gguf": (), "gguf-split": (), "gguf-types": (), "demo-gguf": ("convert-hf", "quantize-int8", "verify"),
+    "demo-meta": _FLOAT_JOBS,
+    "demo-hf": _FLOAT_JOBS,
+    "demo-int4": ("convert-hf", "verify"),
+    "gguf": (),
+    "gguf-split": (),
+    "gguf-types": (),
+    "demo-gguf": ("convert-hf", "quantize-int8", "verify"),
     "demo-gguf-int4": ("verify",),
-}  # fmt: skip
-_NOT_LIGHT = {"converted", "resume-hf", "resume-meta", "resume-quantize", "demo-meta", "demo-hf", "demo-int4",
-              "demo-gguf", "demo-gguf-int4"}  # fmt: skip
+}
+_NOT_LIGHT = {
+    "converted",
+    "resume-hf",
+    "resume-meta",
+    "resume-quantize",
+    "demo-meta",
+    "demo-hf",
+    "demo-int4",
+    "demo-gguf",
+    "demo-gguf-int4",
+}
 
 
 def read_bases(folder: Path) -> list[Base]:
@@ -115,7 +161,9 @@ def write_bases(folder: Path) -> None:
     torch.save(_views(), legacy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
     for name, scheme in (("int8", "int8"), ("int4", "int4-g32-asym")):
-        quantkit.quantize(sharded, _home(folder, name), scheme, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            sharded, _home(folder, name), scheme, method="rtn", accept_quality_loss=True
+        )
     quantkit.convert(bin_single, _home(folder, "converted"))
     quantkit.convert(sharded, _home(folder, "meta-own"), to="meta", mp=2)
     shutil.copytree(DEMO_MODEL, _home(folder, "demo-meta"), copy_function=shutil.copyfile)
@@ -130,10 +178,14 @@ def write_bases(folder: Path) -> None:
         _interrupted(folder, name)
 
     quantkit.convert(hf, _home(folder, "gguf"), to="gguf", source_check=False)
-    quantkit.convert(hf, _home(folder, "gguf-split"), to="gguf", source_check=False, split_max_size=30_000)
+    quantkit.convert(
+        hf, _home(folder, "gguf-split"), to="gguf", source_check=False, split_max_size=30_000
+    )
     _with_types(folder / "gguf" / "src" / "model.gguf", _new(folder, "gguf-types") / "model.gguf")
     quantkit.convert(DEMO_MODEL, _home(folder, "demo-gguf"), to="gguf")
-    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-gguf-int4"), "int4-g32", method="rtn", to="gguf")
+    quantkit.quantize(
+        DEMO_MODEL, _home(folder, "demo-gguf-int4"), "int4-g32", method="rtn", to="gguf"
+    )
 
 
 def _home(folder: Path, name: str) -> Path:
@@ -158,16 +210,23 @@ def _weights(vocabulary: int, *, tied: bool = False) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(vocabulary)
     kv = DIM // HEADS * KV_HEADS
     norm = torch.ones(DIM, dtype=torch.bfloat16)
-    found = {"model.embed_tokens.weight": _random(vocabulary, DIM, generator), "model.norm.weight": norm}
+    found = {
+        "model.embed_tokens.weight": _random(vocabulary, DIM, generator),
+        "model.norm.weight": norm,
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         found[prefix + "input_layernorm.weight"] = norm.clone()
         found[prefix + "post_attention_layernorm.weight"] = norm.clone()
         for name, rows, columns in (
-            ("self_attn.q_proj", DIM, DIM), ("self_attn.k_proj", kv, DIM), ("self_attn.v_proj", kv, DIM),
-            ("self_attn.o_proj", DIM, DIM), ("mlp.gate_proj", FEED_FORWARD, DIM), ("mlp.up_proj", FEED_FORWARD, DIM),
+            ("self_attn.q_proj", DIM, DIM),
+            ("self_attn.k_proj", kv, DIM),
+            ("self_attn.v_proj", kv, DIM),
+            ("self_attn.o_proj", DIM, DIM),
+            ("mlp.gate_proj", FEED_FORWARD, DIM),
+            ("mlp.up_proj", FEED_FORWARD, DIM),
             ("mlp.down_proj", DIM, FEED_FORWARD),
-        ):  # fmt: skip
+        ):
             found[f"{prefix}{name}.weight"] = _random(rows, columns, generator)
     if not tied:
         found["lm_head.weight"] = _random(vocabulary, DIM, generator)
@@ -187,7 +246,9 @@ def _views() -> dict[str, Tensor]:
 
 def _config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9})
+    )
 
 
 def _shards(folder: Path, stem: str, kind: str, *, tied: bool = False) -> None:
@@ -202,7 +263,10 @@ def _shards(folder: Path, stem: str, kind: str, *, tied: bool = False) -> None:
             save_file(chosen, folder / file, metadata={"format": "pt"})
         else:
             torch.save(chosen, folder / file)
-    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
+        "weight_map": weight_map,
+    }
     (folder / f"{stem}.{kind}.index.json").write_text(json.dumps(index, indent=2))
 
 
@@ -210,20 +274,33 @@ def _meta(folder: Path, *, shards: int, vocabulary: int, rows_of_embedding: bool
     """A random Meta checkpoint; its rotary rows are as random as any, so none need be permuted."""
     generator = torch.Generator().manual_seed(shards)
     kv = DIM // HEADS * KV_HEADS
-    params = {"dim": DIM, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "norm_eps": 1e-5,
-              "vocab_size": -1, "multiple_of": 32, "max_seq_len": 64}  # fmt: skip
+    params = {
+        "dim": DIM,
+        "n_layers": LAYERS,
+        "n_heads": HEADS,
+        "n_kv_heads": KV_HEADS,
+        "norm_eps": 1e-5,
+        "vocab_size": -1,
+        "multiple_of": 32,
+        "max_seq_len": 64,
+    }
     (folder / "params.json").write_text(json.dumps(params))
     for rank in range(shards):
-        rows, columns = (vocabulary // shards, DIM) if rows_of_embedding else (vocabulary, DIM // shards)
+        rows, columns = (
+            (vocabulary // shards, DIM) if rows_of_embedding else (vocabulary, DIM // shards)
+        )
         state = {"tok_embeddings.weight": _random(rows, columns, generator)}
         for layer in range(LAYERS):
             prefix = f"layers.{layer}."
             for name, rows, columns in (
-                ("attention.wq", DIM // shards, DIM), ("attention.wk", kv // shards, DIM),
-                ("attention.wv", kv // shards, DIM), ("attention.wo", DIM, DIM // shards),
-                ("feed_forward.w1", FEED_FORWARD // shards, DIM), ("feed_forward.w2", DIM, FEED_FORWARD // shards),
+                ("attention.wq", DIM // shards, DIM),
+                ("attention.wk", kv // shards, DIM),
+                ("attention.wv", kv // shards, DIM),
+                ("attention.wo", DIM, DIM // shards),
+                ("feed_forward.w1", FEED_FORWARD // shards, DIM),
+                ("feed_forward.w2", DIM, FEED_FORWARD // shards),
                 ("feed_forward.w3", FEED_FORWARD // shards, DIM),
-            ):  # fmt: skip
+            ):
                 state[f"{prefix}{name}.weight"] = _random(rows, columns, generator)
             for name in ("attention_norm", "ffn_norm"):
                 state[f"{prefix}{name}.weight"] = torch.ones(DIM, dtype=torch.bfloat16)
@@ -236,14 +313,18 @@ def _meta(folder: Path, *, shards: int, vocabulary: int, rows_of_embedding: bool
 def _tiktoken(count: int) -> bytes:
     tokens = [bytes([byte]) for byte in range(256)] + [b"t" + bytes([97 + n]) for n in range(26)]
     tokens += [b"th" + bytes([97 + n]) for n in range(count - len(tokens))]
-    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+    return b"".join(
+        base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens)
+    )
 
 
 def _tokenizer_json(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: rank for rank, token in enumerate(["<unk>", "<s>", "</s>", *alphabet, "th", "the"])}
+    vocabulary = {
+        token: rank for rank, token in enumerate(["<unk>", "<s>", "</s>", *alphabet, "th", "the"])
+    }
     engine = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
@@ -260,7 +341,9 @@ def _with_types(source: Path, path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     for one in reader.fields.values():
         if not one.name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(one.name, one.contents(), one.types[0], one.types[1] if len(one.types) > 1 else None)
+            writer.add_key_value(
+                one.name, one.contents(), one.types[0], one.types[1] if len(one.types) > 1 else None
+            )
     for number, tensor in enumerate(reader.tensors):
         kind, values = tensor.tensor_type, gguf.dequantize(tensor.data, tensor.tensor_type)
         if values.ndim == 2:
@@ -300,7 +383,8 @@ def _interrupted(folder: Path, name: str) -> None:
 
 
 def in_a_child(work: Any, *arguments: Any) -> None:
-    """Run something in a forked process, so that this one starts no threads and can be forked again.
+    """Run something in a forked process, so that this one starts no threads and can be forked
+    again.
 
     Raises:
         RuntimeError: if it failed; its traceback is on stderr.

@@ -1,5 +1,6 @@
-"""Random configs of every family that runs: sizes, features, and rotary settings in all the places and spellings in
-which published files have them, some of them contradictory."""
+"""Random configs of every family that runs: sizes, features, and rotary settings in all the places
+and spellings in which published files have them, some of them contradictory.
+"""
 
 from __future__ import annotations
 
@@ -16,56 +17,99 @@ _TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _FLAG = (_ABSENT, True, False)
 _WINDOW = (_ABSENT, None, 5, 9)
 _MIXTURE: dict[str, tuple[Any, ...]] = {
-    "num_experts": (4, 6), "num_experts_per_tok": (1, 2), "norm_topk_prob": _FLAG,
-}  # fmt: skip
+    "num_experts": (4, 6),
+    "num_experts_per_tok": (1, 2),
+    "norm_topk_prob": _FLAG,
+}
 _QWEN: dict[str, tuple[Any, ...]] = {
-    "use_sliding_window": _FLAG, "sliding_window": _WINDOW, "max_window_layers": (_ABSENT, 0, 1, 2),
-}  # fmt: skip
+    "use_sliding_window": _FLAG,
+    "sliding_window": _WINDOW,
+    "max_window_layers": (_ABSENT, 0, 1, 2),
+}
 _SPARSE: dict[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (_ABSENT, 1, 2), "mlp_only_layers": (_ABSENT, [], [0]), "moe_intermediate_size": (24,),
-}  # fmt: skip
+    "decoder_sparse_step": (_ABSENT, 1, 2),
+    "mlp_only_layers": (_ABSENT, [], [0]),
+    "moe_intermediate_size": (24,),
+}
 _BIASES: dict[str, tuple[Any, ...]] = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
 _SOFTCAP = (_ABSENT, None, 7.0)
 _GEMMA: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (_ABSENT, 5, 9), "query_pre_attn_scalar": (_ABSENT, 9, 16), "attention_bias": _FLAG,
-    "final_logit_softcapping": _SOFTCAP, "attn_logit_softcapping": _SOFTCAP, "head_dim": (16,),
-    "hidden_activation": (_ABSENT, "gelu_pytorch_tanh"), "hidden_act": (_ABSENT,),
-}  # fmt: skip
+    "sliding_window": (_ABSENT, 5, 9),
+    "query_pre_attn_scalar": (_ABSENT, 9, 16),
+    "attention_bias": _FLAG,
+    "final_logit_softcapping": _SOFTCAP,
+    "attn_logit_softcapping": _SOFTCAP,
+    "head_dim": (16,),
+    "hidden_activation": (_ABSENT, "gelu_pytorch_tanh"),
+    "hidden_act": (_ABSENT,),
+}
 _GLM: dict[str, tuple[Any, ...]] = {"head_dim": (8, 16), "attention_bias": _FLAG}
 FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**_BIASES, "head_dim": (_ABSENT, None, 16)},
     "mistral": {"sliding_window": _WINDOW, "head_dim": (_ABSENT, 16)},
     "ministral3": {"sliding_window": _WINDOW, "head_dim": (8, 16)},
-    "mixtral": {"sliding_window": _WINDOW, "num_local_experts": (4, 6), "num_experts_per_tok": (1, 2)},
+    "mixtral": {
+        "sliding_window": _WINDOW,
+        "num_local_experts": (4, 6),
+        "num_experts_per_tok": (1, 2),
+    },
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": (8, 16), "attention_bias": _FLAG},
-    "qwen2_moe": {**_QWEN, **_MIXTURE, **_SPARSE, "shared_expert_intermediate_size": (40,), "qkv_bias": _FLAG},
+    "qwen2_moe": {
+        **_QWEN,
+        **_MIXTURE,
+        **_SPARSE,
+        "shared_expert_intermediate_size": (40,),
+        "qkv_bias": _FLAG,
+    },
     "qwen3_moe": {**_QWEN, **_MIXTURE, **_SPARSE, "head_dim": (8, 16), "attention_bias": _FLAG},
     "olmo2": {"attention_bias": _FLAG},
     "olmo3": {"attention_bias": _FLAG, "sliding_window": (_ABSENT, 5, 9)},
     "olmoe": {**_MIXTURE, "attention_bias": _FLAG, "clip_qkv": (_ABSENT, None, 0.5)},
     "smollm3": {
-        **_BIASES, "no_rope_layers": (_ABSENT, [1, 0, 1, 1], [0, 0, 1, 0]), "no_rope_layer_interval": (_ABSENT, 2),
-        "use_sliding_window": _FLAG, "sliding_window": _WINDOW,
+        **_BIASES,
+        "no_rope_layers": (_ABSENT, [1, 0, 1, 1], [0, 0, 1, 0]),
+        "no_rope_layer_interval": (_ABSENT, 2),
+        "use_sliding_window": _FLAG,
+        "sliding_window": _WINDOW,
     },
     "phi3": {"sliding_window": _WINDOW},
-    "gemma": {"attention_bias": _FLAG, "head_dim": (16,), "hidden_activation": (_ABSENT, "gelu_pytorch_tanh"),
-              "hidden_act": ("gelu_pytorch_tanh", "gelu")},
+    "gemma": {
+        "attention_bias": _FLAG,
+        "head_dim": (16,),
+        "hidden_activation": (_ABSENT, "gelu_pytorch_tanh"),
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+    },
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "sliding_window_pattern": (_ABSENT, 2, 3)},
     "granite": {
-        **_BIASES, "embedding_multiplier": (_ABSENT, 12.0), "residual_multiplier": (_ABSENT, 0.22),
-        "attention_multiplier": (_ABSENT, 0.3), "logits_scaling": (_ABSENT, 7.3),
+        **_BIASES,
+        "embedding_multiplier": (_ABSENT, 12.0),
+        "residual_multiplier": (_ABSENT, 0.22),
+        "attention_multiplier": (_ABSENT, 0.3),
+        "logits_scaling": (_ABSENT, 7.3),
     },
     "glm": _GLM,
     "glm4": _GLM,
     "gpt_oss": {
-        "num_local_experts": (4,), "num_experts_per_tok": (1, 2), "head_dim": (8, 16), "sliding_window": (_ABSENT, 5),
+        "num_local_experts": (4,),
+        "num_experts_per_tok": (1, 2),
+        "head_dim": (8, 16),
+        "sliding_window": (_ABSENT, 5),
         "attention_bias": _FLAG,
     },
-}  # fmt: skip
+}
 """Keys of each family beyond the sizes, with the values that are drawn."""
-_LISTS_LAYERS = {"qwen2", "qwen3", "qwen2_moe", "olmo3", "gemma2", "gemma3_text", "smollm3", "gpt_oss"}
+_LISTS_LAYERS = {
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "gpt_oss",
+}
 
 
 @dataclass(frozen=True)
@@ -83,13 +127,21 @@ def draw(seed: int, number: int) -> Trial:
     family = sorted(FEATURES)[number % len(FEATURES)]
     heads = rng.choice((2, 4))
     raw: dict[str, Any] = {
-        "model_type": family, "vocab_size": VOCABULARY, "hidden_size": 8 * heads * rng.choice((1, 2)),
-        "intermediate_size": rng.choice((24, 40)), "num_hidden_layers": rng.randint(1, 4),
-        "num_attention_heads": heads, "num_key_value_heads": rng.choice((1, 2, heads)),
-        "max_position_embeddings": rng.choice((12, 20, 48)), "rms_norm_eps": rng.choice((1e-5, 1e-6)),
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_act": rng.choice(("silu", "silu", "swish")),
+        "model_type": family,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8 * heads * rng.choice((1, 2)),
+        "intermediate_size": rng.choice((24, 40)),
+        "num_hidden_layers": rng.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice((1, 2, heads)),
+        "max_position_embeddings": rng.choice((12, 20, 48)),
+        "rms_norm_eps": rng.choice((1e-5, 1e-6)),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "hidden_act": rng.choice(("silu", "silu", "swish")),
         "tie_word_embeddings": rng.choice(_FLAG),
-    }  # fmt: skip
+    }
     raw |= {key: rng.choice(values) for key, values in FEATURES[family].items()}
     if family in _LISTS_LAYERS and rng.random() < (0.85 if family in _NESTED else 0.5):
         kinds = rng.choice(((_FULL, _SLIDING), (_FULL, _SLIDING), (_FULL,), (_SLIDING,)))
@@ -104,7 +156,10 @@ def draw(seed: int, number: int) -> Trial:
 def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dict[str, Any]:
     """All keys that say something of rotary positions."""
     partial = rng.choice((_ABSENT, 0.5, 1.0)) if family in ("glm", "glm4", "phi3") else _ABSENT
-    dim = int(head_dim * (partial if isinstance(partial, float) else 0.5 if family.startswith("glm") else 1))
+    dim = int(
+        head_dim
+        * (partial if isinstance(partial, float) else 0.5 if family.startswith("glm") else 1)
+    )
 
     def scaling() -> dict[str, Any]:
         return _scaling(rng, family, dim // 2, context)
@@ -116,7 +171,9 @@ def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dic
         return found | _nested(rng, scaling)
     if partial is not _ABSENT and rng.random() < 0.5:
         found["partial_rotary_factor"], partial = partial, _ABSENT
-    place = rng.choice(("rope_parameters", "rope_parameters", "rope_scaling", "rope_scaling", "both", "none"))
+    place = rng.choice(
+        ("rope_parameters", "rope_parameters", "rope_scaling", "rope_scaling", "both", "none")
+    )
     for key in ("rope_parameters", "rope_scaling"):
         if place in (key, "both"):
             found[key] = scaling()
@@ -145,9 +202,13 @@ def _nested(rng: random.Random, scaling: Callable[[], dict[str, Any]]) -> dict[s
 
 
 def _scaling(rng: random.Random, family: str, pairs: int, context: int) -> dict[str, Any]:
-    kind = rng.choice(("default", "longrope", "longrope") if family == "phi3" and rng.random() < 0.8 else _TYPES)
+    kind = rng.choice(
+        ("default", "longrope", "longrope") if family == "phi3" and rng.random() < 0.8 else _TYPES
+    )
     found: dict[str, Any] = {}
-    if kind in ("linear", "dynamic", "yarn", "llama3") or (kind == "longrope" and rng.random() < 0.4):
+    if kind in ("linear", "dynamic", "yarn", "llama3") or (
+        kind == "longrope" and rng.random() < 0.4
+    ):
         found["factor"] = rng.choice((2.0, 4.0, 8))
     if kind in ("yarn", "llama3", "longrope") and rng.random() < 0.7:
         found["original_max_position_embeddings"] = rng.choice((6, 10, context))
@@ -155,13 +216,19 @@ def _scaling(rng: random.Random, family: str, pairs: int, context: int) -> dict[
         found |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice((2.0, 4.0))}
     if kind == "longrope":
         found |= {
-            name: [1 + low * i for i in range(pairs)] for name, low in (("short_factor", 0.1), ("long_factor", 1.0))
+            name: [1 + low * i for i in range(pairs)]
+            for name, low in (("short_factor", 0.1), ("long_factor", 1.0))
         }
     if kind in ("yarn", "longrope") and rng.random() < 0.3:
         found["attention_factor"] = rng.choice((1.3, None))
     if kind == "yarn":
-        options = {"beta_fast": (4.0, 32), "beta_slow": (0.5, 1), "mscale": (0.7, 1.0), "mscale_all_dim": (1.2, 0.0),
-                   "truncate": (True, False, None)}  # fmt: skip
+        options = {
+            "beta_fast": (4.0, 32),
+            "beta_slow": (0.5, 1),
+            "mscale": (0.7, 1.0),
+            "mscale_all_dim": (1.2, 0.0),
+            "truncate": (True, False, None),
+        }
         found |= {key: rng.choice(values) for key, values in options.items() if rng.random() < 0.4}
     if family == "ministral3" and rng.random() < 0.5:
         found["llama_4_scaling_beta"] = 0.3

@@ -1,4 +1,6 @@
-"""Mutations of GGUF files: of any number or text in the header, of its keys and tensors as a whole, of data."""
+"""Mutations of GGUF files: of any number or text in the header, of its keys and tensors as a
+whole, of data.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,24 @@ from fuzzing.raw import edge_integer, mutate_bytes
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-_TEXTS = (b"\xff\xfe", b"\x00", b"", b"llama", b"qwen2", b"gemma3", b"clip", b"gpt2", b"none", b"\n", b"\xed\xa0\x80",
-          b"a" * 70, b"blk.0.attn_q.weight", b"token_embd.weight", b"general.alignment", b"output.weight")  # fmt: skip
+_TEXTS = (
+    b"\xff\xfe",
+    b"\x00",
+    b"",
+    b"llama",
+    b"qwen2",
+    b"gemma3",
+    b"clip",
+    b"gpt2",
+    b"none",
+    b"\n",
+    b"\xed\xa0\x80",
+    b"a" * 70,
+    b"blk.0.attn_q.weight",
+    b"token_embd.weight",
+    b"general.alignment",
+    b"output.weight",
+)
 _FLOATS = (0.0, -1.0, 1e-45, 3e38, float("inf"), float("nan"), 1.0, 10000.0)
 
 
@@ -31,7 +49,9 @@ class _Field:
 
 
 class _Header:
-    """Where the fields of a sound file's header lie, and which bytes a key or a tensor takes in all."""
+    """Where the fields of a sound file's header lie, and which bytes a key or a tensor takes in
+    all.
+    """
 
     def __init__(self, data: bytes) -> None:
         """
@@ -93,9 +113,13 @@ def mutate_gguf(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, s
         header = _Header(data)
     except Exception:
         return mutate_bytes(rng, data, others)
-    kind = rng.choice(("field", "field", "field", "field", "text", "whole", "bytes", "data", "file"))
+    kind = rng.choice(
+        ("field", "field", "field", "field", "text", "whole", "bytes", "data", "file")
+    )
     if kind == "field":
-        field = rng.choice([one for one in header.fields if one.form and one.what != "length of a string"])
+        field = rng.choice(
+            [one for one in header.fields if one.form and one.what != "length of a string"]
+        )
         return _changed(rng, data, field)
     if kind == "text":
         return _retold(rng, data, rng.choice([one for one in header.fields if not one.form]))
@@ -112,13 +136,22 @@ def _changed(rng: Random, data: bytes, field: _Field) -> tuple[bytes, str]:
     """Another number."""
     if field.form == "<f":
         value = rng.choice(_FLOATS)
-        return data[: field.at] + struct.pack("<f", value) + data[field.at + 4 :], f"{field.what} is {value}"
-    if field.what in ("kind", "kind of items", "type", "dimensions", "version") and rng.random() < 0.7:
+        return data[: field.at] + struct.pack("<f", value) + data[
+            field.at + 4 :
+        ], f"{field.what} is {value}"
+    if (
+        field.what in ("kind", "kind of items", "type", "dimensions", "version")
+        and rng.random() < 0.7
+    ):
         number = rng.randrange(45)
-        return data[: field.at] + struct.pack("<I", number) + data[field.at + 4 :], f"{field.what} is {number}"
+        return data[: field.at] + struct.pack("<I", number) + data[
+            field.at + 4 :
+        ], f"{field.what} is {number}"
     if field.form == "<B":
         at = field.at
-        return data[:at] + rng.randbytes(1) + data[at + 1 :], f"{field.what} at {at} is another byte"
+        return data[:at] + rng.randbytes(1) + data[
+            at + 1 :
+        ], f"{field.what} at {at} is another byte"
     changed, what = edge_integer(rng, data, field.at, field.form)
     return changed, f"{field.what}: {what}"
 
@@ -127,7 +160,9 @@ def _retold(rng: Random, data: bytes, field: _Field) -> tuple[bytes, str]:
     """Another string, with its length."""
     text = rng.choice(_TEXTS)
     start, stop = field.at - 8, field.at + field.size
-    return data[:start] + struct.pack("<Q", len(text)) + text + data[stop:], f"{field.what} at {start} is {text[:20]!r}"
+    return data[:start] + struct.pack("<Q", len(text)) + text + data[
+        stop:
+    ], f"{field.what} at {start} is {text[:20]!r}"
 
 
 def _rearranged(rng: Random, header: _Header) -> tuple[bytes, str]:

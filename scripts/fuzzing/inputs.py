@@ -1,4 +1,6 @@
-"""Input number i of a seed: which base, which of its files, which mutations; nothing else decides it."""
+"""Input number i of a seed: which base, which of its files, which mutations; nothing else
+decides it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,28 @@ from fuzzing.zips import mutate_zip
 WHOLE_EVERY = 40
 """One of this many inputs goes through a whole convert, quantize, verify or resumed run."""
 # How often a kind of file is mutated for a light trial, which hardly looks at the last two.
-_WEIGHTS = {"zip": 6, "safetensors": 4, "gguf": 4, "config.json": 4, "params.json": 3, "generation_config.json": 0.3,
-            "quantkit.json": 0.7}  # fmt: skip
-_FILE_LEVEL = ("missing", "empty", "a folder", "a link outside", "a dangling link", "a link to itself", "a pipe",
-               "a git-lfs pointer", "an HTML page", "spaces", "another file of the kind")  # fmt: skip
+_WEIGHTS = {
+    "zip": 6,
+    "safetensors": 4,
+    "gguf": 4,
+    "config.json": 4,
+    "params.json": 3,
+    "generation_config.json": 0.3,
+    "quantkit.json": 0.7,
+}
+_FILE_LEVEL = (
+    "missing",
+    "empty",
+    "a folder",
+    "a link outside",
+    "a dangling link",
+    "a link to itself",
+    "a pipe",
+    "a git-lfs pointer",
+    "an HTML page",
+    "spaces",
+    "another file of the kind",
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,8 @@ class Input:
     Attributes:
         kind: the kind of the mutated file.
         path: the mutated file.
-        files: contents by path; or ``("link", target)``, where ``@`` is the link itself, ``("pipe", "")``,
-            ``("folder", "")``.
+        files: contents by path; or ``("link", target)``, where ``@`` is the link itself, ``("pipe",
+            "")``, ``("folder", "")``.
         mutations: what was done, in words.
         job: a whole run, or ``light``.
     """
@@ -44,7 +64,10 @@ class Input:
 
 
 class Inputs:
-    """All inputs of a seed. Numbers below 0 are the sound folders, one for each thing that is done with them."""
+    """All inputs of a seed.
+
+    Numbers below 0 are the sound folders, one for each thing that is done with them.
+    """
 
     def __init__(self, seed: int, bases: list[Base], kind: str | None = None) -> None:
         """
@@ -55,9 +78,13 @@ class Inputs:
         self._targets = {whole: _by_kind(bases, whole) for whole in (False, True)}
         if kind is not None:
             self._targets = {whole: {kind: found[kind]} for whole, found in self._targets.items()}
-        self._files = [(kind_of(path, data), path, data) for base in bases for path, data in base.files.items()]
+        self._files = [
+            (kind_of(path, data), path, data) for base in bases for path, data in base.files.items()
+        ]
 
-        self._sound = [(base, job) for base in bases for job in (*["light"] * base.light, *base.whole)]
+        self._sound = [
+            (base, job) for base in bases for job in (*["light"] * base.light, *base.whole)
+        ]
 
     @property
     def sound(self) -> range:
@@ -74,7 +101,11 @@ class Inputs:
         kinds = sorted(by_kind)
         kind = rng.choices(kinds, [1 if whole else _WEIGHTS.get(name, 2) for name in kinds])[0]
         base, path = rng.choice(by_kind[kind])
-        others = [data for other, name, data in self._files if other == kind and name != path and len(data) < 1 << 20]
+        others = [
+            data
+            for other, name, data in self._files
+            if other == kind and name != path and len(data) < 1 << 20
+        ]
         files: dict[str, bytes | tuple[str, str]] = dict(base.files)
         mutations = []
         for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
@@ -91,10 +122,20 @@ class Inputs:
                 files[path] = changed
             mutations.append(f"{path}: {what}")
         if kind == "partial" and rng.random() < 0.2:
-            extra = rng.choice(("model.safetensors", "config.json", "quantkit.json", "tokenizer.json", "README.md"))
+            extra = rng.choice(
+                ("model.safetensors", "config.json", "quantkit.json", "tokenizer.json", "README.md")
+            )
             files[f"{PARTIAL}/{extra}"] = ("link", "../victim")
             mutations.append(f"{PARTIAL}/{extra}: planted link")
-        return Input(number, base.name, kind, path, files, mutations, rng.choice(base.whole) if whole else "light")
+        return Input(
+            number,
+            base.name,
+            kind,
+            path,
+            files,
+            mutations,
+            rng.choice(base.whole) if whole else "light",
+        )
 
 
 def kind_of(path: str, data: bytes) -> str:
@@ -151,22 +192,41 @@ def _mutate_lines(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes,
         lines[at], lines[0] = lines[0], lines[at]
     elif kind == "garbage":
         lines[at] = rng.choice(
-            (b"garbage\n", b"{}\n", b"[]\n", b"5\n", b"\n", b"null\n", b"{\n", b"\xff\xfe\n", b"YQ== -1\n")
+            (
+                b"garbage\n",
+                b"{}\n",
+                b"[]\n",
+                b"5\n",
+                b"\n",
+                b"null\n",
+                b"{\n",
+                b"\xff\xfe\n",
+                b"YQ== -1\n",
+            )
         )
     else:
         return mutate_bytes(rng, data, others)
     return b"".join(lines), f"line {at}: {kind}"
 
 
-def _file_level(rng: Random, kind: str, others: list[bytes]) -> tuple[bytes | tuple[str, str] | None, str]:
+def _file_level(
+    rng: Random, kind: str, others: list[bytes]
+) -> tuple[bytes | tuple[str, str] | None, str]:
     what = rng.choice(_FILE_LEVEL)
     if what == "a pipe" and rng.random() < 0.5:
         what = "missing"
     simple: dict[str, bytes | tuple[str, str] | None] = {
-        "missing": None, "empty": b"", "a folder": ("folder", ""), "a link outside": ("link", "../victim"),
-        "a dangling link": ("link", "nowhere"), "a link to itself": ("link", "@"), "a pipe": ("pipe", ""),
-        "a git-lfs pointer": LFS_POINTER, "an HTML page": HTML, "spaces": b" \n" * 20,
-    }  # fmt: skip
+        "missing": None,
+        "empty": b"",
+        "a folder": ("folder", ""),
+        "a link outside": ("link", "../victim"),
+        "a dangling link": ("link", "nowhere"),
+        "a link to itself": ("link", "@"),
+        "a pipe": ("pipe", ""),
+        "a git-lfs pointer": LFS_POINTER,
+        "an HTML page": HTML,
+        "spaces": b" \n" * 20,
+    }
     if what in simple:
         return simple[what], what
     return (rng.choice(others) if others else b"x"), what

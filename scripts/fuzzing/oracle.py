@@ -1,7 +1,8 @@
-"""An independent reading of a checkpoint: torch.load without mmap, safetensors' and gguf's own readers, zipfile's CRC.
+"""An independent reading of a checkpoint: torch.load without mmap, safetensors' and gguf's own
+readers, zipfile's CRC.
 
-Nothing here imports quantkit. Names are Hugging Face's, rotary rows in its order. A reading may refuse a
-folder: any exception is a refusal.
+Nothing here imports quantkit. Names are Hugging Face's, rotary rows in its order. A reading may
+refuse a folder: any exception is a refusal.
 """
 
 from __future__ import annotations
@@ -22,17 +23,33 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 _META = {
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 _GGUF = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GGUF_CODES = ("Q4_0", "Q8_0")
 _GGUF_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # of embedding and head, which float32 has exactly
@@ -47,13 +64,15 @@ class Refused(Exception):
 
 
 def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
-    """All tensors of a folder as stored, by Hugging Face's names; Meta's shards joined, rotary rows in order.
+    """All tensors of a folder as stored, by Hugging Face's names; Meta's shards joined, rotary rows
+    in order.
 
     Args:
         checksums: hold the records of a zip against their CRC.
 
     Raises:
-        Exception: of whatever kind, where a reader refuses, a CRC is wrong, or a record is too short.
+        Exception: of whatever kind, where a reader refuses, a CRC is wrong, or a record is too
+            short.
     """
     found: dict[str, Tensor] = {}
     for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin")):
@@ -74,7 +93,9 @@ def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> str | None:
-    """How two readings differ to the bit, None if they do not; a head that is absent is the embedding."""
+    """How two readings differ to the bit, None if they do not; a head that is absent is the
+    embedding.
+    """
     a, b = _untied(a), _untied(b)
     if difference := sorted(set(a) ^ set(b)):
         return f"tensor {difference[0]} is in one only"
@@ -91,33 +112,45 @@ def plain_nans(value: Tensor) -> Tensor:
 
 def as_numbers(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """A reading whose floats are all float32."""
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in found.items()
+    }
 
 
 def differs(a: Tensor, b: Tensor) -> str | None:
     """How two tensors differ to the bit, None if they do not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-    if torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)):
+    if torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    ):
         return None
     return f"largest difference {(a.double() - b.double()).abs().max().item():.3g}"
 
 
 def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compressed-tensors layers as floats: (code - zero point) * scale in float32; other tensors as they are."""
+    """Compressed-tensors layers as floats: (code - zero point) * scale in float32; other tensors
+    as they are.
+    """
     found = {name: tensor for name, tensor in stored.items() if ".weight_" not in name}
     for name, packed in stored.items():
         if name.endswith("_packed"):
-            found[name.removesuffix("_packed")] = _layer(stored, name.removesuffix("_packed"), packed).values
+            found[name.removesuffix("_packed")] = _layer(
+                stored, name.removesuffix("_packed"), packed
+            ).values
     return found
 
 
 def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
-    """Where a quantized model is not a rounding of its source, with each weight at its nearest code and no group
-    much further from the source than on the scale that spans it; None if it is one."""
+    """Where a quantized model is not a rounding of its source, with each weight at its nearest code
+    and no group much further from the source than on the scale that spans it; None if it is one.
+    """
     source = _untied(source)
     plain = _untied({name: tensor for name, tensor in stored.items() if ".weight_" not in name})
-    packed = {name.removesuffix("_packed"): t for name, t in stored.items() if name.endswith("_packed")}
+    packed = {
+        name.removesuffix("_packed"): t for name, t in stored.items() if name.endswith("_packed")
+    }
     if difference := sorted((set(plain) | set(packed)) ^ set(source)):
         return f"tensor {difference[0]} is in one only"
     for name, tensor in plain.items():
@@ -130,22 +163,30 @@ def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _badly_rounded(stored: dict[str, Tensor], name: str, packed: Tensor, weight: Tensor) -> str | None:
+def _badly_rounded(
+    stored: dict[str, Tensor], name: str, packed: Tensor, weight: Tensor
+) -> str | None:
     """What is wrong with the rounding of one layer."""
     layer = _layer(stored, name, packed)
     if layer.values.shape != weight.shape:
         return f"{list(layer.values.shape)} against {list(weight.shape)}"
     dtype = stored[name + "_scale"].dtype
     info = torch.finfo(dtype)
-    smallest = 256 * info.smallest_normal * info.eps  # what steps of subnormal scales may be wrong by
+    smallest = (
+        256 * info.smallest_normal * info.eps
+    )  # what steps of subnormal scales may be wrong by
     wanted = weight / layer.step + layer.zero
-    clipped = ((wanted < 0) & (layer.codes == 0)) | ((wanted > layer.top) & (layer.codes == layer.top))
+    clipped = ((wanted < 0) & (layer.codes == 0)) | (
+        (wanted > layer.top) & (layer.codes == layer.top)
+    )
     excess = (layer.values - weight).abs() - (0.5 * layer.step.abs() * (1 + 1e-3) + smallest)
     if not bool(((excess <= 0) | clipped).all()):
         return f"{excess.max().item():.3g} beyond half a step"
     shape = *stored[name + "_scale"].shape, -1
     found = _norms((layer.values - weight).view(shape))
-    spanning = _norms(_spanning_errors(weight.view(shape), layer.top, name + "_zero_point" in stored, dtype))
+    spanning = _norms(
+        _spanning_errors(weight.view(shape), layer.top, name + "_zero_point" in stored, dtype)
+    )
     more = found - spanning * _WEIGHTED - smallest - _UNSEEN
     if not bool((more <= 0).all()):
         return f"the error of a group exceeds {_WEIGHTED:g} times that on the scale that spans it"
@@ -153,9 +194,13 @@ def _badly_rounded(stored: dict[str, Tensor], name: str, packed: Tensor, weight:
 
 
 def _spanning_errors(weight: Tensor, top: int, zeros: bool, dtype: torch.dtype) -> Tensor:
-    """Errors of groups [O, G, S] on the scales, stored in a float type, that spread their largest magnitudes, or with
-    zero points their ranges, over all codes."""
-    low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+    """Errors of groups [O, G, S] on the scales, stored in a float type, that spread their largest
+    magnitudes, or with zero points their ranges, over all codes.
+    """
+    low, high = (
+        weight.amin(-1, keepdim=True).clamp(max=0),
+        weight.amax(-1, keepdim=True).clamp(min=0),
+    )
     span = (high - low) / top if zeros else torch.maximum(high, -low) / (top / 2)
     step = span.to(dtype).float()
     zero = (-low / step).round().clamp(0, top) if zeros else (top + 1) // 2
@@ -169,7 +214,9 @@ def _norms(groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's codes [O, I], from 0 to `top`; the zero point and the step at each of them, and their values."""
+    """One layer's codes [O, I], from 0 to `top`; the zero point and the step at each of them,
+    and their values.
+    """
 
     codes: Tensor
     top: int
@@ -217,10 +264,11 @@ def _load(path: Path, checksums: bool) -> dict[str, Tensor]:
 
 
 def _check_records(path: Path, checksums: bool) -> None:
-    """Hold the headers of the pickle and of all data against the zip's directory, and their bytes against their CRC.
+    """Hold the headers of the pickle and of all data against the zip's directory, and their bytes
+    against their CRC.
 
-    torch itself holds the records' sizes against the pickle. A file whose CRC are all 0 was written with its CRC
-    switched off.
+    torch itself holds the records' sizes against the pickle. A file whose CRC are all 0 was written
+    with its CRC switched off.
     """
     try:
         archive = zipfile.ZipFile(path)
@@ -259,16 +307,23 @@ def _joined(folder: Path, checksums: bool) -> dict[str, Tensor]:
         else:
             whole = torch.cat(parts, 1 if match[2] in _COLUMNS else 0)
         if match[2] in ("attention.wq", "attention.wk"):
-            whole = whole.view(-1, head // 2, 2, whole.shape[1]).transpose(1, 2).reshape(whole.shape)
+            whole = (
+                whole.view(-1, head // 2, 2, whole.shape[1]).transpose(1, 2).reshape(whole.shape)
+            )
         found[f"{'model.' + match[1] if match[1] else ''}{_META[match[2]]}.weight"] = whole
     return found
 
 
 def _of_gguf(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """A Llama in GGUF: floats as they are stored, all else in float32; what has no codes here in the type of most
-    matrices that are floats, but an embedding and a head."""
+    """A Llama in GGUF: floats as they are stored, all else in float32; what has no codes here in
+    the type of most matrices that are floats, but an embedding and a head.
+    """
     readers = [gguf.GGUFReader(path) for path in paths]
-    keys = {name: field.contents() for name, field in readers[0].fields.items() if name.startswith(("llama.", "gen"))}
+    keys = {
+        name: field.contents()
+        for name, field in readers[0].fields.items()
+        if name.startswith(("llama.", "gen"))
+    }
     if keys["general.architecture"] != "llama":
         raise Refused("no Llama")
     heads = {"attn_q": int(keys["llama.attention.head_count"])}
@@ -292,6 +347,12 @@ def _of_gguf(paths: Sequence[Path]) -> dict[str, Tensor]:
             value = value.to(_GGUF_FLOATS.get(kind.name, common))
         if match[2] in heads:
             count = heads[match[2]]
-            value = value.view(count, shape[0] // count // 2, 2, shape[1]).transpose(1, 2).reshape(shape)
-        found[f"{f'model.layers.{match[1]}.' if match[1] else ''}{_GGUF[match[2]]}.weight"] = plain_nans(value)
+            value = (
+                value.view(count, shape[0] // count // 2, 2, shape[1])
+                .transpose(1, 2)
+                .reshape(shape)
+            )
+        found[f"{f'model.layers.{match[1]}.' if match[1] else ''}{_GGUF[match[2]]}.weight"] = (
+            plain_nans(value)
+        )
     return found

@@ -1,4 +1,6 @@
-"""Mutations of pickles: opcodes dropped, doubled and swapped, numbers at their edges, code that must not run."""
+"""Mutations of pickles: opcodes dropped, doubled and swapped, numbers at their edges, code that
+must not run.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,32 @@ _CODE = (
     b"\x80\x02cnumpy\nload\n(S'marker'\ntR.",
 )
 _VALUES = (
-    None, {}, [], 5, "x", {"a": 5}, {"model": {}}, {"model": {"a": None}}, {5: 6}, {"a": {"b": {}}}, [[]], (1, 2),
-    {"model": []}, {"tok_embeddings.weight": "x"}, b"x", 10**40,
-)  # fmt: skip
+    None,
+    {},
+    [],
+    5,
+    "x",
+    {"a": 5},
+    {"model": {}},
+    {"model": {"a": None}},
+    {5: 6},
+    {"a": {"b": {}}},
+    [[]],
+    (1, 2),
+    {"model": []},
+    {"tok_embeddings.weight": "x"},
+    b"x",
+    10**40,
+)
 _SIZES = {"BININT": "<i", "BININT1": "<B", "BININT2": "<H"}
 _EDGES = (0, 1, -1, 2, 255, 65535, 2**31 - 1, -(2**31))
 
 
 def mutate_pickle(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, str]:
     """One mutation of a pickle, and what it was; it need not keep its length."""
-    kind = rng.choice(("bytes", "opcode", "opcode", "opcode", "number", "number", "code", "value", "prefix"))
+    kind = rng.choice(
+        ("bytes", "opcode", "opcode", "opcode", "number", "number", "code", "value", "prefix")
+    )
     if kind == "code":
         code = rng.choice(_CODE)
         return code, f"code {code[:30]!r}"
@@ -58,10 +76,14 @@ def mutate_pickle(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes,
             old = struct.unpack_from(form, data, start + 1)[0]
             new = rng.choice((*_EDGES, old + 1, old - 1, old * 2, old // 2))
             end = start + 1 + struct.calcsize(form)
-            wide = b"\x8a\x08" + struct.pack("<q", rng.choice((2**63 - 1, -(2**63), 2**40)))  # LONG1
+            wide = b"\x8a\x08" + struct.pack(
+                "<q", rng.choice((2**63 - 1, -(2**63), 2**40))
+            )  # LONG1
             if rng.random() < 0.15:
                 return data[:start] + wide + data[end:], f"number {old} at {start} is huge"
-            return data[:start] + b"J" + struct.pack("<i", _within(new)) + data[end:], f"number {old} at {start}: {new}"
+            return data[:start] + b"J" + struct.pack("<i", _within(new)) + data[
+                end:
+            ], f"number {old} at {start}: {new}"
     how = rng.choice(("dropped", "doubled", "swapped", "replaced"))
     piece = data[start:stop]
     if how == "dropped":
@@ -75,7 +97,9 @@ def mutate_pickle(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes,
             return data[:start] + data[stop:], f"opcode {name} at {start} dropped"
         a, b = places[first][1], places[first + 1][1]
         c, d = places[second][1], places[second + 1][1]
-        return data[:a] + data[c:d] + data[b:c] + data[a:b] + data[d:], f"opcodes at {a} and {c} swapped"
+        return data[:a] + data[c:d] + data[b:c] + data[a:b] + data[
+            d:
+        ], f"opcodes at {a} and {c} swapped"
     byte = rng.choice(pickletools.opcodes).code.encode("latin-1")
     return data[:start] + byte + data[start + 1 :], f"opcode {name} at {start} is now {byte!r}"
 

@@ -7,7 +7,9 @@ from random import Random
 
 from fuzzing.jsons import mutate_json
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4096\n"
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4096\n"
+)
 HTML = b"<!DOCTYPE html>\n<html><head><title>404</title></head><body>not found</body></html>\n"
 _EDGES = (0, -1, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 0x7F, 0x80, 0xFFFF)
 
@@ -26,7 +28,19 @@ def mutate_bytes(
     at = rng.randrange(low, high)
     length = min(rng.choice((1, 2, 4, 8, 64, 512, 4096)), len(data) - at)
     kind = rng.choice(
-        ("flip", "flip", "set", "cut", "insert", "delete", "double", "swap", "integer", "integer", "splice")
+        (
+            "flip",
+            "flip",
+            "set",
+            "cut",
+            "insert",
+            "delete",
+            "double",
+            "swap",
+            "integer",
+            "integer",
+            "splice",
+        )
     )
     if kind == "flip":
         changed = bytearray(data)
@@ -45,7 +59,9 @@ def mutate_bytes(
     if kind == "delete":
         return data[:at] + data[at + length :], f"{length} bytes deleted at {at}"
     if kind == "double":
-        return data[:at] + data[at : at + length] * 2 + data[at + length :], f"{length} bytes doubled at {at}"
+        return data[:at] + data[at : at + length] * 2 + data[
+            at + length :
+        ], f"{length} bytes doubled at {at}"
     if kind == "swap":
         to = rng.randrange(low, max(low + 1, high - length))
         first, second = sorted((at, to))
@@ -56,7 +72,9 @@ def mutate_bytes(
             data[first + length : second],
             data[first : first + length],
         )
-        return b"".join(pieces) + data[second + length :], f"{length} bytes at {first} and {second} swapped"
+        return b"".join(pieces) + data[
+            second + length :
+        ], f"{length} bytes at {first} and {second} swapped"
     if kind == "integer":
         return edge_integer(rng, data, at, rng.choice(("<H", "<I", "<Q", ">I")))
     other = rng.choice(others) if others else data[::-1]
@@ -71,12 +89,18 @@ def edge_integer(rng: Random, data: bytes, at: int, form: str) -> tuple[bytes, s
     if len(data) < size:
         return b"\xff" * size, "was too short, now -1"
     old = struct.unpack_from(form, data, at)[0]
-    new = rng.choice((*_EDGES, old + 1, old - 1, old + 64, old - 64, old * 2, old // 2)) % (1 << 8 * size)
-    return data[:at] + struct.pack(form, new) + data[at + size :], f"integer {form} at {at}: {old} to {new}"
+    new = rng.choice((*_EDGES, old + 1, old - 1, old + 64, old - 64, old * 2, old // 2)) % (
+        1 << 8 * size
+    )
+    return data[:at] + struct.pack(form, new) + data[
+        at + size :
+    ], f"integer {form} at {at}: {old} to {new}"
 
 
 def mutate_safetensors(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, str]:
-    """One mutation of a safetensors file: its length field, its header as JSON or as bytes, or its data."""
+    """One mutation of a safetensors file: its length field, its header as JSON or as bytes, or
+    its data.
+    """
     if len(data) < 16:
         return mutate_bytes(rng, data, others)
     length = min(struct.unpack_from("<Q", data)[0], len(data) - 8)

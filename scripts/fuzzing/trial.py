@@ -59,7 +59,9 @@ class Outcome:
 
 
 class Bench:
-    """A working folder of this process, which is made its current folder, with streams that are caught."""
+    """A working folder of this process, which is made its current folder, with streams that are
+    caught.
+    """
 
     def __init__(self, folder: Path, bases: Path) -> None:
         folder.mkdir()
@@ -103,13 +105,19 @@ class Bench:
             findings.append("the source was changed")
         if Path("victim").read_bytes() != _VICTIM or Path("victim").stat().st_mtime_ns != MTIME_NS:
             findings.append("a file outside was changed")
-        allowed = {"src", "victim", *existing} | (set() if trial.job in ("light", "verify") else {"dst", "dst.partial"})
+        allowed = {"src", "victim", *existing} | (
+            set() if trial.job in ("light", "verify") else {"dst", "dst.partial"}
+        )
         if strange := sorted(set(os.listdir()) - allowed):
             findings.append(f"made {', '.join(strange)}: code was run, or a file written outside")
         return Outcome(trial.number, trial.kind, trial.job, codes, refused, findings)
 
-    def _command(self, arguments: list[str], findings: list[str], phase: Callable[[bytes], None]) -> int:
-        """Exit code of a command, whose stderr must be progress, notes and, if it fails, one error."""
+    def _command(
+        self, arguments: list[str], findings: list[str], phase: Callable[[bytes], None]
+    ) -> int:
+        """Exit code of a command, whose stderr must be progress, notes and, if it fails, one
+        error.
+        """
         phase(arguments[0].encode())
         os.ftruncate(self._err, 0)
         os.lseek(self._err, 0, os.SEEK_SET)
@@ -132,13 +140,20 @@ class Bench:
             return code if isinstance(code, int) else 1
         expected = code not in (0, 10, 11)
         if [line.startswith("quantkit: error: ") for line in lines] != [True] * expected:
-            findings.append(f"{arguments[0]} exits {code} with {len(lines)} lines on stderr: {' | '.join(lines[:3])}")
+            findings.append(
+                f"{arguments[0]} exits {code} with {len(lines)} lines on stderr:"
+                f" {' | '.join(lines[:3])}"
+            )
         elif expected and not re.search(r"\b(src|dst)\b", lines[0]):
             findings.append(f"{arguments[0]} exits {code} and names nothing: {lines[0]}")
         return code
 
-    def _open(self, base: str, findings: list[str], phase: Callable[[bytes], None]) -> tuple[int, str | None]:
-        """Open the source, load all of it and tokenize a string; the code of the error, and why the readers refused."""
+    def _open(
+        self, base: str, findings: list[str], phase: Callable[[bytes], None]
+    ) -> tuple[int, str | None]:
+        """Open the source, load all of it and tokenize a string; the code of the error, and why
+        the readers refused.
+        """
         phase(b"open")
         loaded: dict[str, Tensor] = {}
         try:
@@ -153,7 +168,9 @@ class Bench:
         except QuantkitError as error:
             return error.exit_code, None
         except BaseException as error:  # a panic of a Rust library is no Exception
-            findings.append(f"open raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            findings.append(
+                f"open raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
             return 1, None
         phase(ORACLE_PHASE)
         reading, refused = self._reading(base, checksums=False)
@@ -163,13 +180,17 @@ class Bench:
         return 0, refused
 
     def _judge(self, base: str, job: str, findings: list[str]) -> str | None:
-        """Hold what a whole run gave against the reading of its source; why the readers refused that."""
+        """Hold what a whole run gave against the reading of its source; why the readers refused
+        that.
+        """
         reading, refused = self._reading(base, checksums=True)
         if job == "verify":
             sound = self._sound_reading(base)
             problem = refused or oracle.same(reading, sound)
             if problem:
-                findings.append(f"verify passes a folder whose weights are not those written: {problem}")
+                findings.append(
+                    f"verify passes a folder whose weights are not those written: {problem}"
+                )
             return None
         try:
             result = oracle.read(Path("dst"))
@@ -195,11 +216,16 @@ class Bench:
         return refused
 
     def _reading(self, base: str, *, checksums: bool) -> tuple[dict[str, Tensor], str | None]:
-        """The independent reading of the source; of the sound one, where the readers refuse, and why."""
+        """The independent reading of the source; of the sound one, where the readers refuse, and
+        why.
+        """
         try:
             return oracle.read(Path("src"), checksums=checksums), None
         except Exception as error:
-            return self._sound_reading(base), f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            return (
+                self._sound_reading(base),
+                f"{type(error).__name__}: {' '.join(str(error).split())[:150]}",
+            )
 
     def _sound_reading(self, base: str) -> dict[str, Tensor]:
         if base not in self._sound:
@@ -210,7 +236,10 @@ class Bench:
 def _broken(what: str, refused: str | None, problem: str) -> str:
     if refused is None:
         return f"{what} are not the source's: {problem}"
-    return f"{what} are neither those of the sound file nor vouched for by other readers ({refused}): {problem}"
+    return (
+        f"{what} are neither those of the sound file nor vouched for by other readers ({refused}):"
+        f" {problem}"
+    )
 
 
 def _make(trial: Input) -> None:

@@ -1,4 +1,6 @@
-"""Forked workers with a watchdog: one that dies or hangs is a finding, and another takes its place."""
+"""Forked workers with a watchdog: one that dies or hangs is a finding, and another takes its
+place.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Workers:
                     if worker.taken(passed) > self._seconds:
                         waiting.unregister(worker.pipe)
                         os.kill(worker.process, signal.SIGKILL)
-                        yield from self._replace(worker, f"no end after {self._seconds:g} s", waiting)
+                        yield from self._replace(
+                            worker, f"no end after {self._seconds:g} s", waiting
+                        )
 
     def stop(self) -> None:
         """Kill what still runs."""
@@ -85,14 +89,22 @@ class Workers:
         self._running.append(worker)
         waiting.register(worker.pipe, selectors.EVENT_READ, worker)
 
-    def _replace(self, worker: _Worker, problem: str | None, waiting: selectors.BaseSelector) -> Iterator[Outcome]:
-        """Remove a dead worker; if it had inputs left, report the one it died of and start another."""
+    def _replace(
+        self, worker: _Worker, problem: str | None, waiting: selectors.BaseSelector
+    ) -> Iterator[Outcome]:
+        """Remove a dead worker; if it had inputs left, report the one it died of and start
+        another.
+        """
         self._running.remove(worker)
         status = os.waitpid(worker.process, 0)[1]
         os.close(worker.pipe)
         if worker.left:
             if problem is None:
-                how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}"
+                how = (
+                    signal.Signals(os.WTERMSIG(status)).name
+                    if os.WIFSIGNALED(status)
+                    else f"status {status}"
+                )
                 problem = f"the process died of {how}"
             trial = self._inputs.make(worker.left[0])
             finding = f"{problem} while {worker.phase()}"
@@ -129,16 +141,20 @@ class _Worker:
         return [Outcome(**json.loads(line)) for line in lines], bool(piece)
 
     def taken(self, passed: float) -> float:
-        """Seconds that the input under way has taken so far, of which some have passed since the last call.
+        """Seconds that the input under way has taken so far, of which some have passed since the
+        last call.
 
-        Where a thread could run, but other processes of the machine had the processor, only its own time counts.
+        Where a thread could run, but other processes of the machine had the processor, only its own
+        time counts.
         """
         process = Path(f"/proc/{self.process}")
         ticks = sum(map(int, _stat(process)[11:13]))
         own, self._ticks = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK"), ticks
         could_run = False
         for task in process.glob("task/*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            with contextlib.suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # a thread that has ended
                 could_run |= _stat(task)[0] == "R"
         self._taken += min(passed, own) if could_run else passed
         return self._taken
@@ -147,7 +163,9 @@ class _Worker:
         return self._phase[:].rstrip(b"\0").decode()
 
 
-def _work(inputs: Inputs, numbers: range, folder: Path, bases: Path, pipe: int, phase: mmap.mmap) -> None:
+def _work(
+    inputs: Inputs, numbers: range, folder: Path, bases: Path, pipe: int, phase: mmap.mmap
+) -> None:
     """The life of a worker."""
     status = 1
     complaints = os.dup(2)
@@ -165,7 +183,9 @@ def _work(inputs: Inputs, numbers: range, folder: Path, bases: Path, pipe: int, 
 
 
 def prepared(folder: Path, bases: Path) -> Bench:
-    """A bench in a process whose memory is bounded from now on, and which does not outlive its parent."""
+    """A bench in a process whose memory is bounded from now on, and which does not outlive its
+    parent.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_ARENA_MAX, 2)  # the address space of an arena is no memory in use
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -179,7 +199,10 @@ def prepared(folder: Path, bases: Path) -> Bench:
 
 def describe(trial: Input) -> list[str]:
     """What an input is, for people."""
-    return [f"input {trial.number}: base {trial.base}, {trial.job}", *(f"  {what}" for what in trial.mutations)]
+    return [
+        f"input {trial.number}: base {trial.base}, {trial.job}",
+        *(f"  {what}" for what in trial.mutations),
+    ]
 
 
 def _stat(process: Path) -> list[str]:

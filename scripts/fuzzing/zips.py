@@ -1,4 +1,6 @@
-"""Mutations of ``.pth`` and ``.bin`` files of the zip kind: fields of the directory, headers, records."""
+"""Mutations of ``.pth`` and ``.bin`` files of the zip kind: fields of the directory, headers,
+records.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,42 @@ from random import Random
 from fuzzing.pickles import mutate_pickle
 from fuzzing.raw import edge_integer, mutate_bytes
 
-_LOCAL, _CENTRAL, _END, _END64, _LOCATOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_LOCAL, _CENTRAL, _END, _END64, _LOCATOR = (
+    b"PK\x03\x04",
+    b"PK\x01\x02",
+    b"PK\x05\x06",
+    b"PK\x06\x06",
+    b"PK\x06\x07",
+)
 # Offsets and sizes of the integer fields after each signature: APPNOTE 4.3.
 _FIELDS = {
-    _LOCAL: ((4, "<H"), (6, "<H"), (8, "<H"), (14, "<I"), (18, "<I"), (22, "<I"), (26, "<H"), (28, "<H")),
-    _CENTRAL: ((6, "<H"), (8, "<H"), (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I"), (28, "<H"), (30, "<H"),
-               (32, "<H"), (34, "<H"), (42, "<I")),
+    _LOCAL: (
+        (4, "<H"),
+        (6, "<H"),
+        (8, "<H"),
+        (14, "<I"),
+        (18, "<I"),
+        (22, "<I"),
+        (26, "<H"),
+        (28, "<H"),
+    ),
+    _CENTRAL: (
+        (6, "<H"),
+        (8, "<H"),
+        (10, "<H"),
+        (16, "<I"),
+        (20, "<I"),
+        (24, "<I"),
+        (28, "<H"),
+        (30, "<H"),
+        (32, "<H"),
+        (34, "<H"),
+        (42, "<I"),
+    ),
     _END: ((4, "<H"), (6, "<H"), (8, "<H"), (10, "<H"), (12, "<I"), (16, "<I"), (20, "<H")),
     _END64: ((4, "<Q"), (16, "<I"), (24, "<Q"), (32, "<Q"), (40, "<Q"), (48, "<Q")),
     _LOCATOR: ((4, "<I"), (8, "<Q"), (16, "<I")),
-}  # fmt: skip
+}
 Records = list[tuple[str, bytes, int]]
 """Name, content and compression of each record."""
 
@@ -28,7 +56,18 @@ Records = list[tuple[str, bytes, int]]
 def mutate_zip(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, str]:
     """One mutation of a zip, and what it was."""
     kind = rng.choice(
-        ("field", "field", "field", "records", "records", "pickle", "pickle", "in place", "bytes", "data")
+        (
+            "field",
+            "field",
+            "field",
+            "records",
+            "records",
+            "pickle",
+            "pickle",
+            "in place",
+            "bytes",
+            "data",
+        )
     )
     if kind == "field" and (places := _signatures(data)):
         signature, at = rng.choice(places)
@@ -60,8 +99,21 @@ def mutate_zip(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, st
 def _mutated(rng: Random, records: Records, others: list[bytes]) -> tuple[Records, str]:
     index = rng.randrange(len(records))
     name, content, compression = records[index]
-    kind = rng.choice(("drop", "swap", "short", "short", "long", "deflate", "rename", "double", "other", "all short",
-                       "names swapped"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "drop",
+            "swap",
+            "short",
+            "short",
+            "long",
+            "deflate",
+            "rename",
+            "double",
+            "other",
+            "all short",
+            "names swapped",
+        )
+    )
     other = rng.randrange(len(records))
     if kind == "drop":
         del records[index]
@@ -76,7 +128,11 @@ def _mutated(rng: Random, records: Records, others: list[bytes]) -> tuple[Record
     elif kind == "long":
         records[index] = (name, content + bytes(rng.choice((1, 2, 64))), compression)
     elif kind == "deflate":
-        records[index] = (name, content, rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+        records[index] = (
+            name,
+            content,
+            rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)),
+        )
     elif kind == "rename":
         records[index] = (
             rng.choice((name + "x", "../victim", "", name.replace("data/", "data"), "x/" + name)),
@@ -109,13 +165,18 @@ def _records(data: bytes) -> Records:
     """The records of a zip; none where it is no longer one."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return [(info.filename, archive.read(info), info.compress_type) for info in archive.infolist()]
+            return [
+                (info.filename, archive.read(info), info.compress_type)
+                for info in archive.infolist()
+            ]
     except Exception:  # zipfile raises many kinds; what it cannot read is mutated as bytes
         return []
 
 
 def _zip(records: Records, *, checksums: bool) -> bytes:
-    """A zip of records; with checksums, or with 0 in their place, as torch writes with its CRC switched off."""
+    """A zip of records; with checksums, or with 0 in their place, as torch writes with its CRC
+    switched off.
+    """
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # doubled names

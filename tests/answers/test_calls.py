@@ -1,4 +1,6 @@
-"""Calls of tools and reasoning in texts: the same pieces in whatever parts the text comes, and no text lost."""
+"""Calls of tools and reasoning in texts: the same pieces in whatever parts the text comes, and
+no text lost.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,58 @@ F, G = ("f", '{"a": 1}'), ("g", "{}")
 
 HERMES: list[tuple[str, str, Calls]] = [
     ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
-    ('<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}', "", [F, G]),
-    ('Let me see.\n\n<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>\n', "Let me see.", [F]),
+    (
+        '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}',
+        "",
+        [F, G],
+    ),
+    (
+        'Let me see.\n\n<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>\n',
+        "Let me see.",
+        [F],
+    ),
     ('<tool_call>{"name":"g","arguments":{}}</tool_call>\n and so', "and so", [G]),
     (
-        '<tool_call>{"name":"f","arguments":{"a":"</tool_call>{\\"}"}}</tool_call>', "",
+        '<tool_call>{"name":"f","arguments":{"a":"</tool_call>{\\"}"}}</tool_call>',
+        "",
         [("f", '{"a": "</tool_call>{\\"}"}')],
     ),
     ('<tool_call>{"name":"f","arguments":{"ä":"日"}}</tool_call>', "", [("f", '{"ä": "日"}')]),
-    ('<tool_call>no</tool_call> <tool_call>{"name":"g","arguments":{}}</tool_call>', "<tool_call>no</tool_call>", [G]),
-]  # fmt: skip
+    (
+        '<tool_call>no</tool_call> <tool_call>{"name":"g","arguments":{}}</tool_call>',
+        "<tool_call>no</tool_call>",
+        [G],
+    ),
+]
 LLAMA: list[tuple[str, str, Calls]] = [
     ('{"name": "f", "parameters": {"a": 1}}', "", [F]),
-    ('\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}', "", [F, G]),
+    (
+        '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}',
+        "",
+        [F, G],
+    ),
     ('I look.\n<|python_tag|>{"name": "g", "parameters": {}}', "I look.", [G]),
 ]
 MISTRAL: list[tuple[str, str, Calls]] = [
-    ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "x"}]', "", [F, G]),
+    (
+        (
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {},'
+            ' "id": "x"}]'
+        ),
+        "",
+        [F, G],
+    ),
     ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}', "", [F, G]),
     ('Well. [TOOL_CALLS]f{"a": 1}', "Well.", [F]),
 ]
 CASES = [
     (name, *case)
-    for name, cases in (("hermes", HERMES), ("llama3", LLAMA), ("mistral", MISTRAL), ("mistral_args", MISTRAL))
+    for name, cases in (
+        ("hermes", HERMES),
+        ("llama3", LLAMA),
+        ("mistral", MISTRAL),
+        ("mistral_args", MISTRAL),
+    )
     for case in cases
 ]
 
@@ -55,18 +86,35 @@ NO_CALLS = {
         '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>',
         '<tool_call>{name: "f"}</tool_call>',
         '<tool_call>{"name":"f","arguments":{"a":' + "[" * 5000 + "]" * 5000 + "}}</tool_call>",
-        "<tool_call>", " <tool", "{}", " \n", "",
+        "<tool_call>",
+        " <tool",
+        "{}",
+        " \n",
+        "",
     ],
     "llama3": [
-        '{"name": "x", "parameters": {}}', '{"a": 1} and {"b": 2}', 'So {"name": "f", "parameters": {}}', "{}", "{",
-        "<|python_tag|>import math", '{"name": "f", "parameters": {}', '{"name": "f", "parameters": "{}"}', "  no\n",
+        '{"name": "x", "parameters": {}}',
+        '{"a": 1} and {"b": 2}',
+        'So {"name": "f", "parameters": {}}',
+        "{}",
+        "{",
+        "<|python_tag|>import math",
+        '{"name": "f", "parameters": {}',
+        '{"name": "f", "parameters": "{}"}',
+        "  no\n",
     ],
     "mistral": [
         '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "x", "arguments": {}}]',
-        '[TOOL_CALLS] [{"name": "f"}]', "[TOOL_CALLS] []", "[TOOL_CALLS]x[ARGS]{}", "[TOOL_CALLS]f x\n{}",
-        "[TOOL_CALLS]f\n[ARGS]{}", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]", "[TOOL",
+        '[TOOL_CALLS] [{"name": "f"}]',
+        "[TOOL_CALLS] []",
+        "[TOOL_CALLS]x[ARGS]{}",
+        "[TOOL_CALLS]f x\n{}",
+        "[TOOL_CALLS]f\n[ARGS]{}",
+        "[TOOL_CALLS]f[ARGS]",
+        "[TOOL_CALLS]",
+        "[TOOL",
     ],
-}  # fmt: skip
+}
 
 
 def read(parser: Parser, parts: Iterable[str]) -> tuple[str, str, Calls]:
@@ -91,7 +139,9 @@ def test_calls_are_found(name: str, text: str, content: str, calls: Calls) -> No
         assert read(CallParser(SYNTAXES[name](), ["f", "g"]), parts) == (content, "", calls)
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in NO_CALLS.items() for text in texts])
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in NO_CALLS.items() for text in texts]
+)
 def test_what_is_no_call_stays_content(name: str, text: str) -> None:
     for parts in parts_of(text):
         assert read(CallParser(SYNTAXES[name](), ["f", "g"]), parts) == (text, "", [])
@@ -99,12 +149,16 @@ def test_what_is_no_call_stays_content(name: str, text: str) -> None:
 
 def test_further_calls_are_dropped_where_one_is_wanted() -> None:
     for name, text, content, calls in CASES:
-        assert read(CallParser(SYNTAXES[name](), ["f", "g"], parallel=False), [text]) == (content, "", calls[:1])
+        assert read(CallParser(SYNTAXES[name](), ["f", "g"], parallel=False), [text]) == (
+            content,
+            "",
+            calls[:1],
+        )
 
 
 def test_long_arguments_take_linear_time() -> None:
     text = '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 300_000 + '"}}</tool_call>'
-    (_, _, [(_, found)]) = read(
+    _, _, [(_, found)] = read(
         CallParser(SYNTAXES["hermes"](), ["f"]), [text[i : i + 3] for i in range(0, len(text), 3)]
     )
     assert len(found) == 300_000 + len('{"a": ""}')
@@ -134,7 +188,12 @@ def test_calls_follow_reasoning_and_tokens_of_it_are_counted() -> None:
     text = '<think>a <tool_call></think>\n<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>'
     for parts in parts_of(text):
         assert read(form.parser(), parts) == ("", "a <tool_call>", [F])
-    assert [form.reasoning_tokens(one) for one in ([7, 1, 2, 8, 3], [1, 2], [7, 1], [])] == [4, 0, 2, 0]
+    assert [form.reasoning_tokens(one) for one in ([7, 1, 2, 8, 3], [1, 2], [7, 1], [])] == [
+        4,
+        0,
+        2,
+        0,
+    ]
     opened = AnswerForm(reasoning=Reasoning(7, 8, opened=True))
     assert [opened.reasoning_tokens(one) for one in ([1, 8, 3], [1, 2])] == [2, 2]
 

@@ -23,31 +23,59 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32, "rope_theta": 500000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500000.0,
     },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
     "yarn-options": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
-        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
     },
-}  # fmt: skip
+}
 _GLM = {"head_dim": 16, "pad_token_id": 0}
 _SCALED_QUERIES = {
-    "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 12, "llama_4_scaling_beta": 0.5,
-}  # fmt: skip
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 12,
+    "llama_4_scaling_beta": 0.5,
+}
 _MINISTRAL = {
-    "head_dim": 16, "pad_token_id": 0,
-    "rope_parameters": {**ROPES["yarn"], **_SCALED_QUERIES, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
-}  # fmt: skip
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        **ROPES["yarn"],
+        **_SCALED_QUERIES,
+        "rope_type": "yarn",
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 _PHI = {"pad_token_id": 0}
 _LONGROPE = {
-    "max_position_embeddings": 64, "original_max_position_embeddings": 26,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 26,
     "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.7],
         "long_factor": [1.5, 2.9, 4.5, 7.3],
     },
-}  # fmt: skip
+}
 _GEMMA = {"head_dim": 16, "pad_token_id": 0}
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 _MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -58,14 +86,23 @@ _GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 8}),
-    "llama-odd-groups": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
+    "llama-odd-groups": (
+        "llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+    ),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 16}),
-    "glm-whole": ("glm", {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True}),
+    "glm-whole": (
+        "glm",
+        {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True},
+    ),
     "glm-bare": ("glm", {**_GLM, "attention_bias": False}),
     "glm": ("glm", _GLM),
-    "glm4-whole": ("glm4", {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True}),
+    "glm4-whole": (
+        "glm4",
+        {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True},
+    ),
     "glm4-bare": ("glm4", {**_GLM, "attention_bias": False}),
     "glm4": ("glm4", _GLM),
     "granite": ("granite", {}),
@@ -88,18 +125,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
-    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    ),
     "phi3": ("phi3", _PHI),
     "phi3-window": ("phi3", {**_PHI, "sliding_window": 7, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {**_PHI, "partial_rotary_factor": 0.5}),
     "phi3-longrope": ("phi3", {**_PHI, **_LONGROPE}),
     "phi3-longrope-partial-window": (
         "phi3",
-        {**_PHI, **_LONGROPE, "partial_rotary_factor": 0.5, "hidden_size": 128, "sliding_window": 7},
+        {
+            **_PHI,
+            **_LONGROPE,
+            "partial_rotary_factor": 0.5,
+            "hidden_size": 128,
+            "sliding_window": 7,
+        },
     ),
     "gemma": ("gemma", _GEMMA),
     "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
@@ -167,15 +216,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
-    "qwen2-moe-normalized": ("qwen2_moe", {**_QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False}),
-    "qwen2-moe-dense-layer": ("qwen2_moe", {**_QWEN2_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen2-moe-normalized": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2-moe-dense-layer": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
     "qwen2-moe-step-window": (
         "qwen2_moe",
         {**_QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
     ),
     "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
-    "qwen3-moe-normalized": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
-    "qwen3-moe-dense-layer": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3-moe-normalized": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3-moe-dense-layer": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
     "qwen3-moe-step-window": (
         "qwen3_moe",
         {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
@@ -184,7 +245,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe-bias": ("olmoe", {**_OLMOE, "attention_bias": True, "tie_word_embeddings": True}),
     "olmoe-clip": (
         "olmoe",
-        {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2, "attention_bias": True},
+        {
+            **_OLMOE,
+            "clip_qkv": 0.5,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+        },
     ),
     "gpt-oss": ("gpt_oss", _GPT_OSS),
     "gpt-oss-square": ("gpt_oss", {**_GPT_OSS, "intermediate_size": 64, "attention_bias": False}),
@@ -197,7 +264,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**ROPES["yarn"], "truncate": False},
         },
     ),
-    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
+    "gpt-oss-limits": (
+        "gpt_oss",
+        {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2},
+    ),
 }
 
 
@@ -207,7 +277,9 @@ DENSE = [case for case in FULLEST if not {"num_experts", "num_local_experts"} & 
 
 
 def _endless(folder: Path) -> Decoder:
-    """The model in a folder, with no end tokens; some families have some where a config says none."""
+    """The model in a folder, with no end tokens; some families have some where a config says
+    none.
+    """
     model = load_model(folder, dtype=torch.float32)
     model.config = replace(model.config, eos_token_ids=())
     return model
@@ -237,7 +309,9 @@ def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_pa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
+def test_greedy_generation_through_the_cache_equals_that_of_transformers(
+    case: str, tmp_path: Path
+) -> None:
     kind, changes = CASES[case]
     model = oracle.make(kind, **changes)
     ours = _endless(oracle.save(model, tmp_path / "model"))
@@ -247,7 +321,9 @@ def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: s
 
 
 @pytest.mark.parametrize("case", FULLEST)
-def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(
+    case: str, tmp_path: Path
+) -> None:
     kind, changes = CASES[case]
     model = oracle.make(kind, **changes)
     ours = _endless(oracle.save(model, tmp_path / "model"))
@@ -265,7 +341,9 @@ def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3"])
-def test_multiplied_embeddings_are_rounded_as_by_transformers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_multiplied_embeddings_are_rounded_as_by_transformers(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **changes).to(dtype), tmp_path / "model")
     tokens = oracle.random_tokens(20)
@@ -280,10 +358,16 @@ def test_hidden_states_beyond_float16_end_in_one_line(tmp_path: Path) -> None:
         for layer in large.model.layers:
             layer.post_attention_layernorm.weight.fill_(3e4)
     folder = oracle.save(large.half(), tmp_path / "model")
-    assert not oracle.logits(oracle.load(folder, torch.float16), oracle.random_tokens(5)).isfinite().any()
+    assert (
+        not oracle.logits(oracle.load(folder, torch.float16), oracle.random_tokens(5))
+        .isfinite()
+        .any()
+    )
     with pytest.raises(NonFiniteError, match=r"too large for float16: .*bf16"):
         next(quantkit.generate(load_model(folder), [3, 4], max_new_tokens=2))
-    assert next(quantkit.generate(load_model(folder, dtype=torch.bfloat16), [3, 4], max_new_tokens=2))
+    assert next(
+        quantkit.generate(load_model(folder, dtype=torch.bfloat16), [3, 4], max_new_tokens=2)
+    )
 
 
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
@@ -314,9 +398,13 @@ def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> Non
         step = torch.compile(model, fullgraph=True, backend="eager")
         tokens = oracle.random_tokens(9)
         with torch.inference_mode():
-            for part, positions in ((tokens[:, :8], torch.arange(8)), (tokens[:, 8:], torch.tensor([8]))):
+            for part, positions in (
+                (tokens[:, :8], torch.arange(8)),
+                (tokens[:, 8:], torch.tensor([8])),
+            ):
                 found, expected = step(part, positions, cache), model(part, positions, eager_cache)
-                # Over a longer cache torch rounds attention otherwise, which kernels that round their inputs enlarge.
+                # Over a longer cache torch rounds attention otherwise, which kernels that round
+                # their inputs enlarge.
                 bound = {"rtol": 0.0, "atol": 1e-3} if path.name == "int4" else {}
                 torch.testing.assert_close(found, expected, **bound)
     torch.compiler.reset()

@@ -20,16 +20,26 @@ from quantkit.errors import CheckpointError, UnsupportedError
 _GEMMA = {"head_dim": 16, "pad_token_id": 0}
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
     "long_factor": [1.5, 2.9, 4.5, 7.3],
-}  # fmt: skip
+}
 _SCALED_QUERIES = {
-    "rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3,
-}  # fmt: skip
+    "rope_type": "default",
+    "rope_theta": 1e6,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
 _MINISTRAL = {
-    **_SCALED_QUERIES, "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    **_SCALED_QUERIES,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
     "mscale_all_dim": 1.0,
-}  # fmt: skip
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": None}),
@@ -39,25 +49,41 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
     "glm": ("glm", {"head_dim": 16}),
     "glm-whole": (
-        "glm", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+        "glm",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
+        },
     ),
     "glm-quarter": (
         "glm",
         {
-            "head_dim": 16, "tie_word_embeddings": True,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
             "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
         },
     ),
     "glm4": ("glm4", {"head_dim": 16}),
     "glm4-whole": (
-        "glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+        "glm4",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
+        },
     ),
     "granite": ("granite", {}),
     "granite-multipliers": (
         "granite",
         {
-            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
-            "logits_scaling": 7.3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 7.3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": _MINISTRAL}),
@@ -67,54 +93,96 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": None}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen2-idle-window": ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2-idle-window": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "smollm3-interval": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
-    "smollm3-window": ("smollm3", {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 5},
+    ),
     "smollm3-no-theta": ("smollm3", {"rope_parameters": {"rope_type": "default"}}),
     "smollm3-types": (
-        "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
+        "smollm3",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 5,
+        },
     ),
     "phi3": ("phi3", {}),
     "phi3-mha": ("phi3", {"num_key_value_heads": None, "sliding_window": 2047}),
     "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
-    "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3-longrope": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "phi3-longrope-factors": (
         "phi3",
         {
-            "rope_parameters": {**_LONGROPE, "factor": 3.0, "attention_factor": 1.2, "partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": 16, "hidden_size": 128,
+            "rope_parameters": {
+                **_LONGROPE,
+                "factor": 3.0,
+                "attention_factor": 1.2,
+                "partial_rotary_factor": 0.5,
+            },
+            "original_max_position_embeddings": 16,
+            "hidden_size": 128,
         },
     ),
     "gemma": ("gemma", {**_GEMMA}),
-    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}),
+    "gemma-bias": (
+        "gemma",
+        {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"},
+    ),
     "gemma2": ("gemma2", {**_GEMMA}),
     "gemma2-bare": (
         "gemma2",
         {
-            **_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "attn_logit_softcapping": None,
-            "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False,
+            **_GEMMA,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
         },
     ),
-    "gemma2-types": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0}),
+    "gemma2-types": (
+        "gemma2",
+        {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0},
+    ),
     "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 8}),
     "gemma3-windows": (
         "gemma3_text",
         {
-            **_GEMMA, "layer_types": ["sliding_attention"] * 3, "sliding_window": 5,
+            **_GEMMA,
+            "layer_types": ["sliding_attention"] * 3,
+            "sliding_window": 5,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             },
         },
     ),
-    "gemma3-whole": ("gemma3_text", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True}),
+    "gemma3-whole": (
+        "gemma3_text",
+        {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True},
+    ),
     "gemma3-ropes": (
         "gemma3_text",
         {
-            **_GEMMA, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 5,
-            "query_pre_attn_scalar": 9, "final_logit_softcapping": 7.0, "tie_word_embeddings": False,
+            **_GEMMA,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2],
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 9,
+            "final_logit_softcapping": 7.0,
+            "tie_word_embeddings": False,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -123,16 +191,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-mha": ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True}),
-    "olmo2-rope": ("olmo2", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "olmo2-rope": (
+        "olmo2",
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
     "olmo3": ("olmo3", {"num_hidden_layers": 9}),
     "olmo3-ropes": (
         "olmo3",
         {
-            "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 8,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e5,
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 1e5,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
             },
@@ -143,25 +220,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-layers": (
         "qwen3",
         {
-            "use_sliding_window": True, "sliding_window": 5,
+            "use_sliding_window": True,
+            "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-}  # fmt: skip
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn-options": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0,
-        "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "attention_factor": 1.1, "truncate": False,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+        "attention_factor": 1.1,
+        "truncate": False,
     },
-}  # fmt: skip
+}
 
 
 def _transformers_config(kind: str, **changes: Any) -> Any:
@@ -172,7 +260,9 @@ def _transformers_config(kind: str, **changes: Any) -> Any:
 
 def _keys(kind: str, **changes: Any) -> dict[str, Any]:
     """The config.json that transformers writes."""
-    raw: dict[str, Any] = json.loads(_transformers_config(kind, **changes).to_json_string(use_diff=False))
+    raw: dict[str, Any] = json.loads(
+        _transformers_config(kind, **changes).to_json_string(use_diff=False)
+    )
     return raw
 
 
@@ -194,22 +284,31 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.max_context == theirs.max_position_embeddings
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     ropes = theirs.rope_parameters
-    for rope, kind in ((ours.rope, "full_attention"), (ours.window_rope or ours.rope, "sliding_attention")):
+    for rope, kind in (
+        (ours.rope, "full_attention"),
+        (ours.window_rope or ours.rope, "sliding_attention"),
+    ):
         if kind not in ropes or kind in theirs.layer_types:
             assert rope.theta == ropes.get(kind, ropes)["rope_theta"]
             assert rope.type == ropes.get(kind, ropes)["rope_type"]
             partial = ropes.get(kind, ropes).get("partial_rotary_factor", 1)
             assert (rope.rotary_dim or ours.head_dim) == ours.head_dim * partial
             assert rope.query_scaling_beta == ropes.get(kind, ropes).get("llama_4_scaling_beta")
-    assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(theirs)
+    assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(
+        theirs
+    )
     scale = ours.head_dim**-0.5 if ours.attention_scale is None else ours.attention_scale
     assert scale == getattr(
-        theirs, "attention_multiplier", getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+        theirs,
+        "attention_multiplier",
+        getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5,
     )
     root = theirs.hidden_size**0.5 if theirs.model_type.startswith("gemma") else 1
     assert ours.embedding_multiplier == getattr(theirs, "embedding_multiplier", root)
@@ -217,19 +316,29 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     assert ours.logit_multiplier == 1 / getattr(theirs, "logits_scaling", 1)
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
-    assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
-    assert ours.output_bias == (getattr(theirs, "attention_bias", False) and theirs.model_type[:3] != "glm")
+    assert ours.qkv_bias == (
+        theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False)
+    )
+    assert ours.output_bias == (
+        getattr(theirs, "attention_bias", False) and theirs.model_type[:3] != "glm"
+    )
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.bos_token_id == theirs.bos_token_id
     ends = theirs.eos_token_id
-    assert ours.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))
+    assert ours.eos_token_ids == (
+        () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    )
     assert list(ours.windows) == _windows(theirs)
-    rotary = getattr(theirs, "no_rope_layers", [1] * theirs.num_hidden_layers)  # whose name says the opposite
+    rotary = getattr(
+        theirs, "no_rope_layers", [1] * theirs.num_hidden_layers
+    )  # whose name says the opposite
     assert [layer.rotary for layer in ours.layers] == [bool(rotated) for rotated in rotary]
 
 
 def _activation(theirs: Any) -> str:
-    name: str = getattr(theirs, "hidden_activation", theirs.hidden_act if hasattr(theirs, "hidden_act") else "")
+    name: str = getattr(
+        theirs, "hidden_activation", theirs.hidden_act if hasattr(theirs, "hidden_act") else ""
+    )
     return name
 
 
@@ -256,7 +365,9 @@ def test_what_is_written_is_read_back_the_same(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp_path: Path) -> None:
+def test_transformers_reads_our_config_as_the_one_it_came_from(
+    variant: str, tmp_path: Path
+) -> None:
     kind, changes = VARIANTS[variant]
     original = _transformers_config(kind, **changes)
     config = config_from_hf(_keys(kind, **changes), "config.json")
@@ -264,9 +375,19 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     _require_same_meaning(config, theirs)
     theirs.rope_parameters.pop("type", None)  # what older readers of some families ask for
     for one in (theirs, original):  # of kinds of layers that there are none of, nothing is kept
-        unused = {"full_attention", "sliding_attention"} - set(getattr(one, "layer_types", None) or [])
-        one.rope_parameters = {kind: reported for kind, reported in one.rope_parameters.items() if kind not in unused}
-    for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
+        unused = {"full_attention", "sliding_attention"} - set(
+            getattr(one, "layer_types", None) or []
+        )
+        one.rope_parameters = {
+            kind: reported for kind, reported in one.rope_parameters.items() if kind not in unused
+        }
+    for key in (
+        "rope_parameters",
+        "layer_types",
+        "attention_bias",
+        "mlp_bias",
+        "query_pre_attn_scalar",
+    ):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
     assert type(theirs) is type(original)
@@ -282,7 +403,9 @@ def test_null_for_the_part_of_a_head_that_turns_is_all_of_it(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3"])
 def test_a_model_without_windows_is_written_with_one_that_readers_look_for(kind: str) -> None:
-    raw = _keys(kind, pad_token_id=0, head_dim=16, layer_types=["full_attention"] * 3, sliding_window=9)
+    raw = _keys(
+        kind, pad_token_id=0, head_dim=16, layer_types=["full_attention"] * 3, sliding_window=9
+    )
     assert config_to_hf(config_from_hf(raw, "config.json"))["sliding_window"] > 0
 
 
@@ -299,7 +422,9 @@ def test_rope_settings_go_to_transformers_and_back(kind: str, rope: str, tmp_pat
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("spelling", ["type", "rope_type"])
-def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, tmp_path: Path) -> None:
+def test_older_rope_keys_mean_the_same_as_newer_ones(
+    rope: str, spelling: str, tmp_path: Path
+) -> None:
     newer = _keys("llama", rope_parameters={**ROPES[rope], "rope_theta": 500000.0})
     older = {key: value for key, value in newer.items() if key != "rope_parameters"}
     scaling = {spelling if key == "rope_type" else key: value for key, value in ROPES[rope].items()}
@@ -313,14 +438,22 @@ def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, t
     "older",
     [
         {"rope_theta": 5e5, "rope_local_base_freq": 700.0, "sliding_window_pattern": 3},
-        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 2,
+        },
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 700.0},
         {},
     ],
 )
-def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[str, Any], tmp_path: Path) -> None:
+def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(
+    older: dict[str, Any], tmp_path: Path
+) -> None:
     keys = _keys("gemma3_text", **_GEMMA, num_hidden_layers=6)
-    raw = {key: value for key, value in keys.items() if key not in ("rope_parameters", "layer_types")} | older
+    raw = {
+        key: value for key, value in keys.items() if key not in ("rope_parameters", "layer_types")
+    } | older
     config = config_from_hf(raw, "config.json")
     _require_same_meaning(config, _read_back(raw, tmp_path / "model"))
     written = config_to_hf(config)
@@ -330,7 +463,11 @@ def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[st
 
 @pytest.mark.parametrize("scaling", [None, "yarn", "linear"])
 def test_olmo3s_older_scaling_is_for_whole_layers_only(scaling: str | None, tmp_path: Path) -> None:
-    raw = {key: value for key, value in _keys("olmo3", num_hidden_layers=4).items() if key != "rope_parameters"}
+    raw = {
+        key: value
+        for key, value in _keys("olmo3", num_hidden_layers=4).items()
+        if key != "rope_parameters"
+    }
     raw |= {"rope_theta": 500000, "rope_scaling": scaling and dict(ROPES[scaling])}
     config = config_from_hf(raw, "config.json")
     assert (config.rope.type, config.window_rope and config.window_rope.type) == (
@@ -349,7 +486,9 @@ def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_the_original_context_is_the_whole_one_where_it_is_not_said(kind: str, tmp_path: Path) -> None:
+def test_the_original_context_is_the_whole_one_where_it_is_not_said(
+    kind: str, tmp_path: Path
+) -> None:
     scaling = {k: v for k, v in ROPES[kind].items() if k != "original_max_position_embeddings"}
     raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
     theirs = _read_back(raw, tmp_path / "model")
@@ -368,11 +507,25 @@ OPTIONAL = [
     *(("glm", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
     *(("glm4", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
     *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
-    *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
-    *(("ministral3", key) for key in ("head_dim", "rope_parameters", "sliding_window", "tie_word_embeddings")),
+    *(
+        ("granite", key)
+        for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")
+    ),
+    *(
+        ("ministral3", key)
+        for key in ("head_dim", "rope_parameters", "sliding_window", "tie_word_embeddings")
+    ),
     ("mistral", "head_dim"),
     ("mistral", "sliding_window"),
-    *(("phi3", key) for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", "sliding_window")),
+    *(
+        ("phi3", key)
+        for key in (
+            "num_key_value_heads",
+            "rope_parameters",
+            "tie_word_embeddings",
+            "sliding_window",
+        )
+    ),
     ("qwen2", "layer_types"),
     ("qwen2", "use_sliding_window"),
     ("qwen2", "sliding_window"),
@@ -403,12 +556,18 @@ OPTIONAL = [
     ("gemma3_text", "query_pre_attn_scalar"),
     ("gemma3_text", "final_logit_softcapping"),
     ("gemma3_text", "rope_parameters"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "key"), OPTIONAL)
-def test_an_absent_key_means_what_transformers_takes_it_for(kind: str, key: str, tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1} if kind[:4] == "qwen" else {}
+def test_an_absent_key_means_what_transformers_takes_it_for(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    window = (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        if kind[:4] == "qwen"
+        else {}
+    )
     raw = _keys(kind, num_key_value_heads=8, **window)
     if key in ("use_sliding_window", "sliding_window", "max_window_layers"):
         raw.pop("layer_types", None)
@@ -419,10 +578,16 @@ def test_an_absent_key_means_what_transformers_takes_it_for(kind: str, key: str,
 @pytest.mark.parametrize(
     "key",
     [
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "rms_norm_eps", "max_position_embeddings",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("value", ["absent", None])
 def test_a_missing_key_is_named_with_its_file(key: str, value: str | None) -> None:
     raw = _keys("llama")
@@ -434,7 +599,9 @@ def test_a_missing_key_is_named_with_its_file(key: str, value: str | None) -> No
         config_from_hf(raw, "somewhere/config.json")
 
 
-@pytest.mark.parametrize(("kind", "key"), [("mistral", "num_key_value_heads"), ("qwen3", "head_dim")])
+@pytest.mark.parametrize(
+    ("kind", "key"), [("mistral", "num_key_value_heads"), ("qwen3", "head_dim")]
+)
 def test_a_key_whose_default_differs_by_family_must_be_there(kind: str, key: str) -> None:
     raw = _keys(kind)
     del raw[key]
@@ -444,29 +611,64 @@ def test_a_key_whose_default_differs_by_family_must_be_there(kind: str, key: str
 
 @pytest.mark.parametrize(
     ("rope", "key"),
-    [("linear", "factor"), ("dynamic", "factor"), ("yarn", "factor"), ("llama3", "factor"),
-     ("llama3", "low_freq_factor"), ("llama3", "high_freq_factor")],
-)  # fmt: skip
+    [
+        ("linear", "factor"),
+        ("dynamic", "factor"),
+        ("yarn", "factor"),
+        ("llama3", "factor"),
+        ("llama3", "low_freq_factor"),
+        ("llama3", "high_freq_factor"),
+    ],
+)
 def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
     scaling = {k: v for k, v in ROPES[rope].items() if k != key}
     raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
-    with pytest.raises(CheckpointError, match=rf"^x/config\.json: rope scaling lacks the key '{key}'"):
+    with pytest.raises(
+        CheckpointError, match=rf"^x/config\.json: rope scaling lacks the key '{key}'"
+    ):
         config_from_hf(raw, "x/config.json")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}}, "unknown setting .*twist"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1.0}}, "unknown setting .*beta_fast"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 1.0}}, "rope type .*proportional"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope type .*mrope"),
-        ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "unknown setting .*mrope_section"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown setting .*full_attention"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}},
+            "unknown setting .*twist",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1.0}},
+            "unknown setting .*beta_fast",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "factor": 1.0}},
+            "rope type .*proportional",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "mrope", "factor": 2.0}},
+            "rope type .*mrope",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}},
+            "unknown setting .*mrope_section",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "unknown setting .*full_attention",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
-        ({"model_type": "mistral3"}, "architecture .*found mistral3,"),  # Ministral 3 with its vision tower
-        ({"model_type": "gemma3"}, "architecture .*found gemma3,"),  # which sees pictures; its text part alone is read
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial rotary",
+        ),
+        (
+            {"model_type": "mistral3"},
+            "architecture .*found mistral3,",
+        ),  # Ministral 3 with its vision tower
+        (
+            {"model_type": "gemma3"},
+            "architecture .*found gemma3,",
+        ),  # which sees pictures; its text part alone is read
         ({"hidden_act": "gelu"}, "activation .*gelu"),
         ({"dtype": "float64"}, "dtype .*float64"),
     ],
@@ -479,12 +681,32 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("kind", "changes", "error", "message"),
     [
-        ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "bidirectional attention"),
+        (
+            "gemma",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "bidirectional attention",
+        ),
         ("gemma", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
         ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation .*found silu"),
-        ("gemma2", {"use_bidirectional_attention": True}, UnsupportedError, "bidirectional attention"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedError, "bidirectional attention"),
-        ("gemma3_text", {"sliding_window_pattern": 0}, CheckpointError, "'sliding_window_pattern' is out of range"),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "bidirectional attention",
+        ),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "bidirectional attention",
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 0},
+            CheckpointError,
+            "'sliding_window_pattern' is out of range",
+        ),
         (
             "gemma3_text",
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
@@ -508,8 +730,18 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
             "readers differ on the rotary base",
         ),
         ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window none"),
-        ("gemma2", {"attn_logit_softcapping": 0}, CheckpointError, "'attn_logit_softcapping' is out of range"),
-        ("gemma2", {"query_pre_attn_scalar": 0.5}, CheckpointError, "wrong type for 'query_pre_attn_scalar'"),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 0},
+            CheckpointError,
+            "'attn_logit_softcapping' is out of range",
+        ),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 0.5},
+            CheckpointError,
+            "wrong type for 'query_pre_attn_scalar'",
+        ),
     ],
 )
 def test_a_setting_of_a_family_that_is_not_computed_is_refused(
@@ -531,7 +763,10 @@ def test_a_setting_of_a_family_that_is_not_computed_is_refused(
 )
 @pytest.mark.parametrize("value", ["many", [8.0]])
 def test_a_rope_setting_that_is_no_number_is_refused(key: str, value: Any) -> None:
-    raw = {**_keys("llama"), "rope_parameters": {**ROPES["llama3"], "rope_theta": 10000.0, key: value}}
+    raw = {
+        **_keys("llama"),
+        "rope_parameters": {**ROPES["llama3"], "rope_theta": 10000.0, key: value},
+    }
     with pytest.raises(CheckpointError, match=r"^x/config\.json: holds a value of the wrong type"):
         config_from_hf(raw, "x/config.json")
 
@@ -567,7 +802,9 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_file(changes: dict[str,
     ],
 )
 def test_the_float_type_is_read_in_both_spellings(keys: dict[str, Any], expected: str) -> None:
-    raw = {key: value for key, value in _keys("llama").items() if key not in ("dtype", "torch_dtype")}
+    raw = {
+        key: value for key, value in _keys("llama").items() if key not in ("dtype", "torch_dtype")
+    }
     assert config_from_hf({**raw, **keys}, "config.json").dtype == expected
 
 
@@ -586,10 +823,15 @@ def test_differences_name_each_field_and_both_values() -> None:
 
 def test_differences_are_words_not_what_python_calls_its_objects() -> None:
     layers = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    first = config_from_hf({**_keys("qwen2"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "c")
+    first = config_from_hf(
+        {**_keys("qwen2"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "c"
+    )
     second = config_from_hf({**_keys("qwen2", **layers), "rope_parameters": ROPES["yarn"]}, "c")
     found = first.differences(replace(second, experts=ExpertsConfig(8, 64, 2)))
     assert {"rope.type default against yarn", "rope.theta 1000000 against 10000"} < set(found)
-    assert any(line.startswith("experts none against count 8, size 64, per_token 2, shared_size 0") for line in found)
+    assert any(
+        line.startswith("experts none against count 8, size 64, per_token 2, shared_size 0")
+        for line in found
+    )
     assert "window none against 5 in layer 1 and 1 more" in found
     assert not [line for line in found if "None" in line or "=" in line]

@@ -24,10 +24,23 @@ from quantkit.json_values import read_json, read_settings
 from quantkit.model.rope import Rotary
 
 COUNTS = [
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-]  # fmt: skip
-PARAMS = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+]
+PARAMS = {
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
 NO_COUNT = ["8", 8.0, True, [8], {"a": 8}, 0, -1, 2**31, 10**30, 10**400]
 
 
@@ -42,23 +55,33 @@ def _rope(kind: str, **changes: Any) -> dict[str, Any]:
 
 def _from_meta(**changes: Any) -> Any:
     return config_from_meta(
-        {**PARAMS, **changes}, "x/params.json", vocab_size=96, intermediate_size=96, tied_embeddings=False,
+        {**PARAMS, **changes},
+        "x/params.json",
+        vocab_size=96,
+        intermediate_size=96,
+        tied_embeddings=False,
         dtype="float32",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("value", NO_COUNT)
 @pytest.mark.parametrize("key", COUNTS)
 def test_a_count_is_a_whole_number_within_bounds(key: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected an integer from 1 to ") as one:
+    with pytest.raises(
+        CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected an integer from 1 to "
+    ) as one:
         config_from_hf({**_keys("llama"), key: value}, "x/config.json")
     assert len(str(one.value)) < 300
 
 
 @pytest.mark.parametrize("value", NO_COUNT)
-@pytest.mark.parametrize("key", ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "max_seq_len"])
+@pytest.mark.parametrize(
+    "key", ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "max_seq_len"]
+)
 def test_a_count_of_meta_is_a_whole_number_within_bounds(key: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=rf"^x/params\.json: .*'{key}'.*expected an integer from 1 to "):
+    with pytest.raises(
+        CheckpointError, match=rf"^x/params\.json: .*'{key}'.*expected an integer from 1 to "
+    ):
         _from_meta(**{key: value})
 
 
@@ -66,22 +89,41 @@ def test_a_count_of_meta_is_a_whole_number_within_bounds(key: str, value: Any) -
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
 def test_a_number_is_positive_and_within_bounds(key: str, value: Any) -> None:
     raw = {**_keys("llama"), "rope_parameters": None, key: value}
-    with pytest.raises(CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected a number from "):
+    with pytest.raises(
+        CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected a number from "
+    ):
         config_from_hf(raw, "x/config.json")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": ["llama"]}, {"model_type": {"llama": 1}}, {"model_type": 7}, {"hidden_act": ["silu"]},
-        {"dtype": 32}, {"torch_dtype": ["float16"], "dtype": None}, {"attention_bias": "false"}, {"mlp_bias": 1},
-        {"tie_word_embeddings": "yes"}, {"rope_scaling": "linear"}, {"rope_scaling": [2.0]}, {"rope_scaling": 0},
-        {"rope_parameters": {"rope_type": ["yarn"]}}, {"rope_parameters": {"type": None}},
-        {"eos_token_id": "</s>"}, {"eos_token_id": ["2"]}, {"eos_token_id": 2.0}, {"eos_token_id": True},
-        {"eos_token_id": -1}, {"bos_token_id": "1"}, {"bos_token_id": 96}, {"eos_token_id": 96},
-        {"eos_token_id": [2, 10**30]}, {"partial_rotary_factor": "half"},
+        {"model_type": ["llama"]},
+        {"model_type": {"llama": 1}},
+        {"model_type": 7},
+        {"hidden_act": ["silu"]},
+        {"dtype": 32},
+        {"torch_dtype": ["float16"], "dtype": None},
+        {"attention_bias": "false"},
+        {"mlp_bias": 1},
+        {"tie_word_embeddings": "yes"},
+        {"rope_scaling": "linear"},
+        {"rope_scaling": [2.0]},
+        {"rope_scaling": 0},
+        {"rope_parameters": {"rope_type": ["yarn"]}},
+        {"rope_parameters": {"type": None}},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": ["2"]},
+        {"eos_token_id": 2.0},
+        {"eos_token_id": True},
+        {"eos_token_id": -1},
+        {"bos_token_id": "1"},
+        {"bos_token_id": 96},
+        {"eos_token_id": 96},
+        {"eos_token_id": [2, 10**30]},
+        {"partial_rotary_factor": "half"},
     ],
-)  # fmt: skip
+)
 def test_a_value_of_the_wrong_kind_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
         config_from_hf({**_keys("llama"), **changes}, "x/config.json")
@@ -90,35 +132,61 @@ def test_a_value_of_the_wrong_kind_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sliding_window": 0}, {"sliding_window": -4}, {"sliding_window": "4"}, {"sliding_window": 4.0},
-        {"sliding_window": 10**30}, {"max_window_layers": -1}, {"max_window_layers": "2"}, {"use_sliding_window": 1},
-        {"layer_types": "full_attention"}, {"layer_types": [0, 1, 2]}, {"layer_types": {"a": 1}},
-        {"layer_types": ["full_attention"]}, {"layer_types": ["full_attention", "sliding_attention", "none"]},
+        {"sliding_window": 0},
+        {"sliding_window": -4},
+        {"sliding_window": "4"},
+        {"sliding_window": 4.0},
+        {"sliding_window": 10**30},
+        {"max_window_layers": -1},
+        {"max_window_layers": "2"},
+        {"use_sliding_window": 1},
+        {"layer_types": "full_attention"},
+        {"layer_types": [0, 1, 2]},
+        {"layer_types": {"a": 1}},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention", "none"]},
         {"layer_types": [["full_attention"]] * 3},
     ],
-)  # fmt: skip
+)
 def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     raw = _keys("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
         config_from_hf(
-            {**raw, **({} if "layer_types" in changes else {"layer_types": None}), **changes}, "x/config.json"
+            {**raw, **({} if "layer_types" in changes else {"layer_types": None}), **changes},
+            "x/config.json",
         )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("linear", {"factor": 0}), ("linear", {"factor": -2.0}), ("linear", {"factor": "2"}),
-        ("linear", {"factor": True}), ("dynamic", {"factor": 1e30}), ("dynamic", {"factor": 10**400}),
-        ("llama3", {"low_freq_factor": 0}), ("llama3", {"low_freq_factor": 4.0}), ("llama3", {"low_freq_factor": 5.0}),
-        ("llama3", {"high_freq_factor": -4.0}), ("llama3", {"original_max_position_embeddings": 0}),
-        ("llama3", {"original_max_position_embeddings": 32.0}), ("yarn", {"beta_fast": 0}), ("yarn", {"beta_fast": -1}),
-        ("yarn", {"beta_slow": 32.0}), ("yarn", {"beta_slow": 64}), ("yarn", {"beta_fast": "fast"}),
-        ("yarn", {"attention_factor": 0}), ("yarn", {"mscale": -100.0, "mscale_all_dim": 1.0}),
-        ("yarn", {"truncate": "no"}), ("default", {"rope_theta": 1.0}), ("default", {"rope_theta": 0.5}),
+        ("linear", {"factor": 0}),
+        ("linear", {"factor": -2.0}),
+        ("linear", {"factor": "2"}),
+        ("linear", {"factor": True}),
+        ("dynamic", {"factor": 1e30}),
+        ("dynamic", {"factor": 10**400}),
+        ("llama3", {"low_freq_factor": 0}),
+        ("llama3", {"low_freq_factor": 4.0}),
+        ("llama3", {"low_freq_factor": 5.0}),
+        ("llama3", {"high_freq_factor": -4.0}),
+        ("llama3", {"original_max_position_embeddings": 0}),
+        ("llama3", {"original_max_position_embeddings": 32.0}),
+        ("yarn", {"beta_fast": 0}),
+        ("yarn", {"beta_fast": -1}),
+        ("yarn", {"beta_slow": 32.0}),
+        ("yarn", {"beta_slow": 64}),
+        ("yarn", {"beta_fast": "fast"}),
+        ("yarn", {"attention_factor": 0}),
+        ("yarn", {"mscale": -100.0, "mscale_all_dim": 1.0}),
+        ("yarn", {"truncate": "no"}),
+        ("default", {"rope_theta": 1.0}),
+        ("default", {"rope_theta": 0.5}),
     ],
-)  # fmt: skip
-def test_a_rope_scaling_that_cannot_be_computed_is_refused(kind: str, changes: dict[str, Any]) -> None:
+)
+def test_a_rope_scaling_that_cannot_be_computed_is_refused(
+    kind: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
         config_from_hf({**_keys("llama"), **_rope(kind, **changes)}, "x/config.json")
 
@@ -131,11 +199,17 @@ def test_dynamic_scaling_needs_more_than_one_pair_of_dimensions() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_theta": "10000"}, {"rope_theta": True}, {"use_scaled_rope": "yes"}, {"norm_eps": "1e-5"},
-        {"use_scaled_rope": True, "rope_scaling_factor": 0}, {"use_scaled_rope": True, "rope_scaling_factor": "8"},
-        {"vocab_size": "96"}, {"vocab_size": 96.0}, {"vocab_size": -2},
+        {"rope_theta": "10000"},
+        {"rope_theta": True},
+        {"use_scaled_rope": "yes"},
+        {"norm_eps": "1e-5"},
+        {"use_scaled_rope": True, "rope_scaling_factor": 0},
+        {"use_scaled_rope": True, "rope_scaling_factor": "8"},
+        {"vocab_size": "96"},
+        {"vocab_size": 96.0},
+        {"vocab_size": -2},
     ],
-)  # fmt: skip
+)
 def test_a_value_of_the_wrong_kind_in_params_json_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"^x/params\.json: "):
         _from_meta(**changes)
@@ -143,10 +217,18 @@ def test_a_value_of_the_wrong_kind_in_params_json_is_refused(changes: dict[str, 
 
 def test_what_published_configs_hold_is_read() -> None:
     raw = {
-        **_keys("llama"), "rope_theta": 1000000, "rms_norm_eps": 1e-06, "attention_bias": None, "mlp_bias": None,
-        "rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8}, "max_position_embeddings": 10485760,
-        "pad_token_id": -1, "eos_token_id": [2, 3], "transformers_version": None,
-    }  # fmt: skip
+        **_keys("llama"),
+        "rope_theta": 1000000,
+        "rms_norm_eps": 1e-06,
+        "attention_bias": None,
+        "mlp_bias": None,
+        "rope_parameters": None,
+        "rope_scaling": {"type": "linear", "factor": 8},
+        "max_position_embeddings": 10485760,
+        "pad_token_id": -1,
+        "eos_token_id": [2, 3],
+        "transformers_version": None,
+    }
     config = config_from_hf(raw, "config.json")
     assert (config.rope.theta, config.rope.factor, config.output_bias, config.eos_token_ids) == (
         1e6,
@@ -154,17 +236,22 @@ def test_what_published_configs_hold_is_read() -> None:
         False,
         (2, 3),
     )
-    assert _from_meta(rope_theta=500000, multiple_of=256, ffn_dim_multiplier=1.3).max_context == 8192
+    assert (
+        _from_meta(rope_theta=500000, multiple_of=256, ffn_dim_multiplier=1.3).max_context == 8192
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"original_max_position_embeddings": 4}, {"rope_theta": 2.0}, {"rope_theta": 1.5, "truncate": False},
-        {"beta_fast": 1.5, "beta_slow": 1.25, "truncate": False}, {"original_max_position_embeddings": 2**20},
+        {"original_max_position_embeddings": 4},
+        {"rope_theta": 2.0},
+        {"rope_theta": 1.5, "truncate": False},
+        {"beta_fast": 1.5, "beta_slow": 1.25, "truncate": False},
+        {"original_max_position_embeddings": 2**20},
         {"truncate": None},
     ],
-)  # fmt: skip
+)
 def test_odd_yarn_settings_mean_what_they_mean_in_transformers(changes: dict[str, Any]) -> None:
     changes = _rope("yarn", **changes)
     config = config_from_hf(_keys("llama", **changes), "config.json")
@@ -176,7 +263,17 @@ def test_odd_yarn_settings_mean_what_they_mean_in_transformers(changes: dict[str
 
 @pytest.mark.parametrize(
     "literal",
-    ["NaN", "Infinity", "-Infinity", "1e400", "-1e999", "[1, [NaN]]", "9" * 5000, "[" * 100 + "]" * 100, "[" * 100000],
+    [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e400",
+        "-1e999",
+        "[1, [NaN]]",
+        "9" * 5000,
+        "[" * 100 + "]" * 100,
+        "[" * 100000,
+    ],
     ids=lambda text: text[:8],
 )
 @pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "a key that is not read"])
@@ -194,7 +291,9 @@ def test_numbers_that_are_not_jsons_end_in_one_line(
     assert len(err) < 500
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{\x00}\x00", b'{"model_type": "\xff"}', b"null", b"5", b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{\x00}\x00", b'{"model_type": "\xff"}', b"null", b"5", b"[]"]
+)
 def test_a_config_that_is_no_utf8_object_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json: "):
@@ -213,9 +312,14 @@ def test_what_is_no_small_regular_file_is_not_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_hidden_layers": 200000000}, {"num_hidden_layers": 1024}, {"vocab_size": 2**24}, {"hidden_size": 2**24},
-     {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}],
-)  # fmt: skip
+    [
+        {"num_hidden_layers": 200000000},
+        {"num_hidden_layers": 1024},
+        {"vocab_size": 2**24},
+        {"hidden_size": 2**24},
+        {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16},
+    ],
+)
 def test_absurd_counts_cost_neither_time_nor_memory(
     changes: dict[str, Any], folder: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -1,4 +1,6 @@
-"""Families with mixtures of experts: what is written and rounded, against transformers; what is refused."""
+"""Families with mixtures of experts: what is written and rounded, against transformers; what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def _saved(case: str, folder: Path, **changes: Any) -> Path:
 @torch.inference_mode()
 def _logits(folder: Path, backend: str | None = None) -> Tensor:
     tokens = oracle.random_tokens(40, batch=2)
-    found: Tensor = load_model(folder, dtype=torch.float32, backend=backend)(tokens, torch.arange(40))
+    found: Tensor = load_model(folder, dtype=torch.float32, backend=backend)(
+        tokens, torch.arange(40)
+    )
     return found
 
 
@@ -61,9 +65,14 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
     """A quantized model as its family saves floats."""
     result = open_checkpoint(quantized)
     values = {name: result.load(name) for name in result.names()}
-    floats = {name: one.dequantize() if isinstance(one, QuantTensor) else one for name, one in values.items()}
+    floats = {
+        name: one.dequantize() if isinstance(one, QuantTensor) else one
+        for name, one in values.items()
+    }
     if result.config.architecture == "qwen2_moe":
-        floats = {name.replace("shared_experts", "shared_expert"): one for name, one in floats.items()}
+        floats = {
+            name.replace("shared_experts", "shared_expert"): one for name, one in floats.items()
+        }
     oracle.copy(source, folder / "apart")
     save_file(floats, folder / "apart" / "model.safetensors", {"format": "pt"})
     quantkit.convert(folder / "apart", folder / "floats", source_check=False)
@@ -74,7 +83,9 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("case", FAMILIES)
 def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_path: Path) -> None:
     source = _saved(case, tmp_path / "source")
-    quantkit.quantize(source, tmp_path / "made", scheme, method="rtn", accept_quality_loss=scheme != "int8")
+    quantkit.quantize(
+        source, tmp_path / "made", scheme, method="rtn", accept_quality_loss=scheme != "int8"
+    )
     found = _logits(tmp_path / "made", "reference")
     assert (found - _theirs(_as_floats(tmp_path / "made", source, tmp_path))).abs().max() < 1e-4
     assert (found - _logits(tmp_path / "made")).abs().max() < 0.05  # kernels round activations
@@ -98,27 +109,40 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_note_names_experts_that_transformers_does_not_load(mix: str, tmp_path: Path) -> None:
-    """transformers 5.23 loads experts of several schemes without an error, and wrong; floats among them not at all."""
+    """transformers 5.23 loads experts of several schemes without an error, and wrong; floats
+    among them not at all.
+    """
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
     notes = prepare(QuantizeOptions(source, tmp_path / "made", recipe, method="rtn")).notes
     quantkit.quantize(source, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})
-    assert loads != any(re.search("transformers does not load (float )?experts", note) for note in notes)
+    assert loads != any(
+        re.search("transformers does not load (float )?experts", note) for note in notes
+    )
     if loads:
-        assert (_logits(tmp_path / "made", "reference") - _theirs(tmp_path / "made")).abs().max() < 1e-4
+        assert (
+            _logits(tmp_path / "made", "reference") - _theirs(tmp_path / "made")
+        ).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("case", "count"), [("mixtral", 3), ("qwen2-moe", 6), ("qwen3-moe-dense-layer", 2), ("gpt-oss", 3)]
+    ("case", "count"),
+    [("mixtral", 3), ("qwen2-moe", 6), ("qwen3-moe-dense-layer", 2), ("gpt-oss", 3)],
 )
 def test_routers_and_shared_gates_stay_floats(case: str, count: int, tmp_path: Path) -> None:
     source = open_checkpoint(_saved(case, tmp_path / "source"))
     recipe = Recipe(INT4, (Override("model.layers.*", INT8),))
-    quantkit.quantize(source.path, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
+    quantkit.quantize(
+        source.path, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True
+    )
     made = open_checkpoint(tmp_path / "made")
-    routers = [name for name in made.names() if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))]
+    routers = [
+        name
+        for name in made.names()
+        if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+    ]
     assert len(routers) == count
     for name in routers:
         assert made.info(name).scheme is None
@@ -127,14 +151,23 @@ def test_routers_and_shared_gates_stay_floats(case: str, count: int, tmp_path: P
 
 @pytest.mark.parametrize(
     ("case", "pattern"),
-    [("mixtral", "*.block_sparse_moe.gate"), ("qwen2-moe", "*.shared_expert_gate"), ("olmoe", "*.1.mlp.gate"),
-     ("gpt-oss", "*.router")],
-)  # fmt: skip
-def test_a_recipe_may_keep_a_router_and_not_quantize_it(case: str, pattern: str, tmp_path: Path) -> None:
+    [
+        ("mixtral", "*.block_sparse_moe.gate"),
+        ("qwen2-moe", "*.shared_expert_gate"),
+        ("olmoe", "*.1.mlp.gate"),
+        ("gpt-oss", "*.router"),
+    ],
+)
+def test_a_recipe_may_keep_a_router_and_not_quantize_it(
+    case: str, pattern: str, tmp_path: Path
+) -> None:
     source = _saved(case, tmp_path / "source")
     with pytest.raises(RequestError) as caught:
         quantkit.quantize(source, tmp_path / "made", Recipe(INT8, (Override(pattern, INT8),)))
-    assert str(caught.value) == f"routers and gates of shared experts keep their floats (found '{pattern}')"
+    assert (
+        str(caught.value)
+        == f"routers and gates of shared experts keep their floats (found '{pattern}')"
+    )
     assert not (tmp_path / "made").exists()
     quantkit.quantize(source, tmp_path / "made", "int8", keep=[pattern])
 
@@ -153,13 +186,18 @@ _LAYER = "model.layers.1."
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        ("mixtral", "block_sparse_moe.experts.5.w2.weight"), ("mixtral", "block_sparse_moe.gate.weight"),
-        ("qwen2-moe", "mlp.shared_expert.up_proj.weight"), ("qwen2-moe", "mlp.shared_expert_gate.weight"),
-        ("qwen3-moe", "mlp.experts.0.gate_proj.weight"), ("olmoe", "self_attn.k_norm.weight"),
-        ("gpt-oss", "mlp.experts.down_proj"), ("gpt-oss", "mlp.experts.gate_up_proj_bias"),
-        ("gpt-oss", "self_attn.sinks"), ("gpt-oss", "mlp.router.bias"),
+        ("mixtral", "block_sparse_moe.experts.5.w2.weight"),
+        ("mixtral", "block_sparse_moe.gate.weight"),
+        ("qwen2-moe", "mlp.shared_expert.up_proj.weight"),
+        ("qwen2-moe", "mlp.shared_expert_gate.weight"),
+        ("qwen3-moe", "mlp.experts.0.gate_proj.weight"),
+        ("olmoe", "self_attn.k_norm.weight"),
+        ("gpt-oss", "mlp.experts.down_proj"),
+        ("gpt-oss", "mlp.experts.gate_up_proj_bias"),
+        ("gpt-oss", "self_attn.sinks"),
+        ("gpt-oss", "mlp.router.bias"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None:
     folder = _edited(_saved(case, tmp_path), lambda stored: stored.pop(_LAYER + name))
     with pytest.raises(CheckpointError, match=f"tensor '{_LAYER}{name}' is missing"):
@@ -169,7 +207,12 @@ def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("case", "name", "at", "reported"),
     [
-        ("mixtral", "block_sparse_moe.experts.5.w2.weight", (3, 4), "mlp.experts.5.down_proj.weight"),
+        (
+            "mixtral",
+            "block_sparse_moe.experts.5.w2.weight",
+            (3, 4),
+            "mlp.experts.5.down_proj.weight",
+        ),
         ("qwen2-moe", "mlp.shared_expert_gate.weight", (0, 1), "mlp.shared_expert_gate.weight"),
         ("qwen3-moe", "mlp.gate.weight", (1, 1), "mlp.gate.weight"),
         ("gpt-oss", "mlp.experts.gate_up_proj", (2, 7, 5), "mlp.experts.2.up_proj.weight"),
@@ -203,7 +246,9 @@ def test_nan_in_experts_and_routers_is_refused_by_name(
         ("mixtral", {"hidden_act": "relu"}, "activation is not supported"),
     ],
 )
-def test_configs_are_read_strictly(case: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_configs_are_read_strictly(
+    case: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     folder = _saved(case, tmp_path)
     oracle.edit_json(folder / "config.json", **changes)
     with pytest.raises(QuantkitError, match=problem):
@@ -244,22 +289,38 @@ def test_experts_are_reported(tmp_path: Path) -> None:
     assert (found.experts, found.experts_per_token) == (6, 2)
     assert (found.parameters, found.active_parameters) == (rest + 12 * expert, rest + 4 * expert)
     met = found.active_parameters / 1e6
-    assert f"  experts: 6 in a layer, 2 for a token, which meets {1e3 * met:.2f}K parameters" in found.lines()
+    assert (
+        f"  experts: 6 in a layer, 2 for a token, which meets {1e3 * met:.2f}K parameters"
+        in found.lines()
+    )
     readme = (tmp_path / "int4" / "README.md").read_text()
-    assert f"| experts | 6 in a layer, 2 for each token, which uses {met:.3g} million weights |" in readme
-    assert "| kept as floats | embedding (also the output head), norms and routers (float32) |" in readme
+    assert (
+        f"| experts | 6 in a layer, 2 for each token, which uses {met:.3g} million weights |"
+        in readme
+    )
+    assert (
+        "| kept as floats | embedding (also the output head), norms and routers (float32) |"
+        in readme
+    )
     assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in readme
     assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in readme
     recipe = Recipe(
-        INT4, (Override("*down_proj", INT8), Override("model.layers.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
+        INT4,
+        (
+            Override("*down_proj", INT8),
+            Override("model.layers.2.*", INT4),
+            Override("*.0.*.experts.1.up*", INT8),
+        ),
     )
     quantkit.quantize(source, tmp_path / "mixed", recipe, method="rtn", accept_quality_loss=True)
     readme = (tmp_path / "mixed" / "README.md").read_text()
     assert (
-        "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0; `mlp.down_proj` of layer 1 |"
-    ) in readme
+        "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0;"
+        " `mlp.down_proj` of layer 1 |" in readme
+    )
     assert (
-        "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several schemes |" in readme
+        "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several"
+        " schemes |" in readme
     )
     assert "AutoModelForCausalLM" not in readme
     assert "library_name" not in readme
@@ -270,7 +331,9 @@ def test_experts_are_reported(tmp_path: Path) -> None:
 
 
 def test_of_equal_experts_those_of_the_lower_numbers_are_chosen(tmp_path: Path) -> None:
-    """As by the kernels; a router of zeros is what mixtures begin with that are made of one model."""
+    """As by the kernels; a router of zeros is what mixtures begin with that are made of one
+    model.
+    """
     experts = load_model(_saved("qwen3-moe", tmp_path), dtype=torch.float32).model.layers[0].mlp
     with torch.no_grad():
         experts.gate.weight.zero_()

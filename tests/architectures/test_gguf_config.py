@@ -1,4 +1,6 @@
-"""What GGUF says of a model: metadata and tensors from configs and back, and what llama.cpp would not compute."""
+"""What GGUF says of a model: metadata and tensors from configs and back, and what llama.cpp
+would not compute.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,46 @@ from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: VARIANTS[name] for name in (
-        "llama", "llama-biases", "llama-head-dim", "llama-ends", "granite", "granite-multipliers", "mistral-window",
-        "mistral-no-window", "qwen2", "qwen2-tied", "qwen2-window", "qwen3", "smollm3-no-theta", "phi3", "phi3-mha",
-        "phi3-partial", "phi3-longrope", "gemma", "olmo2", "olmo3",
-    )},
-    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "sliding_window": 7}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8}),
+    **{
+        name: VARIANTS[name]
+        for name in (
+            "llama",
+            "llama-biases",
+            "llama-head-dim",
+            "llama-ends",
+            "granite",
+            "granite-multipliers",
+            "mistral-window",
+            "mistral-no-window",
+            "qwen2",
+            "qwen2-tied",
+            "qwen2-window",
+            "qwen3",
+            "smollm3-no-theta",
+            "phi3",
+            "phi3-mha",
+            "phi3-partial",
+            "phi3-longrope",
+            "gemma",
+            "olmo2",
+            "olmo3",
+        )
+    },
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "sliding_window": 7},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8},
+    ),
     "gemma3-linear": (
         "gemma3_text",
         {
-            "head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "pad_token_id": 0,
+            "num_hidden_layers": 8,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -43,19 +74,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
-}  # fmt: skip
+}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
     "llama3-other": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 6.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 6.0,
         "original_max_position_embeddings": 2000,
     },
-}  # fmt: skip
+}
 
 
 def _config(kind: str, **changes: Any) -> ModelConfig:
@@ -74,8 +111,13 @@ def _read(config: ModelConfig, **changes: Any) -> ModelConfig:
     factors = {name: tuple(map(_stored, values)) for name, values in rope_tensors(config).items()}
     stated = {key.replace("__", "."): value for key, value in changes.items()}
     return config_of(
-        metadata | stated, shapes, factors, "a.gguf", tied=config.tied_embeddings, dtype=config.dtype
-    )  # fmt: skip
+        metadata | stated,
+        shapes,
+        factors,
+        "a.gguf",
+        tied=config.tied_embeddings,
+        dtype=config.dtype,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,7 +145,9 @@ def test_rope_scaling_goes_there_and_back(kind: str, rope: str) -> None:
 def test_llama3_settings_are_found_by_their_factors(stated: int | None) -> None:
     rope = {**ROPES["llama3-other"], "rope_theta": 5e5}
     config = _config("llama", rope_parameters=rope, head_dim=64)
-    found = _read(config, **({} if stated else {"llama__rope__scaling__original_context_length": None})).rope
+    found = _read(
+        config, **({} if stated else {"llama__rope__scaling__original_context_length": None})
+    ).rope
     assert found.type == "llama3"
     made = rope_tensors(replace(config, rope=found))[ROPE_FREQS]
     assert made == pytest.approx(rope_tensors(config)[ROPE_FREQS], rel=1e-5)
@@ -113,33 +157,53 @@ def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
     config = _config("llama", rope_parameters={"rope_theta": 5e5, **ROPES["llama3"]}, head_dim=8)
     metadata = metadata_of(config)
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(config)}
-    found = config_of(metadata, shapes, {ROPE_FREQS: (1.0, 3.0, 2.0, 5.0)}, "a.gguf", tied=False, dtype="float32")
+    found = config_of(
+        metadata, shapes, {ROPE_FREQS: (1.0, 3.0, 2.0, 5.0)}, "a.gguf", tied=False, dtype="float32"
+    )
     assert found.rope.type == "longrope"
     assert found.rope.short_factor == found.rope.long_factor == (1.0, 3.0, 2.0, 5.0)
     assert found.rope.attention_factor == 1
     assert found.rope_switch is None
-    ones = config_of(metadata, shapes, {ROPE_FREQS: (1.0,) * 4}, "a.gguf", tied=False, dtype="float32")
+    ones = config_of(
+        metadata, shapes, {ROPE_FREQS: (1.0,) * 4}, "a.gguf", tied=False, dtype="float32"
+    )
     assert ones.rope.type == "default"
 
 
 def test_which_tensors_are_changed_is_reported() -> None:
     config = _config("gemma2", head_dim=16, query_pre_attn_scalar=16, pad_token_id=0)
     offsets = {tensor.name: stored_offset(config, tensor) for tensor in gguf_tensors(config)}
-    assert {name for name, offset in offsets.items() if offset} == {name for name in offsets if "norm" in name}
-    floats = {tensor.name for tensor in gguf_tensors(_config("qwen2_moe", **CASES["qwen2-moe"][1]))
-              if keeps_float32(tensor) and ".0." in tensor.name}  # fmt: skip
+    assert {name for name, offset in offsets.items() if offset} == {
+        name for name in offsets if "norm" in name
+    }
+    floats = {
+        tensor.name
+        for tensor in gguf_tensors(_config("qwen2_moe", **CASES["qwen2-moe"][1]))
+        if keeps_float32(tensor) and ".0." in tensor.name
+    }
     assert floats == {
-        f"blk.0.{name}" for name in (
-            "attn_norm.weight", "ffn_norm.weight", "attn_q.bias", "attn_k.bias", "attn_v.bias",
-            "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight",
+        f"blk.0.{name}"
+        for name in (
+            "attn_norm.weight",
+            "ffn_norm.weight",
+            "attn_q.bias",
+            "attn_k.bias",
+            "attn_v.bias",
+            "ffn_gate_inp.weight",
+            "ffn_gate_inp_shexp.weight",
         )
-    }  # fmt: skip
+    }
 
 
 def test_experts_and_fused_projections_are_one_tensor() -> None:
-    mixtral = {tensor.name: tensor for tensor in gguf_tensors(_config("mixtral", num_local_experts=4))}
+    mixtral = {
+        tensor.name: tensor for tensor in gguf_tensors(_config("mixtral", num_local_experts=4))
+    }
     assert mixtral["blk.1.ffn_gate_exps.weight"].shape == (4, 96, 64)
-    assert mixtral["blk.1.ffn_down_exps.weight"].places[2].name == "model.layers.1.mlp.experts.2.down_proj.weight"
+    assert (
+        mixtral["blk.1.ffn_down_exps.weight"].places[2].name
+        == "model.layers.1.mlp.experts.2.down_proj.weight"
+    )
     assert mixtral["blk.0.attn_q.weight"].places[0].head_order == (0, 2, 4, 6, 1, 3, 5, 7)
     phi = {tensor.name: tensor for tensor in gguf_tensors(_config("phi3"))}
     assert [place.first for place in phi["blk.0.attn_qkv.weight"].places] == [0, 64, 80]
@@ -152,24 +216,52 @@ def test_experts_and_fused_projections_are_one_tensor() -> None:
 _GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("glm", {"head_dim": 16, "pad_token_id": 0}, "is not written as GGUF"),
-    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic rope scaling"),
-    "yarn": ("llama", {"rope_parameters": {**ROPES["yarn"], "attention_factor": 1.5}}, "attention_factor of yarn"),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "dynamic rope scaling",
+    ),
+    "yarn": (
+        "llama",
+        {"rope_parameters": {**ROPES["yarn"], "attention_factor": 1.5}},
+        "attention_factor of yarn",
+    ),
     "llama3": ("qwen2", {"rope_parameters": ROPES["llama3"]}, "llama3 rope scaling"),
     "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "biases of qkv"),
     "scale": ("gemma2", {"head_dim": 16, "pad_token_id": 0}, "attention_scale"),
-    "head": ("gemma", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}, "a separate head"),
-    "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "shares of experts"),
-    "dense": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}, "layers without experts"),
+    "head": (
+        "gemma",
+        {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False},
+        "a separate head",
+    ),
+    "shares": (
+        "qwen3_moe",
+        {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False},
+        "shares of experts",
+    ),
+    "dense": (
+        "qwen3_moe",
+        {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
+        "layers without experts",
+    ),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
     "wide": ("olmo2", {"head_dim": 32}, "total width"),
     "grouped": ("olmoe", {"num_key_value_heads": 2}, "fewer KV heads than heads"),
     "clipped": ("olmoe", {"num_key_value_heads": 8, "clip_qkv": 8.0}, "clipped queries"),
     "cap": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}, "logits without soft caps"),
-    "final-cap": ("gemma2", {**_GEMMA2, "final_logit_softcapping": None}, "logits without soft caps"),
-    "no-window": ("gemma2", {**_GEMMA2, "layer_types": ["full_attention"] * 3}, "none of which has a window"),
+    "final-cap": (
+        "gemma2",
+        {**_GEMMA2, "final_logit_softcapping": None},
+        "logits without soft caps",
+    ),
+    "no-window": (
+        "gemma2",
+        {**_GEMMA2, "layer_types": ["full_attention"] * 3},
+        "none of which has a window",
+    ),
     "smollm3-bias": ("smollm3", {"attention_bias": True}, "biases of qkv"),
     "smollm3-mlp": ("smollm3", {"mlp_bias": True}, "biases of mlp"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", _REFUSED)
@@ -187,10 +279,22 @@ def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
 
 
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:
-    for case, kind in {"mistral-no-window": "llama", "mistral-window": "mistral", "mixtral": "mixtral"}.items():
-        assert _read(_config(CASES[case][0], **CASES[case][1]), quantkit__model_type="x").architecture == kind
-    assert _read(_config("llama"), llama__expert_count=1, llama__expert_used_count=1).architecture == "mixtral"
-    short = _read(_config("llama"), llama__attention__key_length=None, llama__attention__value_length=None)
+    for case, kind in {
+        "mistral-no-window": "llama",
+        "mistral-window": "mistral",
+        "mixtral": "mixtral",
+    }.items():
+        assert (
+            _read(_config(CASES[case][0], **CASES[case][1]), quantkit__model_type="x").architecture
+            == kind
+        )
+    assert (
+        _read(_config("llama"), llama__expert_count=1, llama__expert_used_count=1).architecture
+        == "mixtral"
+    )
+    short = _read(
+        _config("llama"), llama__attention__key_length=None, llama__attention__value_length=None
+    )
     assert short.head_dim == 8
 
 
@@ -216,8 +320,16 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
         ({"llama.rope.scaling.type": "su"}, UnsupportedError, "rope type"),
         ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "rotary setting"),
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor"),
-        ({"llama.logit_scale": 8.0}, UnsupportedError, "key 'llama.logit_scale', which is not supported"),
-        ({"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": [1]}, CheckpointError, "fit"),
+        (
+            {"llama.logit_scale": 8.0},
+            UnsupportedError,
+            "key 'llama.logit_scale', which is not supported",
+        ),
+        (
+            {"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": [1]},
+            CheckpointError,
+            "fit",
+        ),
         ({"llama.expert_count": 4}, CheckpointError, "expert_used_count"),
         ({"tokenizer.ggml.bos_token_id": 96}, CheckpointError, "not in the vocabulary"),
         ({"tokenizer.ggml.eos_token_id": "a"}, CheckpointError, "a token id"),
@@ -235,7 +347,9 @@ def test_metadata_that_makes_no_sense_is_refused(
 def test_what_says_nothing_is_no_setting() -> None:
     config = _config("llama")
     changes = {"llama.expert_count": 0, "llama.logit_scale": 0.0, "llama.rope.scaling.type": "none"}
-    assert _read(config, **{key.replace(".", "__"): value for key, value in changes.items()}) == config
+    assert (
+        _read(config, **{key.replace(".", "__"): value for key, value in changes.items()}) == config
+    )
     moe = _config("qwen3_moe", **CASES["qwen3-moe"][1])
     usual = {"qwen3moe__expert_gating_func": 1, "qwen3moe__expert_weights_norm": True}
     assert _read(moe, **usual) == moe
@@ -271,7 +385,14 @@ def test_what_llama_cpp_does_not_look_at_is_refused() -> None:
 def test_factors_fit_the_heads(factors: tuple[float, ...]) -> None:
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(_config("llama"))}
     with pytest.raises(CheckpointError, match="does not fit the heads"):
-        config_of(metadata_of(_config("llama")), shapes, {ROPE_FREQS: factors}, "a.gguf", tied=True, dtype="float32")
+        config_of(
+            metadata_of(_config("llama")),
+            shapes,
+            {ROPE_FREQS: factors},
+            "a.gguf",
+            tied=True,
+            dtype="float32",
+        )
 
 
 def test_numbers_are_the_decimals_that_they_were() -> None:

@@ -1,5 +1,6 @@
-"""Rotary settings that a config.json has twice, or where transformers does not look: as transformers reads them, and
-never in silence."""
+"""Rotary settings that a config.json has twice, or where transformers does not look: as
+transformers reads them, and never in silence.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +32,34 @@ def _folder(kind: str, folder: Path, changes: dict[str, Any], **sizes: Any) -> P
 
 
 def _require_same_logits(source: Path, target: Path) -> None:
-    """transformers and quantkit agree on a folder, and transformers on what `convert` makes of it."""
+    """transformers and quantkit agree on a folder, and transformers on what `convert` makes of
+    it.
+    """
     tokens = oracle.random_tokens(50)
     theirs = oracle.logits(oracle.load(source), tokens)
     with torch.inference_mode():
         own = oracle.ours(source)(tokens, torch.arange(50))
     torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
     quantkit.convert(source, target)
-    torch.testing.assert_close(oracle.logits(oracle.load(target), tokens), theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        oracle.logits(oracle.load(target), tokens), theirs, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", _NESTED)
 @pytest.mark.parametrize("kept", ["linear", "yarn", "longrope"])
-def test_an_old_key_of_a_rope_type_that_transformers_5_ignores_is_refused(kind: str, kept: str, tmp_path: Path) -> None:
-    source = _folder(kind, tmp_path / "source", {"rope_scaling": {"type": kept, "factor": 8.0}}, layer_types=_KINDS)
-    with pytest.raises(UnsupportedError, match="'type' in rope_scaling is used by transformers 4 and ignored"):
+def test_an_old_key_of_a_rope_type_that_transformers_5_ignores_is_refused(
+    kind: str, kept: str, tmp_path: Path
+) -> None:
+    source = _folder(
+        kind,
+        tmp_path / "source",
+        {"rope_scaling": {"type": kept, "factor": 8.0}},
+        layer_types=_KINDS,
+    )
+    with pytest.raises(
+        UnsupportedError, match="'type' in rope_scaling is used by transformers 4 and ignored"
+    ):
         quantkit.convert(source, tmp_path / "target")
     oracle.edit_json(source / "config.json", rope_scaling={"type": "default"})
     _require_same_logits(source, tmp_path / "target")
@@ -55,8 +69,13 @@ def test_an_old_key_of_a_rope_type_that_transformers_5_ignores_is_refused(kind: 
 def test_an_original_context_next_to_settings_by_layer_is_ignored_and_reported(
     kind: str, tmp_path: Path, capfd: Capture
 ) -> None:
-    ropes = {"full_attention": {**_YARN, "rope_theta": 1e4}, "sliding_attention": {"rope_type": "default"}}
-    source = _folder(kind, tmp_path / "source", {"original_max_position_embeddings": 8}, layer_types=_KINDS)
+    ropes = {
+        "full_attention": {**_YARN, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    source = _folder(
+        kind, tmp_path / "source", {"original_max_position_embeddings": 8}, layer_types=_KINDS
+    )
     oracle.edit_json(source / "config.json", rope_parameters=ropes)
     _require_same_logits(source, tmp_path / "target")
     code, _, err = run(capfd, "convert", source, tmp_path / "again")
@@ -67,29 +86,50 @@ def test_an_original_context_next_to_settings_by_layer_is_ignored_and_reported(
 @pytest.mark.parametrize("kind", _NESTED)
 @pytest.mark.parametrize("value", [False, None])
 def test_truncate_by_kind_of_layer_is_refused(kind: str, value: Any) -> None:
-    raw = {**oracle.SIZES, **_NESTED[kind], "model_type": kind, "rms_norm_eps": 1e-5, "layer_types": _KINDS}
+    raw = {
+        **oracle.SIZES,
+        **_NESTED[kind],
+        "model_type": kind,
+        "rms_norm_eps": 1e-5,
+        "layer_types": _KINDS,
+    }
     full = {**_YARN, "rope_theta": 5e5, "truncate": value}
-    with pytest.raises(UnsupportedError, match=r"'truncate' of rope scaling by kind of layer .* remove the key"):
+    with pytest.raises(
+        UnsupportedError, match=r"'truncate' of rope scaling by kind of layer .* remove the key"
+    ):
         config_from_hf({**raw, "rope_parameters": {"full_attention": full}}, "config.json")
-    kept = config_from_hf({**raw, "rope_parameters": {"full_attention": {**full, "truncate": True}}}, "config.json")
+    kept = config_from_hf(
+        {**raw, "rope_parameters": {"full_attention": {**full, "truncate": True}}}, "config.json"
+    )
     assert kept.rope.truncate
 
 
 def test_scaling_over_settings_by_layer_that_lack_it_is_refused() -> None:
     """transformers ends in a KeyError there."""
-    raw = {**oracle.SIZES, **_NESTED["gemma3_text"], "model_type": "gemma3_text", "rms_norm_eps": 1e-5}
+    raw = {
+        **oracle.SIZES,
+        **_NESTED["gemma3_text"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-5,
+    }
     ropes = {
-        "rope_parameters": {"sliding_attention": {"rope_type": "default"}}, "rope_scaling": _LINEAR,
-        "layer_types": _KINDS, "num_hidden_layers": 3,
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match="rope_scaling overrides rope_parameters, which lack 'full_attention'"):
+        "rope_parameters": {"sliding_attention": {"rope_type": "default"}},
+        "rope_scaling": _LINEAR,
+        "layer_types": _KINDS,
+        "num_hidden_layers": 3,
+    }
+    with pytest.raises(
+        CheckpointError, match="rope_scaling overrides rope_parameters, which lack 'full_attention'"
+    ):
         config_from_hf({**raw, **ropes}, "config.json")
 
 
 @pytest.mark.parametrize("kind", _NESTED)
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "longrope", "yarn"])
 @pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
-def test_models_with_one_kind_of_layer_convert(kind: str, scaling: str, layers: str, tmp_path: Path) -> None:
+def test_models_with_one_kind_of_layer_convert(
+    kind: str, scaling: str, layers: str, tmp_path: Path
+) -> None:
     """The settings of the kind that no layer has must not stop the reading of what was written."""
     rope: dict[str, Any] = {"rope_type": scaling, "factor": 4.0, "rope_theta": 1e4}
     if scaling == "longrope":
@@ -118,7 +158,10 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ({"rope_theta": 1e4, "rope_parameters": _FLAT}, ["rope_theta 10000.0 is ignored: rope_parameters.rope_theta"]),
+        (
+            {"rope_theta": 1e4, "rope_parameters": _FLAT},
+            ["rope_theta 10000.0 is ignored: rope_parameters.rope_theta"],
+        ),
         ({"rope_theta": 500000, "rope_parameters": _FLAT}, []),
         ({"rope_theta": 1e4, "rope_scaling": _LINEAR}, []),
         (
@@ -126,52 +169,100 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
             ["rope_scaling.type 'yarn' is ignored: rope_scaling.rope_type"],
         ),
         (
-            {"rope_scaling": {**_YARN, "original_max_position_embeddings": 16},
-             "original_max_position_embeddings": 32},
-            ["rope_scaling.original_max_position_embeddings 16 is ignored: original_max_position_embeddings is 32"],
+            {
+                "rope_scaling": {**_YARN, "original_max_position_embeddings": 16},
+                "original_max_position_embeddings": 32,
+            },
+            [
+                "rope_scaling.original_max_position_embeddings 16 is ignored:"
+                " original_max_position_embeddings is 32"
+            ],
         ),
         (
-            {"partial_rotary_factor": 0.5, "rope_parameters": {**_FLAT, "partial_rotary_factor": 0.25}},
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {**_FLAT, "partial_rotary_factor": 0.25},
+            },
             ["partial_rotary_factor 0.5 is ignored: rope_parameters.partial_rotary_factor is 0.25"],
         ),
         (
             {"rope_theta": 1e4, "rope_scaling": _LINEAR, "rope_parameters": _FLAT},
-            ["rope_parameters.rope_type 'default' is ignored: rope_scaling states 'linear'",
-             "rope_parameters.rope_theta 500000.0 is ignored: rope_scaling states 10000.0"],
-        ),
-        ({"rope_theta": 5e5, "rope_scaling": _LINEAR, "rope_parameters": {**_LINEAR, "rope_theta": 5e5}}, []),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": _YARN | {"beta_fast": 4}},
-            ["rope_parameters.rope_type 'yarn' is ignored: rope_scaling states 'linear'",
-             "rope_parameters.factor 4.0 is ignored: rope_scaling states 8.0",
-             "rope_parameters.beta_fast 4 is ignored: rope_scaling is used and does not have it"],
+            [
+                "rope_parameters.rope_type 'default' is ignored: rope_scaling states 'linear'",
+                "rope_parameters.rope_theta 500000.0 is ignored: rope_scaling states 10000.0",
+            ],
         ),
         (
-            {"rope_theta": 1e4, "rope_local_base_freq": 300.0, "rope_parameters": {
-                "full_attention": _FLAT, "sliding_attention": {"rope_theta": 1e4}}},
-            ["rope_theta 10000.0 is ignored: rope_parameters.full_attention.rope_theta is 500000.0",
-             "rope_local_base_freq 300.0 is ignored: rope_parameters.sliding_attention.rope_theta is 10000.0"],
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": _LINEAR,
+                "rope_parameters": {**_LINEAR, "rope_theta": 5e5},
+            },
+            [],
         ),
         (
-            {"model_type": "olmo3", "rope_scaling": _YARN, "original_max_position_embeddings": 8,
-             "max_position_embeddings": 64},
+            {
+                "rope_scaling": {"type": "linear", "factor": 8.0},
+                "rope_parameters": _YARN | {"beta_fast": 4},
+            },
+            [
+                "rope_parameters.rope_type 'yarn' is ignored: rope_scaling states 'linear'",
+                "rope_parameters.factor 4.0 is ignored: rope_scaling states 8.0",
+                "rope_parameters.beta_fast 4 is ignored: rope_scaling is used and does not have it",
+            ],
+        ),
+        (
+            {
+                "rope_theta": 1e4,
+                "rope_local_base_freq": 300.0,
+                "rope_parameters": {
+                    "full_attention": _FLAT,
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            },
+            [
+                (
+                    "rope_theta 10000.0 is ignored: rope_parameters.full_attention.rope_theta is"
+                    " 500000.0"
+                ),
+                (
+                    "rope_local_base_freq 300.0 is ignored:"
+                    " rope_parameters.sliding_attention.rope_theta is 10000.0"
+                ),
+            ],
+        ),
+        (
+            {
+                "model_type": "olmo3",
+                "rope_scaling": _YARN,
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 64,
+            },
             ["original_max_position_embeddings 8 is ignored: max_position_embeddings is 64"],
         ),
-        ({"rope_parameters": {"full_attention": _YARN}, "rope_scaling": {"factor": 2.0}},
-         ["rope_parameters.full_attention.factor 4.0 is ignored: rope_scaling states 2.0"]),
+        (
+            {"rope_parameters": {"full_attention": _YARN}, "rope_scaling": {"factor": 2.0}},
+            ["rope_parameters.full_attention.factor 4.0 is ignored: rope_scaling states 2.0"],
+        ),
         ({"rope_theta": "x", "rope_parameters": 5, "rope_scaling": [1]}, []),
         ({}, []),
     ],
-)  # fmt: skip
-def test_settings_that_transformers_ignores_are_named(raw: dict[str, Any], expected: list[str]) -> None:
+)
+def test_settings_that_transformers_ignores_are_named(
+    raw: dict[str, Any], expected: list[str]
+) -> None:
     found = ignored_rope_settings(raw)
     assert len(found) == len(expected), found
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "olmo3", "phi3", "gpt_oss"])
-def test_what_quantkit_and_transformers_write_contradicts_nothing(kind: str, tmp_path: Path) -> None:
-    source = oracle.save(oracle.make(kind, **_NESTED.get(kind, {"pad_token_id": 0})), tmp_path / "source")
+def test_what_quantkit_and_transformers_write_contradicts_nothing(
+    kind: str, tmp_path: Path
+) -> None:
+    source = oracle.save(
+        oracle.make(kind, **_NESTED.get(kind, {"pad_token_id": 0})), tmp_path / "source"
+    )
     quantkit.convert(source, tmp_path / "target")
     for folder in (source, tmp_path / "target"):
         assert ignored_rope_settings(json.loads((folder / "config.json").read_text())) == []
@@ -181,8 +272,12 @@ def test_a_base_that_is_ignored_is_reported_by_every_job(tmp_path: Path, capfd: 
     source = _folder("llama", tmp_path / "source", {"rope_theta": 1e4})
     oracle.edit_json(source / "config.json", rope_parameters=_FLAT)
     line = "rope_theta 10000.0 is ignored: rope_parameters.rope_theta is 500000.0"
-    for command in (("inspect", source), ("convert", source, tmp_path / "bf16"), ("doctor", source),
-                    ("quantize", source, tmp_path / "int8", "--scheme", "int8", "--accept-quality-loss")):  # fmt: skip
+    for command in (
+        ("inspect", source),
+        ("convert", source, tmp_path / "bf16"),
+        ("doctor", source),
+        ("quantize", source, tmp_path / "int8", "--scheme", "int8", "--accept-quality-loss"),
+    ):
         code, out, err = run(capfd, *command)
         assert (code, line in out + err) == (0, True), (command, out, err)
     _require_same_logits(source, tmp_path / "target")

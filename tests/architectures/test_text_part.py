@@ -1,4 +1,6 @@
-"""The text part of models that read images or sound: what transformers computes of it on text, and its settings."""
+"""The text part of models that read images or sound: what transformers computes of it on text,
+and its settings.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,33 @@ from quantkit.jobs.load import load_by_transformers
 assert oracle  # which lets transformers be quiet
 Tiny = Callable[[str], Path]
 TOKENS = torch.randint(3, 1900, (2, 60), generator=torch.Generator().manual_seed(1))
-OWN_TEXT = {"ministral3": "mistral3"}  # kinds of text parts that a model can have, besides its default
+OWN_TEXT = {
+    "ministral3": "mistral3"
+}  # kinds of text parts that a model can have, besides its default
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512, "rms_norm_eps": 1e-4,
-    "rope_theta": 7e4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 24,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 7e4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "sliding_window": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def _theirs(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"]
     with torch.inference_mode():
         logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
@@ -43,21 +61,30 @@ def _theirs(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", _WHOLES)
-def test_our_decoder_computes_what_transformers_does(kind: str, tiny_image_text_model: Tiny) -> None:
+def test_our_decoder_computes_what_transformers_does(
+    kind: str, tiny_image_text_model: Tiny
+) -> None:
     folder = tiny_image_text_model(kind)
     model, _ = quantkit.load(folder, dtype="fp32")
     torch.testing.assert_close(model(TOKENS), _theirs(folder), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe", "smolvlm"])
-def test_a_quantized_text_part_runs_with_our_kernels(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_a_quantized_text_part_runs_with_our_kernels(
+    kind: str, tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     given: Any = {"via": "transformers", "source_check": False, "accept_quality_loss": True}
     source = tiny_image_text_model(kind)
     dst = quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", **given).path
     model, tokenizer = quantkit.load(dst, dtype="fp32", backend="cpu-exact")
     floats = quantkit.convert(dst, tmp_path / "floats", dequantize=True).path
-    torch.testing.assert_close(model(TOKENS), _theirs(floats), atol=1e-3, rtol=0)  # the kernels round inputs
-    assert len(list(quantkit.generate(model, tokenizer.encode("Once upon a time"), max_new_tokens=4))) <= 4
+    torch.testing.assert_close(
+        model(TOKENS), _theirs(floats), atol=1e-3, rtol=0
+    )  # the kernels round inputs
+    assert (
+        len(list(quantkit.generate(model, tokenizer.encode("Once upon a time"), max_new_tokens=4)))
+        <= 4
+    )
 
 
 def test_inspect_says_what_runs_the_text_part(tiny_image_text_model: Tiny) -> None:
@@ -67,10 +94,16 @@ def test_inspect_says_what_runs_the_text_part(tiny_image_text_model: Tiny) -> No
     )
 
 
-def test_what_the_whole_leaves_out_of_its_head_is_left_out(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
-    """transformers caps the logits of a Gemma 3 for text alone, and not those of one that reads images."""
+def test_what_the_whole_leaves_out_of_its_head_is_left_out(
+    tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
+    """transformers caps the logits of a Gemma 3 for text alone, and not those of one that reads
+    images.
+    """
     source = shutil.copytree(tiny_image_text_model("gemma3"), tmp_path / "src")
-    oracle.edit_json(source / "config.json", text_config=_text_config(source) | {"final_logit_softcapping": 1.0})
+    oracle.edit_json(
+        source / "config.json", text_config=_text_config(source) | {"final_logit_softcapping": 1.0}
+    )
     model, _ = quantkit.load(source, dtype="fp32")
     torch.testing.assert_close(model(TOKENS), _theirs(source), atol=1e-4, rtol=0)
 
@@ -79,7 +112,9 @@ def test_a_text_part_whose_logits_transformers_does_not_scale_is_refused(
     tiny_image_text_model: Tiny, tmp_path: Path
 ) -> None:
     source = shutil.copytree(tiny_image_text_model("llava_next"), tmp_path / "src")
-    oracle.edit_json(source / "config.json", text_config=_text_config(source) | {"model_type": "granite"})
+    oracle.edit_json(
+        source / "config.json", text_config=_text_config(source) | {"model_type": "granite"}
+    )
     with pytest.raises(UnsupportedError, match="architecture is not supported"):
         quantkit.load(source)
 
@@ -94,20 +129,32 @@ def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:
     image = json.loads((folder / "config.json").read_text())["image_token_id"]
     for load in (quantkit.load, load_by_transformers):
         model, _ = load(folder)
-        with pytest.raises(RequestError, match=rf"stands for an image, video or sound.*token {image}"):
-            list(model.generate([5, image, 6]) if load is not quantkit.load else quantkit.generate(model, [5, image]))
+        with pytest.raises(
+            RequestError, match=rf"stands for an image, video or sound.*token {image}"
+        ):
+            list(
+                model.generate([5, image, 6])
+                if load is not quantkit.load
+                else quantkit.generate(model, [5, image])
+            )
 
 
-def test_convert_and_quantize_never_drop_the_other_parts(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_convert_and_quantize_never_drop_the_other_parts(
+    tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     with pytest.raises(UnsupportedError, match="architecture is not supported"):
         quantkit.convert(tiny_image_text_model("llava"), tmp_path / "dst", to="meta")
 
 
 @pytest.mark.parametrize("names", [["other_model."], []], ids=["two decoders", "none"])
-def test_a_folder_without_one_decoder_is_refused(names: list[str], tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_a_folder_without_one_decoder_is_refused(
+    names: list[str], tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     tensors = load_file(tiny_image_text_model("llava") / "model.safetensors")
     text = {
-        name: value for name, value in tensors.items() if "embed_tokens" in name or name.endswith("model.norm.weight")
+        name: value
+        for name, value in tensors.items()
+        if "embed_tokens" in name or name.endswith("model.norm.weight")
     }
     assert len(text) == 2
     for name, value in text.items():
@@ -130,7 +177,9 @@ def test_a_head_that_nothing_ties_is_required(tiny_image_text_model: Tiny, tmp_p
     raw = json.loads((tiny_image_text_model("llava_next") / "config.json").read_text())
     raw["text_config"]["tie_word_embeddings"] = True  # which is not read for this model
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    (tmp_path / "tokenizer.model").write_bytes((tiny_image_text_model("llava_next") / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(
+        (tiny_image_text_model("llava_next") / "tokenizer.model").read_bytes()
+    )
     with pytest.raises(CheckpointError, match=r"lm_head\.weight' is missing"):
         quantkit.load(tmp_path)
 
@@ -143,13 +192,18 @@ def _configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for whole, text in kinds:
         for without in ("", *SMALL):
             inner = {key: value for key, value in SMALL.items() if key != without}
-            yield f"{whole} {text} {without}", {"model_type": whole, "text_config": {**inner, "model_type": text}}
+            yield (
+                f"{whole} {text} {without}",
+                {"model_type": whole, "text_config": {**inner, "model_type": text}},
+            )
             if whole in _FLAT:
                 yield f"{whole} flat {without}", {"model_type": whole, **inner}
 
 
 def _read(raw: dict[str, Any]) -> ModelConfig:
-    return replace(config_from_hf(text_settings(raw, "config.json"), "config.json"), tied_embeddings=False)
+    return replace(
+        config_from_hf(text_settings(raw, "config.json"), "config.json"), tied_embeddings=False
+    )
 
 
 CASES = dict(_configs())
@@ -163,7 +217,9 @@ def test_what_a_config_leaves_out_is_transformers_default(whole: str, tmp_path: 
     for name, raw in cases.items():
         (tmp_path / "config.json").write_text(json.dumps(raw))
         text = AutoConfig.from_pretrained(tmp_path).get_text_config()
-        stated = {key: value for key, value in text.to_dict().items() if key != "tie_word_embeddings"}
+        stated = {
+            key: value for key, value in text.to_dict().items() if key != "tie_word_embeddings"
+        }
         try:
             expected = _read({"model_type": whole, "text_config": stated})
         except (CheckpointError, UnsupportedError):

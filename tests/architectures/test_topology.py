@@ -1,4 +1,6 @@
-"""The topology: a model's tensors by role, for families that run and for families that do not yet."""
+"""The topology: a model's tensors by role, for families that run and for families that do not
+yet.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,39 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 150000.0}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 150000.0,
+}
 _QWEN3_MOE = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "head_dim": 16,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "head_dim": 16,
+}
 _DEEPSEEK = {
-    "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8, "v_head_dim": 6, "n_shared_experts": 2,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_shared_experts": 2,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
@@ -49,7 +72,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "qwen2-moe": ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    ),
     "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
@@ -68,7 +94,9 @@ def _saved(case: str, folder: Path) -> tuple[ModelConfig, dict[str, tuple[int, .
     """The config of a tiny model of transformers, and the shapes of the tensors that it saves."""
     kind, changes = CASES[case]
     oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder)
-    config = families()[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
+    config = families()[kind].read(
+        Settings(json.loads((folder / "config.json").read_text()), folder)
+    )
     with safe_open(folder / "model.safetensors", "pt") as file:
         return config, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -96,8 +124,12 @@ def test_all_linears_but_routers_belong_to_one_group_of_inputs(case: str, tmp_pa
         for group in input_groups(config, layer)
         for module in group.modules
     ]
-    assert sorted([*grouped, *([] if config.tied_embeddings else ["lm_head"])]) == sorted(linear_columns(config))
-    assert not any("router" in group.linears[0].role for group in input_groups(config, config.num_layers - 1))
+    assert sorted([*grouped, *([] if config.tied_embeddings else ["lm_head"])]) == sorted(
+        linear_columns(config)
+    )
+    assert not any(
+        "router" in group.linears[0].role for group in input_groups(config, config.num_layers - 1)
+    )
 
 
 def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
@@ -112,7 +144,10 @@ def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
-    assert summed_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+    assert summed_modules(config)[:2] == [
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.down_proj",
+    ]
 
 
 def test_each_expert_has_inputs_of_its_own(tmp_path: Path) -> None:
@@ -126,7 +161,10 @@ def test_each_expert_has_inputs_of_its_own(tmp_path: Path) -> None:
 
 def test_dense_layers_stand_before_sparse_ones(tmp_path: Path) -> None:
     config, _ = _saved("deepseek-v3", tmp_path)
-    sparse = [any(isinstance(item, ExpertBank) for item in block_items(config, layer)) for layer in range(3)]
+    sparse = [
+        any(isinstance(item, ExpertBank) for item in block_items(config, layer))
+        for layer in range(3)
+    ]
     assert sparse == [False, True, True]
     shared = next(group for group in input_groups(config, 1) if group.site == "mlp.in")
     assert shared.modules == ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
@@ -140,9 +178,10 @@ def test_stacked_experts_say_how_they_lie(tmp_path: Path) -> None:
     assert gate_up.stacked.transposed
     assert gate_up.stacked.interleaved
     assert gate_up.parts[:3] == (
-        "model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
         "model.layers.0.mlp.experts.1.gate_proj.weight",
-    )  # fmt: skip
+    )
     assert saved[gate_up.name] == (4, 64, 2 * 96)
 
 
@@ -183,16 +222,26 @@ def test_configs_differ_by_their_layers(tmp_path: Path) -> None:
 )
 def test_smollm3_layers_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     raw = {
-        **oracle.SIZES, "model_type": "smollm3", "rms_norm_eps": 1e-6, "no_rope_layers": None, **changes,
-    }  # fmt: skip
+        **oracle.SIZES,
+        "model_type": "smollm3",
+        "rms_norm_eps": 1e-6,
+        "no_rope_layers": None,
+        **changes,
+    }
     with pytest.raises(CheckpointError):
         config_from_hf(raw, "config.json")
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in CASES.values()])
-def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(kind: str, tmp_path: Path) -> None:
+def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(
+    kind: str, tmp_path: Path
+) -> None:
     kind, changes = next((one, changes) for one, changes in CASES.values() if one == kind)
-    raw = json.loads((oracle.save(oracle.make(kind, **{**ENDS, **changes}), tmp_path) / "config.json").read_text())
+    raw = json.loads(
+        (
+            oracle.save(oracle.make(kind, **{**ENDS, **changes}), tmp_path) / "config.json"
+        ).read_text()
+    )
     raw.pop("rope_parameters")
     raw.pop("rope_theta", None)
     theirs = transformers.AutoConfig.for_model(**raw)
@@ -203,5 +252,6 @@ def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(ki
     assert ours.rope.theta == ropes.get(first, ropes)["rope_theta"]
     assert (
         "sliding_attention" not in kinds
-        or (ours.window_rope or ours.rope).theta == ropes.get("sliding_attention", ropes)["rope_theta"]
+        or (ours.window_rope or ours.rope).theta
+        == ropes.get("sliding_attention", ropes)["rope_theta"]
     )

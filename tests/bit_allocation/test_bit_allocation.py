@@ -1,4 +1,6 @@
-"""Schemes chosen for a size: the choice itself, what it is estimated from, and what is made of it."""
+"""Schemes chosen for a size: the choice itself, what it is estimated from, and what is made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,39 +31,57 @@ from quantkit.json_values import Settings
 from quantkit.solver.gptq import Damped, solve
 from quantkit.tensors.scheme import QuantScheme
 
-GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, "source_check": False}
+GPTQ: dict[str, Any] = {
+    "method": "gptq",
+    "calibration": EXCERPT,
+    "samples": 8,
+    "length": 64,
+    "source_check": False,
+}
 FAMILIES = ("llama-biases", "gemma2", "phi3", "qwen2-moe", "gpt-oss")
 G32, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
 
 
 @pytest.fixture(scope="module")
 def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> quantkit.QuantizeResult:
-    return quantkit.quantize(demo_model, tmp_path_factory.mktemp("fit") / "out", target_bits=4.5, **GPTQ)
+    return quantkit.quantize(
+        demo_model, tmp_path_factory.mktemp("fit") / "out", target_bits=4.5, **GPTQ
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     rng = random.Random(seed)
     items = [
-        [Option(rng.randrange(1, 40), rng.choice([0.0, rng.random()])) for _ in range(rng.randrange(1, 5))]
+        [
+            Option(rng.randrange(1, 40), rng.choice([0.0, rng.random()]))
+            for _ in range(rng.randrange(1, 5))
+        ]
         for _ in range(rng.randrange(1, 6))
     ]
     room = rng.randrange(150)
     every = [
         sum(one.loss for one in chosen)
-        for chosen in itertools.product(*items) if sum(one.size for one in chosen) <= room
-    ]  # fmt: skip
+        for chosen in itertools.product(*items)
+        if sum(one.size for one in chosen) <= room
+    ]
     found, coarse = choose(items, room), choose(items, room, cells=8)
     assert (found is None) == (coarse is None) == (not every)
     for numbers in (found, coarse) if found and coarse else ():
-        assert sum(options[number].size for options, number in zip(items, numbers, strict=True)) <= room
+        assert (
+            sum(options[number].size for options, number in zip(items, numbers, strict=True))
+            <= room
+        )
     if found is not None:
         lost = sum(options[number].loss for options, number in zip(items, found, strict=True))
         assert lost == pytest.approx(min(every))
 
 
 def test_of_equal_losses_the_smaller_is_taken() -> None:
-    assert choose([[Option(8, 1.0), Option(4, 1.0)], [Option(9, 0.0), Option(3, 0.0)]], 100) == [1, 1]
+    assert choose([[Option(8, 1.0), Option(4, 1.0)], [Option(9, 0.0), Option(3, 0.0)]], 100) == [
+        1,
+        1,
+    ]
 
 
 def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
@@ -70,12 +90,20 @@ def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block, with the blocks computed anew, each gets what autograd gives for all at once."""
+def test_gradients_are_those_of_the_whole_model(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block after block, with the blocks computed anew, each gets what autograd gives for all at
+    once.
+    """
     source = _source(case, tmp_path)
     config, tokens = source.config, oracle.random_tokens(24, batch=2)
     drawn = torch.randint(config.vocab_size, (48,))
-    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None])
+    monkeypatch.setattr(
+        torch,
+        "multinomial",
+        lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None],
+    )
     passes = FisherPasses(source, tokens, len(tokens), torch.device("cpu"), states=torch.float32)
     for layer in range(config.num_layers):
         passes.forward(layer)
@@ -87,16 +115,23 @@ def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monke
     given: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
         if name in found:
-            module.register_forward_hook(lambda _, x, out, name=name: given.setdefault(name, []).append(out))
+            module.register_forward_hook(
+                lambda _, x, out, name=name: given.setdefault(name, []).append(out)
+            )
             module.weight.requires_grad_()
     model.model.embed_tokens.weight.requires_grad_()
     hidden = model.hidden(tokens, torch.arange(24))
     products = hidden @ (model.lm_head or model.model.embed_tokens).weight.t()
     if config.logit_softcap is not None:
         products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
-    loss = torch.nn.functional.cross_entropy((products * config.logit_multiplier).flatten(0, 1), drawn, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        (products * config.logit_multiplier).flatten(0, 1), drawn, reduction="sum"
+    )
     for name, outs in given.items():
-        expected = sum(g.flatten(0, -2).square().sum(0) for g in torch.autograd.grad(loss, outs, retain_graph=True))
+        expected = sum(
+            g.flatten(0, -2).square().sum(0)
+            for g in torch.autograd.grad(loss, outs, retain_graph=True)
+        )
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-9)
     assert given.keys() == {name for name in found if found[name].any()}
 
@@ -108,7 +143,9 @@ def test_predicted_errors_are_close_to_those_of_gptq() -> None:
     found = row_errors({"a": weight}, hessian.clone(), [G32, INT8], torch.float32, {"a": 96})["a"]
     for scheme in (G32, INT8):
         _, report = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32)
-        assert found.errors[scheme].sum().item() == pytest.approx(report.error.sum().item(), rel=0.35)
+        assert found.errors[scheme].sum().item() == pytest.approx(
+            report.error.sum().item(), rel=0.35
+        )
     some = row_errors({"a": weight}, hessian.clone(), [G32], torch.float32, {"a": 24})["a"]
     gradients = torch.rand(96)
     assert len(some.rows) == 24
@@ -119,7 +156,9 @@ def test_predicted_errors_are_close_to_those_of_gptq() -> None:
 def test_what_runtimes_fuse_is_one_unit(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **{**ENDS, **changes}), tmp_path)
-    config = families()[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
+    config = families()[kind].read(
+        Settings(json.loads((folder / "config.json").read_text()), folder)
+    )
     owner = {module: unit for unit in units(config) for module in unit.modules}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -135,10 +174,22 @@ def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> Non
     every = units(source.config)
     schemes = dict.fromkeys(every, (G32, INT8))
     found = estimate_losses(
-        source, oracle.random_tokens(40, batch=4), every, schemes, device=torch.device("cpu"), memory_bytes=10**9,
-        scale_dtype=torch.float32, group=SINGLE,
-    )  # fmt: skip
-    assert {unit.name for unit in every} == {"q k v", "o", "experts", "shared gate up", "shared down"}
+        source,
+        oracle.random_tokens(40, batch=4),
+        every,
+        schemes,
+        device=torch.device("cpu"),
+        memory_bytes=10**9,
+        scale_dtype=torch.float32,
+        group=SINGLE,
+    )
+    assert {unit.name for unit in every} == {
+        "q k v",
+        "o",
+        "experts",
+        "shared gate up",
+        "shared down",
+    }
     assert all(0 < one[INT8] < one[G32] for one in found)
 
 
@@ -163,7 +214,19 @@ def test_the_size_is_what_was_requested(made: quantkit.QuantizeResult) -> None:
 def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
     assert made.allocation is not None
     lines = made.lines()
-    assert lines[0].split() == ["layer", "q", "k", "v", "o", "gate", "up", "down", "KL", "x", "1e-4"]
+    assert lines[0].split() == [
+        "layer",
+        "q",
+        "k",
+        "v",
+        "o",
+        "gate",
+        "up",
+        "down",
+        "KL",
+        "x",
+        "1e-4",
+    ]
     (wrote,) = [index for index, line in enumerate(lines) if line.startswith("wrote ")]
     assert lines[wrote - 1].startswith("chosen for 4.5 bits a weight: 4.")
     readme = (made.path / "README.md").read_text()
@@ -180,7 +243,9 @@ def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
 
 def test_files_of_weights_are_at_most_so_large(demo_model: Path, tmp_path: Path) -> None:
     dst, maximum = tmp_path / "out.gguf", 1_900_000
-    made = quantkit.quantize(demo_model, dst, max_size=maximum, to="gguf", head="int8", keep="*.0.self_attn.*", **GPTQ)
+    made = quantkit.quantize(
+        demo_model, dst, max_size=maximum, to="gguf", head="int8", keep="*.0.self_attn.*", **GPTQ
+    )
     assert made.allocation is not None
     assert made.allocation.weight_bytes == dst.stat().st_size
     assert 0.98 * maximum < dst.stat().st_size <= maximum
@@ -197,10 +262,17 @@ def test_a_resumed_run_keeps_its_choice(
             if phase == "quantize":
                 options["progress"](phase, done, total, unit)
 
-        return quantkit.quantize(src, dst, target_bits=4.5, **{**GPTQ, **options, "progress": reported})
+        return quantkit.quantize(
+            src, dst, target_bits=4.5, **{**GPTQ, **options, "progress": reported}
+        )
 
-    interrupted(job, demo_model, tmp_path / "out")  # whose choice is the same, or the bytes would differ
-    monkeypatch.setattr("quantkit.bit_allocation.fit.estimate_losses", lambda *_, **__: pytest.fail("estimated anew"))
+    interrupted(
+        job, demo_model, tmp_path / "out"
+    )  # whose choice is the same, or the bytes would differ
+    monkeypatch.setattr(
+        "quantkit.bit_allocation.fit.estimate_losses",
+        lambda *_, **__: pytest.fail("estimated anew"),
+    )
     quantkit.quantize(demo_model, tmp_path / "out", target_bits=4.5, resume=True, **GPTQ)
     assert contents(tmp_path / "out") == contents(made.path)
 
@@ -208,10 +280,25 @@ def test_a_resumed_run_keeps_its_choice(
 @pytest.mark.parametrize(
     ("options", "kind", "found", "expected"),
     [
-        ({"target_bits": 3}, RequestError, "3 bits a weight", "at least 4.125 bits a weight, and less than the 16 "),
+        (
+            {"target_bits": 3},
+            RequestError,
+            "3 bits a weight",
+            "at least 4.125 bits a weight, and less than the 16 ",
+        ),
         ({"target_bits": 16}, RequestError, "16 bits a weight", "at least 4.125 bits"),
-        ({"max_size": 10**5}, RequestError, "100000 bytes (100 kB)", "at least 1467072 bytes (1.47 MB)"),
-        ({"max_size": 10**9}, RequestError, "1000000000 bytes (1 GB)", "less than the 2627904 bytes (2.63 MB)"),
+        (
+            {"max_size": 10**5},
+            RequestError,
+            "100000 bytes (100 kB)",
+            "at least 1467072 bytes (1.47 MB)",
+        ),
+        (
+            {"max_size": 10**9},
+            RequestError,
+            "1000000000 bytes (1 GB)",
+            "less than the 2627904 bytes (2.63 MB)",
+        ),
         ({"target_bits": 4.5, "to": "awq"}, UnsupportedError, "32 and 64 and 128", None),
         ({"target_bits": 4.5, "scheme": "int8"}, RequestError, None, None),
         ({"target_bits": 4.5, "max_size": 10**6}, RequestError, None, None),
@@ -220,9 +307,14 @@ def test_a_resumed_run_keeps_its_choice(
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(
-    options: dict[str, Any], kind: type[quantkit.errors.QuantkitError], found: str | None, expected: str | None,
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    options: dict[str, Any],
+    kind: type[quantkit.errors.QuantkitError],
+    found: str | None,
+    expected: str | None,
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(FisherPasses, "forward", lambda *_: pytest.fail("has begun"))
     for function in (quantkit.quantize, quantkit.plan.quantize):
         with pytest.raises(kind) as error:

@@ -56,14 +56,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _saved(case: str, folder: Path, **changes: Any) -> Path:
-    """A model of a case, with the demo's tokenizer; where it has experts one gets few tokens, another none."""
+    """A model of a case, with the demo's tokenizer; where it has experts one gets few tokens,
+    another none.
+    """
     kind, settings = CASES[case]
     model = oracle.make(kind, **{**settings, "vocab_size": 2048, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_tokens" in name:
                 parameter[:, 0] = 0.3  # a state that all tokens share, and no layer adds to
-            elif name.endswith(("o_proj.weight", "mlp.down_proj.weight", "shared_expert.down_proj.weight")):
+            elif name.endswith(
+                ("o_proj.weight", "mlp.down_proj.weight", "shared_expert.down_proj.weight")
+            ):
                 parameter[0] = 0.0
             elif name.endswith("experts.down_proj"):
                 parameter[:, 0] = 0.0
@@ -80,13 +84,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _saved("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
 
 
-def _quantize(src: Path, dst: Path, text: Path, scheme: Any = "int4-g32", **options: Any) -> quantkit.QuantizeResult:
-    settings = {"samples": SAMPLES, "length": LENGTH, "source_check": False, "accept_quality_loss": True, **options}
+def _quantize(
+    src: Path, dst: Path, text: Path, scheme: Any = "int4-g32", **options: Any
+) -> quantkit.QuantizeResult:
+    settings = {
+        "samples": SAMPLES,
+        "length": LENGTH,
+        "source_check": False,
+        "accept_quality_loss": True,
+        **options,
+    }
     return quantkit.quantize(src, dst, scheme, method="gptq", calibration=text, **settings)
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> quantkit.QuantizeResult:
+def made(
+    model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> quantkit.QuantizeResult:
     return _quantize(model, tmp_path_factory.mktemp("made") / "out", text)
 
 
@@ -95,7 +109,9 @@ def _kl(source: Checkpoint, other: Checkpoint) -> float:
     return compare_batches(source, other, [batch])[0].divergence.kl
 
 
-def _quantize_block(source: Checkpoint, layer: int, streams: Streams, schemes: dict[str, QuantScheme]) -> None:
+def _quantize_block(
+    source: Checkpoint, layer: int, streams: Streams, schemes: dict[str, QuantScheme]
+) -> None:
     with torch.inference_mode():
         pair = BlockPair(source, layer, GroupSolver(schemes, torch.float32, SINGLE), CPU)
         list(quantize_block(pair, streams))
@@ -105,12 +121,16 @@ def _expert(layer: int, expert: int, part: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "olmoe-clip", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "olmoe-clip", "gpt-oss"]
+)
 def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_path: Path) -> None:
     source = _saved(case, tmp_path / "source")
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
     floats, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
-    assert _kl(floats, solved) < 0.8 * _kl(floats, RtnBaseline(floats, schemes(solved), importance={}))
+    assert _kl(floats, solved) < 0.8 * _kl(
+        floats, RtnBaseline(floats, schemes(solved), importance={})
+    )
     assert quantkit.verify(source, tmp_path / "gptq").ok
     assert quantkit.verify(tmp_path / "gptq").ok
     assert not made.quality.distorted
@@ -132,7 +152,9 @@ def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
             _quantize_block(source, layer, streams, {})
             if isinstance(block.mlp, Experts):
                 for stream in ("quantized", "float"):
-                    torch.testing.assert_close(store.rows((stream, 0), torch.arange(TOKENS)), x.flatten(0, 1))
+                    torch.testing.assert_close(
+                        store.rows((stream, 0), torch.arange(TOKENS)), x.flatten(0, 1)
+                    )
 
 
 def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
@@ -168,7 +190,9 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     torch.testing.assert_close(seen[1], everyone.t() @ everyone, rtol=1e-3, atol=1e-3)
 
 
-def test_the_manifest_reports_which_tokens_calibrated_an_expert(made: quantkit.QuantizeResult) -> None:
+def test_the_manifest_reports_which_tokens_calibrated_an_expert(
+    made: quantkit.QuantizeResult,
+) -> None:
     records = made.manifest["modules"]
     for layer in range(3):
         counts = [records[_expert(layer, expert, "up_proj")] for expert in range(6)]
@@ -177,7 +201,10 @@ def test_the_manifest_reports_which_tokens_calibrated_an_expert(made: quantkit.Q
         assert counts[NEVER]["routed_tokens"] == 0
         sent = [one.get("routed_tokens", one["tokens"]) for one in counts]
         assert sum(sent) == 2 * TOKENS
-        assert all((one["tokens_from"] == "all") == (count < 2 * 64) for one, count in zip(counts, sent, strict=True))
+        assert all(
+            (one["tokens_from"] == "all") == (count < 2 * 64)
+            for one, count in zip(counts, sent, strict=True)
+        )
         assert all(one["solver"] == "gptq" for one in counts)
         assert "tokens" not in records[f"model.layers.{layer}.self_attn.q_proj"]
     starved = records[_expert(0, STARVED, "up_proj")]
@@ -187,22 +214,29 @@ def test_the_manifest_reports_which_tokens_calibrated_an_expert(made: quantkit.Q
 def test_starved_experts_are_reported_in_one_line(made: quantkit.QuantizeResult) -> None:
     (line,) = [note for note in made.notes if "experts" in note]
     experts = [
-        [made.manifest["modules"][_expert(layer, expert, part)] for part in ("gate_proj", "down_proj")]
-        for layer in range(3) for expert in range(6)
-    ]  # fmt: skip
+        [
+            made.manifest["modules"][_expert(layer, expert, part)]
+            for part in ("gate_proj", "down_proj")
+        ]
+        for layer in range(3)
+        for expert in range(6)
+    ]
     starved = [own for own in experts if any(one["tokens_from"] == "all" for one in own)]
     never = [own for own in starved if any(one.get("routed_tokens") == 0 for one in own)]
     assert 3 <= len(never) < len(starved) < 18
-    assert line == (
-        f"{len(starved)} of 18 experts were sent too few calibration tokens, {len(never)} of them none: "
-        "all tokens calibrated them"
+    assert (
+        line
+        == f"{len(starved)} of 18 experts were sent too few calibration tokens, {len(never)} of"
+        " them none: all tokens calibrated them"
     )
 
 
 def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_solver, "drift_damping", lambda inputs, tokens: 0.1)  # few tokens are believed much
+    monkeypatch.setattr(
+        group_solver, "drift_damping", lambda inputs, tokens: 0.1
+    )  # few tokens are believed much
     source = _saved("gpt-oss-square", tmp_path / "source", num_local_experts=16)
     made = _quantize(source, tmp_path / "made", text, accept_quality_loss=False)
     assert quantkit.verify(source, made.path).ok
@@ -213,10 +247,13 @@ def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
         assert (one["solver"], one["tokens_from"], one["tokens"]) == ("gptq", "all", TOKENS)
         assert one["routed_tokens"] >= 2 * 64
         assert re.fullmatch(
-            r"changed by [\d.]+ on the tokens sent to it, expected at most [\d.]+", one["tokens_reason"]
+            r"changed by [\d.]+ on the tokens sent to it, expected at most [\d.]+",
+            one["tokens_reason"],
         )
     (line,) = [note for note in made.notes if "calibration tokens" in note]
-    experts = {name.rpartition(".")[0] for name, one in records.items() if one.get("tokens_from") == "all"}
+    experts = {
+        name.rpartition(".")[0] for name, one in records.items() if one.get("tokens_from") == "all"
+    }
     assert line.startswith(f"{len(experts)} of 48 experts ")
     assert "rounded" not in line
 
@@ -236,7 +273,9 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     monkeypatch.setattr(group_solver, "weight_bound", lambda *given: 0.0)
     made = _quantize(model, tmp_path / "out", text)
     rounded = [made.manifest["modules"][_expert(0, expert, "up_proj")] for expert in range(6)]
-    assert {(one["solver"], one["tokens_from"]) for one in rounded} == {("round-to-nearest, searched scales", "all")}
+    assert {(one["solver"], one["tokens_from"]) for one in rounded} == {
+        ("round-to-nearest, searched scales", "all")
+    }
     tries = [one["tokens_reason"].count("changed by") for one in rounded]
     assert tries == [1 if one["routed_tokens"] < 2 * 64 else 2 for one in rounded]
     assert set(tries) == {1, 2}
@@ -246,13 +285,17 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     expected, _ = round_to_nearest(weight, found.scheme, found.scale.dtype, column_kernels)
     assert torch.equal(found.codes, expected.codes)
     (line,) = [note for note in made.notes if "calibration tokens" in note]
-    assert line.endswith("all tokens calibrated them, and 54 of their linears were rounded to nearest")
+    assert line.endswith(
+        "all tokens calibrated them, and 54 of their linears were rounded to nearest"
+    )
     assert not made.quality.fallbacks
 
 
 @pytest.mark.parametrize("expert", [0, NEVER])
 @pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
-def test_nan_in_an_expert_is_refused_by_name(expert: int, part: str, model: Path, text: Path, tmp_path: Path) -> None:
+def test_nan_in_an_expert_is_refused_by_name(
+    expert: int, part: str, model: Path, text: Path, tmp_path: Path
+) -> None:
     source = oracle.copy(model, tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     stacked = {"gate_proj": "w1", "down_proj": "w2"}
@@ -260,7 +303,9 @@ def test_nan_in_an_expert_is_refused_by_name(expert: int, part: str, model: Path
     weights[name][3, 5] = torch.nan
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     for allowed in (False, True):
-        with pytest.raises(NonFiniteError, match=rf"experts\.{expert}\.{part}\.weight' holds 1 values that are NaN"):
+        with pytest.raises(
+            NonFiniteError, match=rf"experts\.{expert}\.{part}\.weight' holds 1 values that are NaN"
+        ):
             _quantize(source, tmp_path / "out", text, allow_nonfinite=allowed)
     assert not list(tmp_path.glob("out*"))
 
@@ -271,7 +316,10 @@ def test_disk_and_resumed_runs_give_equal_bytes(
     expected = contents(made.path)
     _quantize(model, tmp_path / "disk", text, activation_memory=0)
     assert contents(tmp_path / "disk") == expected
-    for name, stop in (("within", ("quantize", 32, 66, "linears")), ("between", ("quantize", 47, 66, "linears"))):
+    for name, stop in (
+        ("within", ("quantize", 32, 66, "linears")),
+        ("between", ("quantize", 47, 66, "linears")),
+    ):
 
         def interrupt(*now: Any, stop: Any = stop) -> None:
             if now == stop:
@@ -281,7 +329,11 @@ def test_disk_and_resumed_runs_give_equal_bytes(
         with pytest.raises(KeyboardInterrupt):
             _quantize(model, tmp_path / name, text, progress=interrupt)
         _quantize(
-            model, tmp_path / name, text, resume=True, progress=lambda *now, reported=reported: reported.append(now)
+            model,
+            tmp_path / name,
+            text,
+            resume=True,
+            progress=lambda *now, reported=reported: reported.append(now),
         )
         assert contents(tmp_path / name) == expected
         assert any(phase == "calibrate" and unit == "linears" for phase, _, _, unit in reported)
@@ -319,19 +371,45 @@ def test_a_store_holds_what_was_reckoned(
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
 
 
-def test_two_processes_decide_the_same_way_and_make_what_one_makes(model: Path, text: Path, tmp_path: Path) -> None:
+def test_two_processes_decide_the_same_way_and_make_what_one_makes(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
     kept = "*.self_attn.*"  # so that the first router sees the same states in both
     _quantize(model, tmp_path / "one", text, keep=kept)
     first, second = forked.group(
-        2, "from quantkit.cli.main import main; main()", "quantize", model, tmp_path / "two", "--scheme", "int4-g32",
-        "--method", "gptq", "--calibration", text, "--samples", str(SAMPLES), "--length", str(LENGTH), "--keep", kept,
-        "--no-source-check", "--accept-quality-loss",
-    )  # fmt: skip
+        2,
+        "from quantkit.cli.main import main; main()",
+        "quantize",
+        model,
+        tmp_path / "two",
+        "--scheme",
+        "int4-g32",
+        "--method",
+        "gptq",
+        "--calibration",
+        text,
+        "--samples",
+        str(SAMPLES),
+        "--length",
+        str(LENGTH),
+        "--keep",
+        kept,
+        "--no-source-check",
+        "--accept-quality-loss",
+    )
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    made = [json.loads((tmp_path / name / "quantkit.json").read_text())["modules"] for name in ("one", "two")]
+    made = [
+        json.loads((tmp_path / name / "quantkit.json").read_text())["modules"]
+        for name in ("one", "two")
+    ]
     both = codes(tmp_path / "one"), codes(tmp_path / "two")
-    for module in (_expert(0, expert, part) for expert in range(6) for part in ("gate_proj", "down_proj")):
-        alone, shared = ([each[module].get(key) for key in ("tokens", "tokens_from", "routed_tokens")] for each in made)
+    for module in (
+        _expert(0, expert, part) for expert in range(6) for part in ("gate_proj", "down_proj")
+    ):
+        alone, shared = (
+            [each[module].get(key) for key in ("tokens", "tokens_from", "routed_tokens")]
+            for each in made
+        )
         assert alone == shared
         one, two = (each[module].codes for each in both)
         assert (one != two).float().mean() < (0.01 if module.endswith("gate_proj") else 0.05)

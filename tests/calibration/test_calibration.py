@@ -45,7 +45,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _quantize(model: Path, dst: Path, text: Path, scheme: str | QuantScheme = "int4-g64", **options: object) -> Path:
+def _quantize(
+    model: Path, dst: Path, text: Path, scheme: str | QuantScheme = "int4-g64", **options: object
+) -> Path:
     settings = {"samples": 24, "length": 128, **options}
     quantkit.quantize(model, dst, scheme, method="gptq", calibration=text, **settings)  # type: ignore[arg-type]
     return dst
@@ -133,7 +135,9 @@ def test_gptq_is_much_closer_to_the_source_than_rounding(
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "rtn", scheme, method="rtn", accept_quality_loss=True)
     _quantize(demo_model, tmp_path / "gptq", text, scheme, samples=64)
-    batch = Batch.from_start(text_windows(tokenizer.encode(excerpt()[SPLIT:]), prompt_start(tokenizer), 128))
+    batch = Batch.from_start(
+        text_windows(tokenizer.encode(excerpt()[SPLIT:]), prompt_start(tokenizer), 128)
+    )
     source = open_checkpoint(demo_model)
     rtn, gptq = (_kl(source, open_checkpoint(tmp_path / name), batch) for name in ("rtn", "gptq"))
     assert gptq < 0.5 * rtn
@@ -145,27 +149,36 @@ def test_transformers_loads_what_gptq_writes(demo_model: Path, text: Path, tmp_p
     assert (scales < 0).any()
     tokens = oracle.random_tokens(30, vocabulary=2000)
     with torch.inference_mode():
-        ours = load_model(folder, dtype=torch.float32, backend="reference")(tokens, torch.arange(30))
+        ours = load_model(folder, dtype=torch.float32, backend="reference")(
+            tokens, torch.arange(30)
+        )
     assert (ours - oracle.logits(oracle.load(folder), tokens)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "llama"])
-def test_every_architecture_can_be_calibrated(kind: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_every_architecture_can_be_calibrated(
+    kind: str, demo_model: Path, text: Path, tmp_path: Path
+) -> None:
     changes = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
     source = oracle.save(
-        oracle.make(kind, vocab_size=2048, sliding_window=9, use_sliding_window=True, **changes), tmp_path / "m"
+        oracle.make(kind, vocab_size=2048, sliding_window=9, use_sliding_window=True, **changes),
+        tmp_path / "m",
     )
     (source / "tokenizer.model").write_bytes((demo_model / "tokenizer.model").read_bytes())
     _quantize(source, tmp_path / "gptq", text, "int4-g32", length=40, source_check=False)
     batch = Batch.from_start(oracle.random_tokens(40, batch=4, vocabulary=2048))
     reference, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
-    assert _kl(reference, solved, batch) < _kl(reference, RtnBaseline(reference, schemes(solved)), batch)
+    assert _kl(reference, solved, batch) < _kl(
+        reference, RtnBaseline(reference, schemes(solved)), batch
+    )
 
 
 def test_two_runs_and_a_resumed_one_give_equal_bytes(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, again = (_contents(_quantize(demo_model, tmp_path / name, text)) for name in ("first", "again"))
+    first, again = (
+        _contents(_quantize(demo_model, tmp_path / name, text)) for name in ("first", "again")
+    )
     assert first == again
 
     def interrupt(phase: str, done: int, total: int, unit: str) -> None:
@@ -193,7 +206,9 @@ def test_activations_on_disk_change_nothing(demo_model: Path, text: Path, tmp_pa
         made.append(len(list((tmp_path / "disk.partial" / ".activations-0").glob("*"))))
 
     in_memory = _contents(_quantize(demo_model, tmp_path / "memory", text))
-    on_disk = _contents(_quantize(demo_model, tmp_path / "disk", text, activation_memory=0, progress=watch))
+    on_disk = _contents(
+        _quantize(demo_model, tmp_path / "disk", text, activation_memory=0, progress=watch)
+    )
     assert in_memory == on_disk
     assert max(made) > 1
 
@@ -211,20 +226,27 @@ def test_full_disk_under_the_activations_is_reported_and_resumable(
         write(path, value)
 
     monkeypatch.setattr(activation_store, "_write", full)
-    with pytest.raises(DestinationError, match=r"activations cannot be written: No space.*`resume=True`"):
+    with pytest.raises(
+        DestinationError, match=r"activations cannot be written: No space.*`resume=True`"
+    ):
         _quantize(demo_model, tmp_path / "out", text, activation_memory=0)
     assert not list((tmp_path / "out.partial").glob(".activations*"))
     monkeypatch.undo()
     assert _contents(_quantize(demo_model, tmp_path / "out", text, resume=True)) == whole
 
 
-def test_the_manifest_reports_how_each_layer_was_solved(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_the_manifest_reports_how_each_layer_was_solved(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
     folder = _quantize(demo_model, tmp_path / "out", text, seed=4, keep=["*.k_proj"])
     made = json.loads((folder / "quantkit.json").read_text())
     assert made["method"] == "gptq"
     assert made["calibration"] == {
-        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 24, "length": 128, "seed": 4,
-    }  # fmt: skip
+        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "samples": 24,
+        "length": 128,
+        "seed": 4,
+    }
     solved = made["modules"]["model.layers.1.mlp.down_proj"]
     assert solved["solver"] == "gptq"
     assert 0 < solved["output_error"] < 0.2
@@ -232,13 +254,17 @@ def test_the_manifest_reports_how_each_layer_was_solved(demo_model: Path, text: 
     assert made["modules"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
 
 
-def test_inputs_whose_squares_overflow_name_rounding(tmp_path: Path, demo_model: Path, text: Path) -> None:
+def test_inputs_whose_squares_overflow_name_rounding(
+    tmp_path: Path, demo_model: Path, text: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "source", dtype="fp32")
     weights = load_file(tmp_path / "source" / "model.safetensors")
     for linear, factor in (("up_proj", 2.0**70), ("down_proj", 2.0**-70)):
         weights[f"model.layers.1.mlp.{linear}.weight"] *= factor
     save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=r'1\.mlp\.down_proj.*Hessian holds NaN or Inf; `method="rtn"`'):
+    with pytest.raises(
+        NonFiniteError, match=r'1\.mlp\.down_proj.*Hessian holds NaN or Inf; `method="rtn"`'
+    ):
         _quantize(tmp_path / "source", tmp_path / "out", text, samples=2)
 
 
@@ -255,7 +281,16 @@ def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, t
 
 def test_too_few_tokens_are_noted(demo_model: Path, text: Path, tmp_path: Path) -> None:
     found = quantkit.quantize(
-        demo_model, tmp_path / "out", "int4-g64", method="gptq", calibration=text, samples=2, length=32,
+        demo_model,
+        tmp_path / "out",
+        "int4-g64",
+        method="gptq",
+        calibration=text,
+        samples=2,
+        length=32,
         accept_quality_loss=True,
-    )  # fmt: skip
-    assert any("64 calibration tokens are fewer than the widest linear's 384 inputs" in note for note in found.notes)
+    )
+    assert any(
+        "64 calibration tokens are fewer than the widest linear's 384 inputs" in note
+        for note in found.notes
+    )

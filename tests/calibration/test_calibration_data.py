@@ -44,7 +44,9 @@ def _naive(text: str, tokenizer: Tokenizer, samples: int, length: int, seed: int
     lead = [i for i in ids[:1] if i == tokenizer.bos_id]
     size = length - len(lead)
     places = len(ids) - len(lead) - size + 1
-    starts = torch.randint(places, (samples,), generator=torch.Generator().manual_seed(seed)).tolist()
+    starts = torch.randint(
+        places, (samples,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     return torch.tensor([lead + ids[len(lead) :][start : start + size] for start in starts])
 
 
@@ -61,7 +63,9 @@ def _json_tokenizer(folder: Path, settings: dict[str, object], **sections: objec
     from tokenizers import AddedToken, models, pre_tokenizers
     from tokenizers import Tokenizer as Engine
 
-    words = {word: number for number, word in enumerate(["<s>", "<pad>", *sorted(set(TEXT.split()))])}
+    words = {
+        word: number for number, word in enumerate(["<s>", "<pad>", *sorted(set(TEXT.split()))])
+    }
     engine = Engine(models.WordLevel(words, unk_token="<s>"))
     engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     engine.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<pad>", special=True)])
@@ -70,17 +74,26 @@ def _json_tokenizer(folder: Path, settings: dict[str, object], **sections: objec
     return load_tokenizer(folder)
 
 
-def test_samples_begin_with_bos_and_are_windows_of_the_text(text: Path, tokenizer: Tokenizer) -> None:
+def test_samples_begin_with_bos_and_are_windows_of_the_text(
+    text: Path, tokenizer: Tokenizer
+) -> None:
     found = load_calibration(text, tokenizer, samples=10, length=64, seed=1)
     assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 10, 64, 1))
     assert found.to_json() == {
-        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 10, "length": 64, "seed": 1,
-    }  # fmt: skip
+        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "samples": 10,
+        "length": 64,
+        "seed": 1,
+    }
 
 
-def test_the_seed_decides_and_the_callers_random_numbers_stay(text: Path, tokenizer: Tokenizer) -> None:
+def test_the_seed_decides_and_the_callers_random_numbers_stay(
+    text: Path, tokenizer: Tokenizer
+) -> None:
     state = torch.get_rng_state()
-    first, again, other = (load_calibration(text, tokenizer, samples=8, length=32, seed=s).tokens for s in (1, 1, 2))
+    first, again, other = (
+        load_calibration(text, tokenizer, samples=8, length=32, seed=s).tokens for s in (1, 1, 2)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -93,7 +106,9 @@ def test_a_sample_may_be_the_whole_text(text: Path, tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_bos_leads_only_where_the_tokenizer_puts_it(leads: bool, text: Path, tmp_path: Path) -> None:
+def test_bos_leads_only_where_the_tokenizer_puts_it(
+    leads: bool, text: Path, tmp_path: Path
+) -> None:
     tokenizer = _json_tokenizer(tmp_path, {"bos_token": "<s>", "add_bos_token": leads})
     tokens = load_calibration(text, tokenizer, samples=20, length=16, seed=0).tokens
     assert tokenizer.bos_id == 0
@@ -102,9 +117,13 @@ def test_bos_leads_only_where_the_tokenizer_puts_it(leads: bool, text: Path, tmp
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_json_lines_give_what_their_text_gives(suffix: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_json_lines_give_what_their_text_gives(
+    suffix: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     path = tmp_path / f"text{suffix}"
-    path.write_text("\n".join(json.dumps({"id": 7, "text": document}) + "\n" for document in DOCUMENTS))
+    path.write_text(
+        "\n".join(json.dumps({"id": 7, "text": document}) + "\n" for document in DOCUMENTS)
+    )
     found = load_calibration(path, tokenizer, samples=4, length=100, seed=0)
     assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 4, 100, 0))
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -159,12 +178,16 @@ def test_of_a_long_text_only_the_samples_are_tokenized(
         return encode(self, piece, **given)
 
     monkeypatch.setattr(type(tokenizer), "encode", watched)
-    first, again = (load_calibration(text, tokenizer, samples=6, length=50, seed=3).tokens for _ in range(2))
+    first, again = (
+        load_calibration(text, tokenizer, samples=6, length=50, seed=3).tokens for _ in range(2)
+    )
     assert torch.equal(first, again)
     assert first.shape == (6, 50)
     assert (first[:, 0] == tokenizer.bos_id).all()
     assert (first[:, 1:] != tokenizer.bos_id).all()
-    assert len([piece for piece in taken if len(piece) > 1]) == 12  # "a" shows what a prompt begins with
+    assert (
+        len([piece for piece in taken if len(piece) > 1]) == 12
+    )  # "a" shows what a prompt begins with
     assert max(map(len, taken)) <= 8 * 50
     for row in first.tolist():
         words = tokenizer.decode(row).split()
@@ -191,7 +214,8 @@ def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
         "from quantkit.calibration.data import load_calibration\n"
         "from quantkit.text.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer({str(DEMO_MODEL)!r})\n"
-        "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)',"
+        " Path('/proc/self/status').read_text())[1])\n"
         "before = peak()\n"
         f"load_calibration({str(path)!r}, tokenizer, samples=4, length=100, seed=0)\n"
         "assert peak() - before < 350 * 2**10\n"  # KiB
@@ -210,14 +234,26 @@ def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
         ("text.txt", b"too short", ["shorter than one sample", "expected 99"]),
         ("text.txt", b"\xff\xfe\x00", ["cannot be read as text", "expected UTF-8 text"]),
         ("text.txt", b"cut off \xc3", ["cannot be read as text", "expected UTF-8 text"]),
-        ("text.json", b'{"text": "a"}\n[{"text": "b"}]', ["line 2 is not a JSON object", "expected JSON lines"]),
+        (
+            "text.json",
+            b'{"text": "a"}\n[{"text": "b"}]',
+            ["line 2 is not a JSON object", "expected JSON lines"],
+        ),
         ("text.json", b'{"text": "a"}\n\n{"text": ', ["line 3 is not JSON", "expected JSON lines"]),
-        ("text.json", b'[\n{"text": "a"}\n]', ["holds a JSON array", "jq -c '.[]' makes lines of it"]),
+        (
+            "text.json",
+            b'[\n{"text": "a"}\n]',
+            ["holds a JSON array", "jq -c '.[]' makes lines of it"],
+        ),
         ("text.jsonl", b'{"text": ' + b"[" * 100_000, ["line 1 is not JSON"]),
         ("text.jsonl", b'{"text": "\xff"}', ["line 1 is not JSON"]),
         ("text.jsonl", b'{"text": "\\ud800"}', ["surrogates not allowed"]),
         ("text.jsonl", b'{"text": "a"}\n{"text": 3}', ["the text of line 2 is of type int"]),
-        ("text.jsonl", b'{"title": "a", "body": "b"}', ["found title, body, expected text or messages"]),
+        (
+            "text.jsonl",
+            b'{"title": "a", "body": "b"}',
+            ["found title, body, expected text or messages"],
+        ),
         ("text.jsonl", b"{}", ["found nothing, expected text"]),
         ("text.parquet", b"<!doctype html>", ["cannot be read as text", "expected Parquet"]),
         ("text.parquet", b"PAR1 and nothing more PAR1", ["expected Parquet"]),
@@ -256,7 +292,9 @@ def test_a_table_without_text_is_named(
 
 
 @pytest.mark.parametrize(("samples", "length"), [(0, 100), (4, 1)])
-def test_no_samples_make_no_sense(samples: int, length: int, text: Path, tokenizer: Tokenizer) -> None:
+def test_no_samples_make_no_sense(
+    samples: int, length: int, text: Path, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(RequestError, match="at least 1 sample of 2 tokens"):
         load_calibration(text, tokenizer, samples=samples, length=length, seed=0)
 
@@ -267,11 +305,16 @@ def test_more_samples_than_the_text_can_give_are_refused_at_once(
 ) -> None:
     path = tmp_path / f"text{suffix}"
     path.write_text('{"text": "a few words of text"}\n')
-    with pytest.raises(RequestError, match=r"more samples than characters .*found 1000000 samples, expected at most"):
+    with pytest.raises(
+        RequestError,
+        match=r"more samples than characters .*found 1000000 samples, expected at most",
+    ):
         load_calibration(path, tokenizer, samples=10**6, length=4, seed=0)
 
 
-def test_what_cannot_be_drawn_is_refused_without_drawing(text: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_cannot_be_drawn_is_refused_without_drawing(
+    text: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     data.require_calibration(text, tokenizer, samples=3, length=8, seed=0)
     few = tmp_path / "few.txt"
     few.write_text("a few words of text")
@@ -281,11 +324,10 @@ def test_what_cannot_be_drawn_is_refused_without_drawing(text: Path, tmp_path: P
 
 def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
     code = (
-        "import sys\n"
-        "from quantkit.calibration.data import load_calibration\n"
-        "from quantkit.text.tokenizer import load_tokenizer\n"
-        f"load_calibration({str(text)!r}, load_tokenizer({str(DEMO_MODEL)!r}), samples=1, length=9, seed=0)\n"
-        "assert not {'datasets', 'huggingface_hub', 'pyarrow', 'pandas'} & set(sys.modules)\n"
+        "import sys\nfrom quantkit.calibration.data import load_calibration\nfrom"
+        f" quantkit.text.tokenizer import load_tokenizer\nload_calibration({str(text)!r},"
+        f" load_tokenizer({str(DEMO_MODEL)!r}), samples=1, length=9, seed=0)\nassert not"
+        " {'datasets', 'huggingface_hub', 'pyarrow', 'pandas'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -298,7 +340,9 @@ def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("check", [load_calibration, data.require_calibration])
 @pytest.mark.parametrize(("samples", "length"), [(128, 128), (128, 8), (5, 128)])
-def test_a_text_that_is_too_short_for_the_samples_is_an_error(check: Any, samples: int, length: int) -> None:
+def test_a_text_that_is_too_short_for_the_samples_is_an_error(
+    check: Any, samples: int, length: int
+) -> None:
     tokenizer = load_tokenizer(DEMO_MODEL)
     text = excerpt()[:2000]
     ids = tokenizer.encode(text, bos=False)

@@ -1,4 +1,6 @@
-"""Documents in rows: which column has them, conversations in the chat template, and datasets and strings in Python."""
+"""Documents in rows: which column has them, conversations in the chat template, and datasets and
+strings in Python.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,18 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
     [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}],
 ]
-TURNS = "{{ bos_token }}{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{{ '\\n' }}"
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TURNS
+TURNS = (
+    "{{ bos_token }}{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{{"
+    " '\\n' }}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    + TURNS
+)
 REFUSED = [{"role": "user", "content": "no"}]
-REFUSING = "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}" + TURNS
+REFUSING = (
+    "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}" + TURNS
+)
 RENDERED = "<system>Be brief.<user>Why?\n<user>How?<assistant>So.\n"
 
 
@@ -74,7 +84,9 @@ def parquet(path: Path, **columns: list[Any]) -> Path:
 
 def sharegpt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     names = {"user": "human", "assistant": "gpt"}
-    return [{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages]
+    return [
+        {"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "sharegpt", "parquet", "dataset", "rows", "disk"])
@@ -82,7 +94,9 @@ def test_conversations_are_rendered_by_the_models_template(kind: str, tmp_path: 
     rows = [{"id": str(number), "messages": one} for number, one in enumerate(CHATS)]
     sources: dict[str, Any] = {
         "jsonl": lambda: lines(tmp_path / "a.jsonl", *rows),
-        "sharegpt": lambda: lines(tmp_path / "a.json", *({"conversations": sharegpt(one)} for one in CHATS)),
+        "sharegpt": lambda: lines(
+            tmp_path / "a.json", *({"conversations": sharegpt(one)} for one in CHATS)
+        ),
         "parquet": lambda: parquet(tmp_path / "a.parquet", messages=CHATS, id=["0", "1"]),
         "dataset": lambda: datasets.Dataset.from_list(rows),
         "rows": lambda: iter(rows),
@@ -90,7 +104,11 @@ def test_conversations_are_rendered_by_the_models_template(kind: str, tmp_path: 
     }
     found = read_documents(sources[kind](), 10**6, chat=chat())
     assert found.text == RENDERED  # without BOS, which leads each sample
-    assert (found.specials, found.documents, found.notes) == (True, tuple(RENDERED.splitlines(keepends=True)), ())
+    assert (found.specials, found.documents, found.notes) == (
+        True,
+        tuple(RENDERED.splitlines(keepends=True)),
+        (),
+    )
 
 
 def saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -108,28 +126,42 @@ def test_what_a_template_spells_becomes_special_tokens(tmp_path: Path) -> None:
 
 def test_a_template_without_a_system_role_gets_no_system_message(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"messages": one} for one in CHATS))
-    assert read_documents(path, 10**6, chat=chat(NO_SYSTEM)).text == RENDERED.removeprefix("<system>Be brief.")
+    assert read_documents(path, 10**6, chat=chat(NO_SYSTEM)).text == RENDERED.removeprefix(
+        "<system>Be brief."
+    )
 
 
 def test_conversations_that_cannot_be_rendered_are_counted_or_the_error(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]}, {"messages": REFUSED}, {"messages": []})
+    path = lines(
+        tmp_path / "a.jsonl", {"messages": CHATS[0]}, {"messages": REFUSED}, {"messages": []}
+    )
     (note,) = read_documents(path, 10**6, chat=chat(REFUSING)).notes
     assert re.search("2 of 3 documents are left out.*line 2: .*not this", note)
     path = lines(tmp_path / "b.jsonl", {"messages": REFUSED}, {"messages": REFUSED})
-    with pytest.raises(RequestError, match=r"no conversation can be rendered: line 1: .*not this") as caught:
+    with pytest.raises(
+        RequestError, match=r"no conversation can be rendered: line 1: .*not this"
+    ) as caught:
         read_documents(path, 10**6, chat=chat(REFUSING))
     assert str(caught.value).startswith(f"{path}: ")
 
 
 CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-CALLS = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+CALLS = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+]
 
 
 def test_conversations_of_which_a_part_would_be_lost_are_left_out(tmp_path: Path) -> None:
-    known = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}.{% endif %}{% endfor %}"
+    known = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}.{% endif %}{% endfor %}"
+    )
     question = {"role": "user", "content": "Why?"}
     observation = {"from": "observation", "value": "It rains."}  # ShareGPT's results of tools
-    path = lines(tmp_path / "a.jsonl", *({"messages": chat} for chat in ([question], [question, observation], CALLS)))
+    path = lines(
+        tmp_path / "a.jsonl",
+        *({"messages": chat} for chat in ([question], [question, observation], CALLS)),
+    )
     found = read_documents(path, 10**6, chat=chat(known))
     assert found.text == "Why?."
     (note,) = found.notes
@@ -146,7 +178,9 @@ def test_calls_are_read_if_the_template_prints_them(tmp_path: Path) -> None:
         read_documents(path, 10**6)
 
 
-def test_a_template_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_too_long_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collector, "TEMPLATE_SECONDS", 0.5)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]})
@@ -156,13 +190,18 @@ def test_a_template_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch:
 
 def test_a_model_without_a_template_reads_conversations_as_plain_text(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"messages": one} for one in CHATS))
-    found = read_documents(path, 10**6, chat=partial(model_chat, DEMO_MODEL, load_tokenizer(DEMO_MODEL)))
+    found = read_documents(
+        path, 10**6, chat=partial(model_chat, DEMO_MODEL, load_tokenizer(DEMO_MODEL))
+    )
     assert found.text == "System: Be brief.\n\nUser: Why?\n\nUser: How?\n\nAssistant: So."
     assert not found.specials
     assert "no chat template" in found.notes[0]
-    path = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [{"type": "image"}]}]})
+    path = lines(
+        tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    )
     with pytest.raises(
-        RequestError, match="no conversation can be rendered: line 1: a message has a part of type 'image'"
+        RequestError,
+        match="no conversation can be rendered: line 1: a message has a part of type 'image'",
     ):
         read_documents(path, 10**6)
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
@@ -199,8 +238,20 @@ def test_the_column_is_the_requested_one_or_the_one_that_can_be_meant(
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (None, r"has the text \(found title, body, expected text or messages or conversations\).*`text_column`"),
-        ("bodies", r"`text_column=.bodies.` is not a column of .* \(found title, body\); did you mean 'body'\?"),
+        (
+            None,
+            (
+                r"has the text \(found title, body, expected text or messages or"
+                r" conversations\).*`text_column`"
+            ),
+        ),
+        (
+            "bodies",
+            (
+                r"`text_column=.bodies.` is not a column of .* \(found title, body\); did you mean"
+                r" 'body'\?"
+            ),
+        ),
     ],
 )
 def test_a_column_that_cannot_be_known_is_an_error_with_the_columns(
@@ -246,8 +297,10 @@ def test_python_objects_give_what_a_file_of_their_text_gives(kind: str, tmp_path
     found = load_calibration(sources[kind](), tokenizer, **given)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.to_json() == {
-        "sha256": hashlib.sha256(TEXT.encode()).hexdigest(), **given, "documents": len(DOCUMENTS)
-    }  # fmt: skip
+        "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
+        **given,
+        "documents": len(DOCUMENTS),
+    }
 
 
 def test_no_more_strings_are_read_than_the_samples_need() -> None:
@@ -281,7 +334,9 @@ def test_a_saved_dataset_of_several_splits_needs_the_name_of_one(tmp_path: Path)
         read_documents(tmp_path / "both/train", 10**6)
 
 
-def test_a_generator_calibrates_and_other_strings_do_not_resume(demo_model: Path, tmp_path: Path) -> None:
+def test_a_generator_calibrates_and_other_strings_do_not_resume(
+    demo_model: Path, tmp_path: Path
+) -> None:
     given: dict[str, Any] = {"method": "gptq", "samples": 4, "length": 32, "source_check": False}
 
     def interrupt(phase: str, done: int, *_: object) -> None:
@@ -289,7 +344,9 @@ def test_a_generator_calibrates_and_other_strings_do_not_resume(demo_model: Path
             raise KeyboardInterrupt
 
     def quantized(source: Any, **more: Any) -> quantkit.QuantizeResult:
-        return quantkit.quantize(demo_model, tmp_path / "out", "int8", calibration=source, **given, **more)
+        return quantkit.quantize(
+            demo_model, tmp_path / "out", "int8", calibration=source, **given, **more
+        )
 
     with pytest.raises(KeyboardInterrupt):
         quantized((one for one in DOCUMENTS), progress=interrupt)
@@ -298,7 +355,10 @@ def test_a_generator_calibrates_and_other_strings_do_not_resume(demo_model: Path
     made = quantized((one for one in DOCUMENTS), resume=True)
     recorded = json.loads((tmp_path / "out/quantkit.json").read_text())["calibration"]
     assert recorded == made.calibration
-    assert (recorded["sha256"], recorded["documents"]) == (hashlib.sha256(TEXT.encode()).hexdigest(), len(DOCUMENTS))
+    assert (recorded["sha256"], recorded["documents"]) == (
+        hashlib.sha256(TEXT.encode()).hexdigest(),
+        len(DOCUMENTS),
+    )
     assert "--calibration TEXT" in (tmp_path / "out/README.md").read_text()
 
 
@@ -327,11 +387,18 @@ def test_the_command_takes_a_column(demo_model: Path, tmp_path: Path, capfd: Cap
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("The people " * 99, r"too long for a path .*text goes in a list"),
-     (datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "a"}])), r'one split: ds\["test"\]')],
+    [
+        ("The people " * 99, r"too long for a path .*text goes in a list"),
+        (
+            datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "a"}])),
+            r'one split: ds\["test"\]',
+        ),
+    ],
     ids=["string", "splits"],
-)  # fmt: skip
-def test_the_error_for_what_is_no_source_says_what_is_one(wrong: Any, words: str, tmp_path: Path) -> None:
+)
+def test_the_error_for_what_is_no_source_says_what_is_one(
+    wrong: Any, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match=f"`calibration` is .*{words}"):
         quantkit.quantize(DEMO_MODEL, tmp_path / "out", "int4-g64", calibration=wrong)
 
@@ -346,22 +413,32 @@ def test_what_is_no_source_is_refused(wrong: Any, demo_model: Path, tmp_path: Pa
 
 
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}},
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "required": ["city"]}},
+    },
     {"type": "function", "function": {"name": "time"}},
 ]
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS
 
 
-def _expected_text(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+def _expected_text(
+    template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str:
     """The text that transformers makes of a conversation."""
-    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, bos_token="<s>")
+    (text,), _ = render_jinja_template(
+        [messages], tools=tools, chat_template=template, bos_token="<s>"
+    )
     return str(text).removeprefix("<s>")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json strings", "parquet", "dataset", "rows"])
 def test_tools_next_to_messages_are_rendered(kind: str, tmp_path: Path) -> None:
     rows = [{"messages": CHATS[0], "tools": TOOLS}, {"messages": CHATS[1], "tools": None}]
-    columns = {"messages": [json.dumps(messages) for messages in CHATS], "tools": [json.dumps(TOOLS), ""]}
+    columns = {
+        "messages": [json.dumps(messages) for messages in CHATS],
+        "tools": [json.dumps(TOOLS), ""],
+    }
     tables = {"messages": CHATS, "tools": [TOOLS, []]}
     sources: dict[str, Any] = {
         "jsonl": lambda: lines(tmp_path / "a.jsonl", *rows),
@@ -371,13 +448,18 @@ def test_tools_next_to_messages_are_rendered(kind: str, tmp_path: Path) -> None:
         "rows": lambda: rows,
     }
     found = read_documents(sources[kind](), 10**6, chat=chat(WITH_TOOLS))
-    expected = [_expected_text(WITH_TOOLS, CHATS[0], TOOLS), _expected_text(WITH_TOOLS, CHATS[1], None)]
+    expected = [
+        _expected_text(WITH_TOOLS, CHATS[0], TOOLS),
+        _expected_text(WITH_TOOLS, CHATS[1], None),
+    ]
     assert list(found.documents or ()) == expected
     assert found.notes == ()
 
 
 def test_a_template_that_prints_no_tools_is_noted(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", *({"messages": messages, "tools": TOOLS} for messages in CHATS))
+    path = lines(
+        tmp_path / "a.jsonl", *({"messages": messages, "tools": TOOLS} for messages in CHATS)
+    )
     found = read_documents(path, 10**6, chat=chat())
     assert found.text == RENDERED.removesuffix("\n") + "\n"
     assert len(found.notes) == 1
@@ -397,15 +479,28 @@ def test_messages_in_a_json_string_are_messages(column: str, tmp_path: Path) -> 
 
 
 def test_messages_in_a_json_string_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", *({"messages": "\ufeff" + json.dumps(messages)} for messages in CHATS))
+    path = lines(
+        tmp_path / "a.jsonl", *({"messages": "\ufeff" + json.dumps(messages)} for messages in CHATS)
+    )
     assert read_documents(path, 10**6, chat=chat()).text == RENDERED
 
 
 @pytest.mark.parametrize(
-    "text", [repr(CHATS[0]), '[{"role": "user"]', '[{"a": 1}]', json.dumps({"messages": CHATS[0]}), repr(CHATS[0][0])]
+    "text",
+    [
+        repr(CHATS[0]),
+        '[{"role": "user"]',
+        '[{"a": 1}]',
+        json.dumps({"messages": CHATS[0]}),
+        repr(CHATS[0][0]),
+    ],
 )
-def test_strings_that_look_like_messages_and_are_none_are_refused(text: str, tmp_path: Path) -> None:
+def test_strings_that_look_like_messages_and_are_none_are_refused(
+    text: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError) as caught:
         read_documents(lines(tmp_path / "a.jsonl", {"messages": text}), 10**6, chat=chat())
     assert caught.value.path == tmp_path / "a.jsonl"
-    assert read_documents(lines(tmp_path / "b.jsonl", {"text": text}), 10**6, chat=chat()).text == text
+    assert (
+        read_documents(lines(tmp_path / "b.jsonl", {"text": text}), 10**6, chat=chat()).text == text
+    )

@@ -25,7 +25,8 @@ from quantkit.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.processes
 
-# Draws from each of the arguments, and prints what came out and what of the libraries' settings is not as before.
+# Draws from each of the arguments, and prints what came out and what of the libraries' settings is
+# not as before.
 SCRIPT = f"""
 import json, logging, sys, time, warnings
 import datasets, huggingface_hub.utils
@@ -57,11 +58,17 @@ print(json.dumps([results, str(before) == str(settings())]))
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
-def test_text_from_a_file_is_read_without_libraries_for_datasets_and_networks(suffix: str, tmp_path: Path) -> None:
+def test_text_from_a_file_is_read_without_libraries_for_datasets_and_networks(
+    suffix: str, tmp_path: Path
+) -> None:
     file = tmp_path / f"text.{suffix}"
     text = "The people of the United States and of the world. " * 200
     file.write_bytes(
-        {"txt": text.encode(), "jsonl": _lines({"text": text}), "parquet": _parquet(tmp_path, text)}[suffix]
+        {
+            "txt": text.encode(),
+            "jsonl": _lines({"text": text}),
+            "parquet": _parquet(tmp_path, text),
+        }[suffix]
     )
     code = (
         "import sys\n"
@@ -72,7 +79,17 @@ def test_text_from_a_file_is_read_without_libraries_for_datasets_and_networks(su
         "    assert stop.code == 0\n"
         "print(sorted({'datasets', 'httpx', 'pandas'} & set(sys.modules)))\n"
     )
-    options = ["--scheme", "int8", "--method", "gptq", "--samples", "2", "--length", "32", "--accept-quality-loss"]
+    options = [
+        "--scheme",
+        "int8",
+        "--method",
+        "gptq",
+        "--samples",
+        "2",
+        "--length",
+        "32",
+        "--accept-quality-loss",
+    ]
     command = ["quantize", DEMO_MODEL, tmp_path / "out", *options, "--calibration", file]
     done = forked.python(code, *command)
     assert done.returncode == 0, done.stderr
@@ -88,9 +105,13 @@ def _parquet(folder: Path, *texts: str) -> bytes:
     import pyarrow
     from pyarrow.parquet import write_table
 
-    table = pyarrow.table({"text": texts, "picture": [{"bytes": b"not a picture", "path": "a.png"}] * len(texts)})
+    table = pyarrow.table(
+        {"text": texts, "picture": [{"bytes": b"not a picture", "path": "a.png"}] * len(texts)}
+    )
     kinds = {"text": {"dtype": "string", "_type": "Value"}, "picture": {"_type": "Image"}}
-    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": kinds}})})
+    table = table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": kinds}})}
+    )
     write_table(table, folder / "table.parquet")
     return (folder / "table.parquet").read_bytes()
 
@@ -107,7 +128,9 @@ configs:
 ---
 """
 MANY_CONFIGS = (
-    "---\nconfigs:\n" + "".join(f"- {{config_name: config{i}, data_files: a.jsonl}}\n" for i in range(99)) + "---\n"
+    "---\nconfigs:\n"
+    + "".join(f"- {{config_name: config{i}, data_files: a.jsonl}}\n" for i in range(99))
+    + "---\n"
 )
 
 
@@ -124,11 +147,20 @@ def _ask(folder: Path, *sources: str, **environment: str) -> Answers:
     ours, its = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         done = subprocess.run(
-            forked.command("-c", SCRIPT, *sources), stdout=subprocess.PIPE, stderr=its, check=False, cwd=folder,
+            forked.command("-c", SCRIPT, *sources),
+            stdout=subprocess.PIPE,
+            stderr=its,
+            check=False,
+            cwd=folder,
             timeout=600,
-            env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
-                 **environment},
-        )  # fmt: skip
+            env={
+                **os.environ,
+                "HF_HOME": str(folder / "home"),
+                "HF_HUB_OFFLINE": "0",
+                "NO_PROXY": "127.0.0.1",
+                **environment,
+            },
+        )
         os.write(its, b"\0")
         stderr = terminal.read(2**16).removesuffix(b"\0").decode()
         os.close(its)
@@ -140,7 +172,9 @@ def _ask(folder: Path, *sources: str, **environment: str) -> Answers:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("hub")
     repositories = {
-        "some/lines": {"train.jsonl": _lines(*({"text": d, "n": i} for i, d in enumerate(DOCUMENTS)))},
+        "some/lines": {
+            "train.jsonl": _lines(*({"text": d, "n": i} for i, d in enumerate(DOCUMENTS)))
+        },
         "some/table": {
             "data/train-00000-of-00002.parquet": _parquet(folder, *["Much the same. " * 500] * 700),
             "data/train-00001-of-00002.parquet": _parquet(folder, "Never read."),
@@ -156,38 +190,65 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         "some/broken": {"train.jsonl": b"{ no JSON"},
         "some/nothing": {"README.md": b"# Data to come"},
     }
-    sources = ["some/lines", "some/table", "some/configs", "some/configs:en", "some/configs:en:test",
-               "some/configs:en:none", "some/configs:fr", "some/configs:de", "some/many", "some/other", "some/broken",
-               "some/nothing", "some/unknown"]  # fmt: skip
+    sources = [
+        "some/lines",
+        "some/table",
+        "some/configs",
+        "some/configs:en",
+        "some/configs:en:test",
+        "some/configs:en:none",
+        "some/configs:fr",
+        "some/configs:de",
+        "some/many",
+        "some/other",
+        "some/broken",
+        "some/nothing",
+        "some/unknown",
+    ]
     with hub(repositories) as (address, sent):
         found = _ask(folder, *sources, HF_ENDPOINT=address)
         return Answers(found.of, found.settings_kept, found.stderr, sent)
 
 
-def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(answers: Answers, tmp_path: Path) -> None:
+def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(
+    answers: Answers, tmp_path: Path
+) -> None:
     text = "\n\n".join(DOCUMENTS)
     (tmp_path / "text.txt").write_text(text)
-    expected = load_calibration(tmp_path / "text.txt", load_tokenizer(DEMO_MODEL), samples=6, length=50, seed=3)
+    expected = load_calibration(
+        tmp_path / "text.txt", load_tokenizer(DEMO_MODEL), samples=6, length=50, seed=3
+    )
     found = answers.of["some/lines"]
     assert found["tokens"] == expected.tokens.tolist()
     assert found["manifest"] == {
-        "sha256": hashlib.sha256(text.encode()).hexdigest(), "samples": 6, "length": 50, "seed": 3,
-        "source": "some/lines", "documents": 400,
-    }  # fmt: skip
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "samples": 6,
+        "length": 50,
+        "seed": 3,
+        "source": "some/lines",
+        "documents": 400,
+    }
 
 
 def test_no_more_shards_are_read_than_the_samples_need(answers: Answers) -> None:
     text = "\n\n".join(["Much the same. " * 500] * 700)[: 4 * 2**20]
-    assert answers.of["some/table"]["manifest"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert (
+        answers.of["some/table"]["manifest"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    )
     assert "data/train-00000-of-00002.parquet" in answers.sent
     assert "data/train-00001-of-00002.parquet" not in answers.sent
 
 
-@pytest.mark.parametrize(("source", "split"), [("some/configs:en", "train"), ("some/configs:en:test", "test")])
+@pytest.mark.parametrize(
+    ("source", "split"), [("some/configs:en", "train"), ("some/configs:en:test", "test")]
+)
 def test_config_and_split_are_those_requested(answers: Answers, source: str, split: str) -> None:
     text = "\n\n".join([f"the {split} split"] * 100)
     manifest = answers.of[source]["manifest"]
-    assert (manifest["source"], manifest["sha256"]) == (source, hashlib.sha256(text.encode()).hexdigest())
+    assert (manifest["source"], manifest["sha256"]) == (
+        source,
+        hashlib.sha256(text.encode()).hexdigest(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +265,9 @@ def test_config_and_split_are_those_requested(answers: Answers, source: str, spl
         ("some/unknown", ["no such file, and the hub knows no such dataset"]),
     ],
 )
-def test_what_is_wrong_with_a_dataset_is_said_in_one_line(answers: Answers, source: str, words: list[str]) -> None:
+def test_what_is_wrong_with_a_dataset_is_said_in_one_line(
+    answers: Answers, source: str, words: list[str]
+) -> None:
     line = answers.of[source]["error"]
     assert line.startswith(f"{source}: ")
     assert all(word in line for word in words), line
@@ -223,9 +286,12 @@ def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         found = _ask(
-            tmp_path, "some/lines:en", HF_ENDPOINT=address, HF_HUB_OFFLINE=str(int(offline)),
+            tmp_path,
+            "some/lines:en",
+            HF_ENDPOINT=address,
+            HF_HUB_OFFLINE=str(int(offline)),
             HF_HUB_DISABLE_PROGRESS_BARS="0",
-        )  # fmt: skip
+        )
     answer = found.of["some/lines:en"]
     assert answer["error"].startswith("some/lines:en: no such file, and ")
     assert ("HF_HUB_OFFLINE" if offline else "cannot be reached") in answer["error"]
@@ -270,7 +336,9 @@ def test_only_a_refusal_that_may_pass_is_worth_another_try(
         raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(RequestError, match=f"cannot be reached for a dataset: status {status}") as caught:
+    with pytest.raises(
+        RequestError, match=f"cannot be reached for a dataset: status {status}"
+    ) as caught:
         load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
     assert isinstance(caught.value, UnreachableError) == caught.value.retryable == retryable
 
@@ -290,9 +358,21 @@ def test_hub_ids_are_read_and_spelled(spelling: str, expected: HubId) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["c4", "texts/wiki.txt", "texts/wiki.parquet", "texts/wiki.JSONL", "./texts/wiki", "/texts/wiki",
-               "a/b/c", "a/b:c:d:e", "a/b:c/d", "", Path("allenai/c4")]
-)  # fmt: skip
+    "source",
+    [
+        "c4",
+        "texts/wiki.txt",
+        "texts/wiki.parquet",
+        "texts/wiki.JSONL",
+        "./texts/wiki",
+        "/texts/wiki",
+        "a/b/c",
+        "a/b:c:d:e",
+        "a/b:c/d",
+        "",
+        Path("allenai/c4"),
+    ],
+)
 def test_other_spellings_are_files(source: str | Path) -> None:
     assert hub_id(source) is None
 

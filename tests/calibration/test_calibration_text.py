@@ -20,11 +20,18 @@ RUN = 12  # words
 
 @pytest.fixture(scope="module")
 def documents() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in CALIBRATION.read_bytes().decode("utf-8").removesuffix("\n").split("\n")]
+    return [
+        json.loads(line)
+        for line in CALIBRATION.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    ]
 
 
 def texts(document: dict[str, Any]) -> list[str]:
-    return [document["text"]] if "text" in document else [one["content"] for one in document["messages"]]
+    return (
+        [document["text"]]
+        if "text" in document
+        else [one["content"] for one in document["messages"]]
+    )
 
 
 def size(document: dict[str, Any]) -> int:
@@ -37,7 +44,10 @@ def runs(text: str) -> set[tuple[str, ...]]:
 
 
 def test_each_line_is_a_text_or_a_dialogue(documents: list[dict[str, Any]]) -> None:
-    assert {frozenset(one) for one in documents} == {frozenset({"kind", "text"}), frozenset({"kind", "messages"})}
+    assert {frozenset(one) for one in documents} == {
+        frozenset({"kind", "text"}),
+        frozenset({"kind", "messages"}),
+    }
     for one in documents:
         assert re.fullmatch("[a-z]+(-[a-z]+)?", one["kind"])
         assert 20 <= size(one) <= 12_500
@@ -93,8 +103,14 @@ def test_enough_of_each_sort(documents: list[dict[str, Any]]) -> None:
 
 
 def test_composition_is_documented(documents: list[dict[str, Any]]) -> None:
-    """The table of docs/calibration.md names each kind, how many documents it has, and their size."""
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (\d+ \| \d+) \|", (ROOT / "docs/calibration.md").read_text(), re.M))
+    """The table of docs/calibration.md names each kind, how many documents it has, and their
+    size.
+    """
+    rows = dict(
+        re.findall(
+            r"^\| `([a-z-]+)` \| (\d+ \| \d+) \|", (ROOT / "docs/calibration.md").read_text(), re.M
+        )
+    )
     number = Counter(one["kind"] for one in documents)
     sizes: Counter[str] = Counter()
     for one in documents:
@@ -109,4 +125,6 @@ def test_every_data_file_is_in_the_wheel() -> None:
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     data = [name for name in files if not name.endswith((".py", ".pyc"))]
     assert CALIBRATION.name in data
-    assert not [name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    assert not [
+        name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ]

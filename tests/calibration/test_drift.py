@@ -1,4 +1,6 @@
-"""What is done about the drift between the quantized model and the float one: how much, and how far it is believed."""
+"""What is done about the drift between the quantized model and the float one: how much, and how
+far it is believed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ INT8 = QuantScheme.parse("int8")
 
 
 def _solved(weight: Tensor, inputs: Tensor, drift: Tensor) -> Tensor:
-    """What a layer [O, I] becomes where the float model's inputs are so far from those of this one."""
+    """What a layer [O, I] becomes where the float model's inputs are so far from those of this
+    one.
+    """
     linear = nn.Linear(WIDTH, len(weight), bias=False)
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     statistics = HessianAccumulator(WIDTH, WIDTH, torch.device("cpu"))
@@ -78,7 +82,9 @@ def test_half_is_followed_where_tokens_are_few_for_the_width(
     assert EFFORTS["thorough"].for_samples(config, shape) == EFFORTS["thorough"]
     assert EFFORTS["default"].for_samples(config, (256, 128)).stride == (8 if inner == 5632 else 4)
     monkeypatch.setattr(effort_module, "batch_samples", lambda config, length: 1)
-    assert followed_share(config, shape, EFFORTS["default"].for_samples(config, shape)) == 1 / standard
+    assert (
+        followed_share(config, shape, EFFORTS["default"].for_samples(config, shape)) == 1 / standard
+    )
 
 
 def _solve_bounded(weight: Tensor, inputs: Tensor, drift: Tensor) -> Result:
@@ -92,14 +98,18 @@ def _solve_bounded(weight: Tensor, inputs: Tensor, drift: Tensor) -> Result:
 
 
 def test_a_drift_beyond_the_bound_of_the_weights_is_ignored() -> None:
-    """Outlier channels amplify the errors of earlier layers: the gate refused int8 and q6_k models, although their KL
-    was lower than by rounding."""
+    """Outlier channels amplify the errors of earlier layers: the gate refused int8 and q6_k models,
+    although their KL was lower than by rounding.
+    """
     weight, inputs = torch.randn(32, WIDTH), torch.randn(100 * WIDTH, WIDTH)
     drift = inputs @ (0.1 * torch.randn(WIDTH, WIDTH))
     result = _solve_bounded(weight, inputs, drift)
     assert result.error < 0.02
     assert result.record["solver"] == "gptq"
-    assert re.fullmatch(r"ignored: corrected, it changed by [\d.]+, expected at most 0\.0\d+", result.record["drift"])
+    assert re.fullmatch(
+        r"ignored: corrected, it changed by [\d.]+, expected at most 0\.0\d+",
+        result.record["drift"],
+    )
 
 
 def test_a_drift_within_the_bound_of_the_weights_is_made_up_for() -> None:
@@ -112,7 +122,9 @@ def test_a_drift_within_the_bound_of_the_weights_is_made_up_for() -> None:
 
 
 def test_a_linear_that_gptq_changes_beyond_its_bound_is_rounded() -> None:
-    """One input that is much larger than all others takes their weights far from int8's nearest codes."""
+    """One input that is much larger than all others takes their weights far from int8's nearest
+    codes.
+    """
     weight, inputs = torch.randn(32, WIDTH), torch.randn(4 * WIDTH, WIDTH)
     inputs[:, 5] *= 1e4
     result = _solve_bounded(weight, inputs, torch.zeros_like(inputs))
@@ -124,13 +136,18 @@ def test_a_model_with_outlier_channels_passes_the_gate(tmp_path: Path) -> None:
     source = quantkit.convert(DEMO_MODEL, tmp_path / "source", to="hf").path
     (source / "quantkit.json").unlink()
     tensors = load_file(source / "model.safetensors")
-    for name, tensor in tensors.items():  # a channel is large in the norm's output, and its weights are small
+    for (
+        name,
+        tensor,
+    ) in tensors.items():  # a channel is large in the norm's output, and its weights are small
         if "input_layernorm" in name:
             tensor[7] *= 1000
         if re.search("[qkv]_proj", name):
             tensor[:, 7] /= 1000
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    result = quantkit.quantize(source, tmp_path / "out", scheme="int8", method="gptq", samples=16, length=128)
+    result = quantkit.quantize(
+        source, tmp_path / "out", scheme="int8", method="gptq", samples=16, length=128
+    )
     modules = result.manifest["modules"].values()
     assert any("drift" in module for module in modules)
     assert quantkit.verify(result.path).ok

@@ -60,13 +60,17 @@ def _expected(inputs: Tensor) -> Tensor:
     return (squares / squares.mean()).clamp(min=0.1) ** (len(rows) / (len(rows) + 32))
 
 
-def test_it_is_the_mean_square_of_what_transformers_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_mean_square_of_what_transformers_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = _uneven(tmp_path / "model")
     source, model, seen = open_checkpoint(folder), oracle.load(folder), dict[str, Tensor]()
     found = input_importance(source, None)
     linears = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
     for name, linear in linears.items():
-        linear.register_forward_pre_hook(lambda _, inputs, name=name: seen.update({name: inputs[0]}))
+        linear.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.update({name: inputs[0]})
+        )
     with torch.no_grad():
         model(_sample(source))
     assert found.keys() == linears.keys() == {*linear_columns(source.config), "lm_head"}
@@ -111,18 +115,28 @@ def test_a_linear_whose_inputs_are_not_finite_has_none(tmp_path: Path) -> None:
 
 def _for_transformers(folder: Path, dst: Path) -> Checkpoint:
     """A model as `quantize` opens it for transformers to run: its linears are known."""
-    return prepare(QuantizeOptions(folder, dst, "int4-g32", method="rtn", via="transformers")).source
+    return prepare(
+        QuantizeOptions(folder, dst, "int4-g32", method="rtn", via="transformers")
+    ).source
 
 
 def _by_canonical_name(own: Checkpoint, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """What was found for linears on disk, each of which is one linear."""
-    names = {tensor.module: tensor.parts[0].removesuffix(".weight") for tensor in disk_tensors(own.config)}
+    names = {
+        tensor.module: tensor.parts[0].removesuffix(".weight")
+        for tensor in disk_tensors(own.config)
+    }
     return {names[module]: value for module, value in found.items()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "qwen3_moe"])
-def test_it_is_the_same_where_transformers_runs_the_model(kind: str, tiny_model: Tiny, tmp_path: Path) -> None:
-    own, other = open_checkpoint(tiny_model(kind)), _for_transformers(tiny_model(kind), tmp_path / "dst")
+def test_it_is_the_same_where_transformers_runs_the_model(
+    kind: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    own, other = (
+        open_checkpoint(tiny_model(kind)),
+        _for_transformers(tiny_model(kind), tmp_path / "dst"),
+    )
     tokenizer, _ = checked_tokenizer(own)
     expected = input_importance(own, tokenizer)
     found = _by_canonical_name(own, input_importance(other, tokenizer))
@@ -138,7 +152,9 @@ def test_rounding_gives_the_same_codes_where_transformers_runs_the_model(
     kind: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     own, other = (
-        quantkit.quantize(tiny_model(kind), tmp_path / via, "int4-g32", method="rtn", via=via, source_check=False)
+        quantkit.quantize(
+            tiny_model(kind), tmp_path / via, "int4-g32", method="rtn", via=via, source_check=False
+        )
         for via in VIAS
     )
     one, two = (load_file(result.path / "model.safetensors") for result in (own, other))
@@ -148,21 +164,35 @@ def test_rounding_gives_the_same_codes_where_transformers_runs_the_model(
     differing = [name for name in packed if not torch.equal(one[name], two[name])]
     assert len(differing) <= len(packed) // 10
     weighted = [
-        module for module, record in other.manifest["modules"].items() if record.get("solver") == Solver.WEIGHTED
+        module
+        for module, record in other.manifest["modules"].items()
+        if record.get("solver") == Solver.WEIGHTED
     ]
     assert len(weighted) == len(packed)
-    assert [text["rounding_kl"] for text in other.manifest["quality"]["texts"]] == [None, None]  # its own baseline
+    assert [text["rounding_kl"] for text in other.manifest["quality"]["texts"]] == [
+        None,
+        None,
+    ]  # its own baseline
     kls = ([text["kl"] for text in result.manifest["quality"]["texts"]] for result in (own, other))
     assert next(kls) == pytest.approx(next(kls), rel=0.01)
 
 
-def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(tiny_model: Tiny, tmp_path: Path) -> None:
-    """Of HRM, a pass runs the same layers several times; of Bart, a decoder without encoder skips its attention."""
-    source, seen = _for_transformers(tiny_model("hrm_text"), tmp_path / "dst"), dict[str, list[Tensor]]()
+def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """Of HRM, a pass runs the same layers several times; of Bart, a decoder without encoder
+    skips its attention.
+    """
+    source, seen = (
+        _for_transformers(tiny_model("hrm_text"), tmp_path / "dst"),
+        dict[str, list[Tensor]](),
+    )
     model = oracle.load(tiny_model("hrm_text"))
     for name, module in model.named_modules():
         module.register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].flatten(0, -2)) if inputs else None
+            lambda _, inputs, name=name: (
+                seen.setdefault(name, []).append(inputs[0].flatten(0, -2)) if inputs else None
+            )
         )
     oracle.logits(model, _sample(source))
     found = input_importance(source, None)
@@ -196,7 +226,9 @@ def test_samples_go_on_to_the_head_only_for_its_own(
 
 
 def test_a_plan_has_the_step(tiny_model: Tiny, tmp_path: Path) -> None:
-    steps = quantkit.plan.quantize(tiny_model("qwen3_next"), tmp_path / "dst", "int4-g32", method="rtn").steps
+    steps = quantkit.plan.quantize(
+        tiny_model("qwen3_next"), tmp_path / "dst", "int4-g32", method="rtn"
+    ).steps
     assert list(steps) == ["check of the source", importance.IMPORTANCE, "quantize", "gate"]
     assert steps[importance.IMPORTANCE] > 0
 
@@ -208,11 +240,23 @@ def _kl(source: Checkpoint, other: Checkpoint) -> float:
 
 def test_rounding_with_it_is_closer_to_the_source(tmp_path: Path) -> None:
     source = _uneven(tmp_path / "source")
-    quantkit.quantize(source, tmp_path / "rtn", "int4-g32", method="rtn", source_check=False, accept_quality_loss=True)
-    made, floats = json.loads((tmp_path / "rtn" / "quantkit.json").read_text()), open_checkpoint(source)
+    quantkit.quantize(
+        source,
+        tmp_path / "rtn",
+        "int4-g32",
+        method="rtn",
+        source_check=False,
+        accept_quality_loss=True,
+    )
+    made, floats = (
+        json.loads((tmp_path / "rtn" / "quantkit.json").read_text()),
+        open_checkpoint(source),
+    )
     assert {one["solver"] for one in made["modules"].values() if one["scheme"]} == {Solver.WEIGHTED}
     result = open_checkpoint(tmp_path / "rtn")
-    assert _kl(floats, result) < 0.8 * _kl(floats, RtnBaseline(floats, schemes(result), importance={}))
+    assert _kl(floats, result) < 0.8 * _kl(
+        floats, RtnBaseline(floats, schemes(result), importance={})
+    )
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g64-asym"])
@@ -225,12 +269,16 @@ def test_what_is_important_has_smaller_errors(name: str) -> None:
         quantize_rtn(weight, scheme, torch.float16),
     ]
     errors = ((one.dequantize() - weight).square() * weights for one in made)
-    weighted, even, spanning = (error.view(64, -1, scheme.group_size or 128).sum(-1) for error in errors)
+    weighted, even, spanning = (
+        error.view(64, -1, scheme.group_size or 128).sum(-1) for error in errors
+    )
     assert (weighted <= spanning * (1 + 1e-5)).all()
     assert weighted.sum() < 0.9 * even.sum()
 
 
-def test_an_interrupted_run_resumes_only_where_sums_are_the_same(tmp_path: Path, demo_model: Path) -> None:
+def test_an_interrupted_run_resumes_only_where_sums_are_the_same(
+    tmp_path: Path, demo_model: Path
+) -> None:
     def stop(phase: str, done: int, *_: object) -> None:
         if phase == "quantize" and done:
             raise KeyboardInterrupt
@@ -248,6 +296,7 @@ def test_an_interrupted_run_resumes_only_where_sums_are_the_same(tmp_path: Path,
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g32", resume=True, **arguments)
     quantkit.quantize(demo_model, tmp_path / "whole", "int4-g32", **arguments)
     first, second = (
-        folder.joinpath("model.safetensors").read_bytes() for folder in (tmp_path / "out", tmp_path / "whole")
+        folder.joinpath("model.safetensors").read_bytes()
+        for folder in (tmp_path / "out", tmp_path / "whole")
     )
     assert first == second

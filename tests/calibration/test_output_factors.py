@@ -1,4 +1,6 @@
-"""How errors of outputs add up: the sums of the backward pass, which groups have some, and what is made of them."""
+"""How errors of outputs add up: the sums of the backward pass, which groups have some, and what
+is made of them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,13 @@ from quantkit.solver.two_sided import OutputFactor
 
 CPU = torch.device("cpu")
 GPTQ: dict[str, Any] = {
-    "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, "source_check": False, "effort": "thorough",
-}  # fmt: skip
+    "method": "gptq",
+    "calibration": EXCERPT,
+    "samples": 8,
+    "length": 64,
+    "source_check": False,
+    "effort": "thorough",
+}
 
 
 @pytest.fixture
@@ -77,7 +84,11 @@ def test_factors_are_products_of_the_whole_models_gradients(
     source = _source(case, tmp_path / "model")
     tokens = oracle.random_tokens(24, batch=2)
     drawn = torch.randint(source.config.vocab_size, (48,))
-    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None])
+    monkeypatch.setattr(
+        torch,
+        "multinomial",
+        lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None],
+    )
     monkeypatch.setattr(factor_pass, "FACTOR_ROWS", most)
     groups = _names(source)
     wanted = [name for names in groups for name in names]
@@ -102,7 +113,9 @@ def test_factors_are_products_of_the_whole_models_gradients(
         for rows in torch.arange(len(expected)).split([len(block) for block in whole.blocks]):  # type: ignore[no-untyped-call]
             mean = expected.diagonal()[rows].mean()
             expected.diagonal()[rows] += factor_pass.NOISE * len(rows) / tokens.numel() * mean
-        torch.testing.assert_close(_dense(whole), expected, rtol=0, atol=2e-2 * expected.abs().max().item())
+        torch.testing.assert_close(
+            _dense(whole), expected, rtol=0, atol=2e-2 * expected.abs().max().item()
+        )
 
 
 class _Part(ProcessGroup):
@@ -126,7 +139,9 @@ def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) ->
     for names in groups:
         first, second = (part.take(names)[""].blocks[0] for part in parts)
         expected = whole.take(names)[""].blocks[0]
-        torch.testing.assert_close(first + second, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(
+            first + second, expected, rtol=0, atol=1e-4 * expected.abs().max().item()
+        )
         assert any(first is one for one in vars(halves[0])["summed"])
 
 
@@ -137,12 +152,18 @@ def test_what_exceeds_the_memory_is_on_disk_and_the_same(demo_model: Path, tmp_p
     kept: list[int] = []
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        if done >= source.config.num_layers and len(kept) == len(found):  # all blocks have run forward
+        if done >= source.config.num_layers and len(kept) == len(
+            found
+        ):  # all blocks have run forward
             kept.append(sum(file.stat().st_size for file in (tmp_path / "0").glob("*")))
 
     stores = [ActivationStore(tmp_path / str(memory), memory) for memory in (10**9, 0)]
     for store in stores:
-        found.append(measure_factors(source, tokens, wanted, store, device=CPU, group=SINGLE, progress=progress))
+        found.append(
+            measure_factors(
+                source, tokens, wanted, store, device=CPU, group=SINGLE, progress=progress
+            )
+        )
     assert kept == [0, source.config.num_layers * tokens.numel() * source.config.hidden_size * 2]
     for names in _names(source):
         held, read = (factors.take(names)[""] for factors in found)
@@ -170,42 +191,60 @@ def test_the_solver_uses_them_if_scales_are_floats(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(name: str, scheme: str, **options: Any) -> str:
-        out = quantkit.quantize(demo_model, tmp_path / name, scheme, **{**GPTQ, **options}, accept_quality_loss=True)
+        out = quantkit.quantize(
+            demo_model, tmp_path / name, scheme, **{**GPTQ, **options}, accept_quality_loss=True
+        )
         files: dict[str, str] = out.manifest["files"]
         return files["model.safetensors"]
 
     with_factors, default = made("with", "int4-g64"), made("default", "int4-g64", effort="default")
     monkeypatch.setattr(OutputFactors, "take", lambda *_: {})
     assert made("without", "int4-g64") != with_factors
-    monkeypatch.setattr("quantkit.calibration.quantizers.measure_factors", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "quantkit.calibration.quantizers.measure_factors", lambda *_, **__: pytest.fail("measured")
+    )
     assert made("default2", "int4-g64", effort="default") == default
     made("floats", "mxfp4")
 
 
-def test_a_run_that_resumes_with_less_memory_writes_the_same(demo_model: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_with_less_memory_writes_the_same(
+    demo_model: Path, tmp_path: Path
+) -> None:
     whole = quantkit.quantize(demo_model, tmp_path / "whole", "int4-g64", **GPTQ).path
     options = {name: value for name, value in GPTQ.items() if name != "source_check"}
-    interrupted(functools.partial(quantkit.quantize, scheme="int4-g64", **options), demo_model, tmp_path / "out")
-    resumed = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, resume=True, activation_memory=0).path
+    interrupted(
+        functools.partial(quantkit.quantize, scheme="int4-g64", **options),
+        demo_model,
+        tmp_path / "out",
+    )
+    resumed = quantkit.quantize(
+        demo_model, tmp_path / "out", "int4-g64", **GPTQ, resume=True, activation_memory=0
+    ).path
     assert contents(resumed) == contents(whole)
 
 
 @pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "model.norm", "lm_head"])
-def test_values_that_are_not_finite_are_named(module: str, demo_model: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named(
+    module: str, demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "source")
     weights = load_file(tmp_path / "source" / "model.safetensors")
     if f"{module}.weight" not in weights:
         pytest.skip("tied")
     weights[f"{module}.weight"].view(-1)[0] = torch.nan
     save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=f"tensor '{module}.weight' holds 1 values that are NaN"):
+    with pytest.raises(
+        NonFiniteError, match=f"tensor '{module}.weight' holds 1 values that are NaN"
+    ):
         quantkit.quantize(tmp_path / "source", tmp_path / "out", "int4-g64", **GPTQ)
 
 
 def test_plans_count_the_backward_pass(demo_model: Path, tmp_path: Path) -> None:
     config = open_checkpoint(demo_model).config
     plans = {
-        effort: quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **{**GPTQ, "effort": effort})
+        effort: quantkit.plan.quantize(
+            demo_model, tmp_path / "out", "int4-g64", **{**GPTQ, "effort": effort}
+        )
         for effort in ("default", "thorough")
     }
     assert GRADIENTS not in plans["default"].steps
@@ -221,4 +260,7 @@ def test_plans_count_the_backward_pass(demo_model: Path, tmp_path: Path) -> None
     assert gradient_activation_bytes(config, shape, thorough) == inputs
     assert gradient_activation_bytes(config, shape, EFFORTS["default"]) == 0
     held, disk, _ = activation_bytes(config, (16, 2048), thorough, 0)
-    assert (held, disk) == (0, max(inputs, sum(activation_bytes(config, (16, 2048), thorough, 10**12))))
+    assert (held, disk) == (
+        0,
+        max(inputs, sum(activation_bytes(config, (16, 2048), thorough, 10**12))),
+    )

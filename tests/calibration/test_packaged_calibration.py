@@ -53,14 +53,18 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small text in place of the packaged one."""
     path = tmp_path / "calibration.jsonl"
     lines = [
-        {"kind": kind, "text": letters * 25} for kind, (count, letters) in KINDS.items() for _ in range(count)
-    ]  # fmt: skip
+        {"kind": kind, "text": letters * 25}
+        for kind, (count, letters) in KINDS.items()
+        for _ in range(count)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(packaged, "CALIBRATION", path)
     return path
 
 
-def _of(seed: int = 0, chat: Any = None, tokenizer: Any = None, wanted: int = 10**9) -> PackagedText:
+def _of(
+    seed: int = 0, chat: Any = None, tokenizer: Any = None, wanted: int = 10**9
+) -> PackagedText:
     return PackagedText.of(tokenizer or Letters(), chat, seed=seed, wanted=wanted)
 
 
@@ -73,22 +77,30 @@ def _draw(text: PackagedText, samples: int, length: int, dropped: str = "", seed
 
 def _shares(tokens: Tensor) -> dict[str, float]:
     counts = Counter(tokens.flatten().tolist())
-    own = {kind: sum(counts[ord(letter)] for letter in letters) for kind, (_, letters) in KINDS.items()}
+    own = {
+        kind: sum(counts[ord(letter)] for letter in letters) for kind, (_, letters) in KINDS.items()
+    }
     return {kind: count / sum(own.values()) for kind, count in own.items()}
 
 
 @pytest.mark.parametrize(("samples", "length"), [(64, 33), (8, 129), (5, 17), (2, 300)])
-def test_few_samples_and_short_ones_hold_every_kind_in_proportion(documents: Path, samples: int, length: int) -> None:
+def test_few_samples_and_short_ones_hold_every_kind_in_proportion(
+    documents: Path, samples: int, length: int
+) -> None:
     drawn = _draw(_of(), samples, length)
     assert drawn.tokens.shape == (samples, length)
     assert drawn.tokens[:, 0].eq(0).all()
     assert not drawn.tokens[:, 1:].eq(0).any()
-    assert _shares(drawn.tokens) == pytest.approx({"first": 0.5, "second": 0.25, "third": 0.25}, abs=0.03)
+    assert _shares(drawn.tokens) == pytest.approx(
+        {"first": 0.5, "second": 0.25, "third": 0.25}, abs=0.03
+    )
 
 
 def test_the_text_and_the_seed_decide_the_samples() -> None:
     tokenizer = load_tokenizer(DEMO_MODEL)
-    drawn = [_draw(_of(seed, tokenizer=tokenizer, wanted=8 * 64), 8, 64, seed=seed) for seed in (0, 0, 1)]
+    drawn = [
+        _draw(_of(seed, tokenizer=tokenizer, wanted=8 * 64), 8, 64, seed=seed) for seed in (0, 0, 1)
+    ]
     assert drawn[0].tokens.equal(drawn[1].tokens)
     assert drawn[0].fingerprint() == drawn[1].fingerprint() != drawn[2].fingerprint()
     assert drawn[0].sha256 == drawn[2].sha256
@@ -101,13 +113,20 @@ def test_what_the_source_does_not_predict_is_dropped_and_replaced(documents: Pat
     assert dict(drawn.dropped) == {"third": 8}
     assert _shares(drawn.tokens)["third"] == 0
     assert drawn.to_json() | {"sha256": ""} == {
-        "sha256": "", "samples": 32, "length": 33, "seed": 0, "source": "packaged", "dropped": 8,
+        "sha256": "",
+        "samples": 32,
+        "length": 33,
+        "seed": 0,
+        "source": "packaged",
+        "dropped": 8,
         "dropped_kinds": {"third": 8},
-    }  # fmt: skip
+    }
     assert any("third 8" in note for note in drawn.notes)
 
 
-def test_as_many_samples_are_drawn_as_were_requested_or_a_note_says_how_many(documents: Path) -> None:
+def test_as_many_samples_are_drawn_as_were_requested_or_a_note_says_how_many(
+    documents: Path,
+) -> None:
     def scripted(*rounds: Sequence[int], then: int) -> Any:
         found = iter(rounds)
         return lambda pieces: [bool(one) for one in next(found, [then] * len(pieces))]
@@ -115,7 +134,7 @@ def test_as_many_samples_are_drawn_as_were_requested_or_a_note_says_how_many(doc
     halves = [1, 1, 0, 0, 1, 0, 0, 0]  # of the first two kinds
     drawn = _of().draw(
         samples=8, length=33, seed=0, near_uniform=scripted(halves, [0, 1, 0, 1], [0, 0, 1], then=0)
-    )  # fmt: skip
+    )
     assert (len(drawn.tokens), any("not 8" in note for note in drawn.notes)) == (8, False)
     drawn = _of().draw(samples=8, length=33, seed=0, near_uniform=scripted(halves, then=1))
     assert len(drawn.tokens) == 5
@@ -131,12 +150,19 @@ def test_where_nothing_is_predicted_nothing_is_dropped(documents: Path) -> None:
 def test_no_more_is_drawn_than_the_text_is_good_for(documents: Path) -> None:
     held = sum(len(kind.tokens) for kind in _of().kinds)
     assert len(_draw(_of(), 2 * held // 100, 100).tokens) == 2 * held // 100
-    with pytest.raises(RequestError, match=f"packaged calibration text is too short.*at most {2 * held // 100}.*`cal"):
+    with pytest.raises(
+        RequestError,
+        match=f"packaged calibration text is too short.*at most {2 * held // 100}.*`cal",
+    ):
         _of().require(2 * held // 100 + 1, 100)
 
 
-def test_no_more_of_the_text_is_tokenized_than_the_samples_can_be_spread_over(documents: Path) -> None:
-    counts = [sum(len(kind.tokens) for kind in _of(wanted=wanted).kinds) for wanted in (300, 1000, 10**6)]
+def test_no_more_of_the_text_is_tokenized_than_the_samples_can_be_spread_over(
+    documents: Path,
+) -> None:
+    counts = [
+        sum(len(kind.tokens) for kind in _of(wanted=wanted).kinds) for wanted in (300, 1000, 10**6)
+    ]
     assert 4 * 300 < counts[0] < 2000 < 4 * 1000 < counts[1] < 5000 < counts[2]
     assert len(_draw(_of(wanted=300), 3, 100).tokens) == 3
 
@@ -152,11 +178,13 @@ def test_a_tokenizer_that_makes_nothing_of_it_is_reported(made: list[int], docum
 
 
 DIALOGUE = [
-    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Because."},
-]  # fmt: skip
+]
 TURNS = (
-    "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{% if"
+    " add_generation_prompt %}?{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
@@ -170,13 +198,17 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (None, "System: Be brief.\n\nUser: Why?\n\nAssistant: Because.\n\n"),
     ],
 )
-def test_dialogues_go_through_the_models_template(template: str | None, expected: str | None, documents: Path) -> None:
+def test_dialogues_go_through_the_models_template(
+    template: str | None, expected: str | None, documents: Path
+) -> None:
     documents.write_text(
         documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n"
-    )  # fmt: skip
+    )
     chat = None if template is None else TemplateChat(lambda _: ChatTemplate(template), Letters())  # type: ignore[arg-type]
     text = _of(chat=chat)
-    found = ["".join(map(chr, kind.tokens.tolist())) for kind in text.kinds if kind.name == "dialogue"]
+    found = [
+        "".join(map(chr, kind.tokens.tolist())) for kind in text.kinds if kind.name == "dialogue"
+    ]
     assert found == ([] if expected is None else [expected])
     assert bool(text.notes) == (expected is None)
 
@@ -184,8 +216,14 @@ def test_dialogues_go_through_the_models_template(template: str | None, expected
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "left out.*takes too long"),
-        ("{% for i in range(5000) %}{{ messages[0].content * 40 }}{% endfor %}", "left out.*takes too long"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "left out.*takes too long",
+        ),
+        (
+            "{% for i in range(5000) %}{{ messages[0].content * 40 }}{% endfor %}",
+            "left out.*takes too long",
+        ),
         ("", "40 dialogues .* left out.*drops"),
         ("hello", "40 dialogues .* left out.*drops"),
     ],
@@ -202,7 +240,9 @@ def test_a_template_that_reports_no_dialogue_is_reported_and_ends(
 
 
 def test_dialogues_are_the_same_at_all_times(documents: Path) -> None:
-    documents.write_text(documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n")
+    documents.write_text(
+        documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n"
+    )
     template = TURNS + "{{ strftime_now('%d %b %Y %f') }} {{ range(1000) | random }}"
     texts = [_of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters())) for _ in range(2)]  # type: ignore[arg-type]
     assert texts[0].kinds[-1].tokens.equal(texts[1].kinds[-1].tokens)
@@ -222,7 +262,14 @@ def test_a_source_reports_what_it_predicts_from_what_it_does_not(tmp_path: Path)
     source = open_checkpoint(oracle.save(model, tmp_path / "model"))
     line = torch.arange(80)
     known, unknown = line % 32, 32 + line % 32
-    pieces = [known, unknown, torch.where(line < PREFIX, known, 40), known[:20], unknown[:20], unknown[:5]]
+    pieces = [
+        known,
+        unknown,
+        torch.where(line < PREFIX, known, 40),
+        known[:20],
+        unknown[:20],
+        unknown[:5],
+    ]
     assert near_uniform_pieces(source, pieces, 64) == [False, True, False, False, True, False]
 
 
@@ -235,10 +282,13 @@ INT4, INT8 = QuantScheme(4, 64), QuantScheme(8, None)
 @pytest.mark.parametrize(
     ("method", "schemes", "solved"),
     [
-        (None, [INT4], True), (None, [INT8], False), (None, [INT8, INT8, INT4], True), ("rtn", [INT4], False),
+        (None, [INT4], True),
+        (None, [INT8], False),
+        (None, [INT8, INT8, INT4], True),
+        ("rtn", [INT4], False),
         ("gptq", [INT8], True),
     ],
-)  # fmt: skip
+)
 def test_int4_is_solved_and_int8_rounded_unless_said(
     method: Any, schemes: Sequence[QuantScheme], solved: bool, demo_model: Path
 ) -> None:
@@ -248,8 +298,12 @@ def test_int4_is_solved_and_int8_rounded_unless_said(
 
 
 def test_rows_that_no_group_divides_are_rounded(tmp_path: Path) -> None:
-    source = oracle.save(oracle.make("llama", hidden_size=72, intermediate_size=72, head_dim=18), tmp_path / "source")
-    made = quantkit.quantize(source, tmp_path / "out", "int4-g64", source_check=False, accept_quality_loss=True)
+    source = oracle.save(
+        oracle.make("llama", hidden_size=72, intermediate_size=72, head_dim=18), tmp_path / "source"
+    )
+    made = quantkit.quantize(
+        source, tmp_path / "out", "int4-g64", source_check=False, accept_quality_loss=True
+    )
     assert (made.schemes.keys(), made.method, made.calibration) == ({"int8": 1}.keys(), "rtn", None)
 
 
@@ -273,17 +327,26 @@ def test_int4_without_what_calibration_needs_names_rounding(
 def languages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """English, which the demo model has learnt, and Russian, of which it has seen nothing."""
     path = tmp_path_factory.mktemp("text") / "calibration.jsonl"
-    lines = [{"kind": "english", "text": excerpt()[:8000]}, {"kind": "russian", "text": RUSSIAN * 60}]
+    lines = [
+        {"kind": "english", "text": excerpt()[:8000]},
+        {"kind": "russian", "text": RUSSIAN * 60},
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(packaged, "CALIBRATION", path)
 
 
 @pytest.mark.usefixtures("languages")
-def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_model: Path, tmp_path: Path) -> None:
+def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(
+    demo_model: Path, tmp_path: Path
+) -> None:
     made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ)
     record = made.manifest["calibration"]
     assert (made.method, made.manifest["method"], record["source"]) == ("gptq", "gptq", "packaged")
-    assert (record["samples"], record["dropped"] > 0, set(record["dropped_kinds"])) == (6, True, {"russian"})
+    assert (record["samples"], record["dropped"] > 0, set(record["dropped_kinds"])) == (
+        6,
+        True,
+        {"russian"},
+    )
     readme = (made.path / "README.md").read_text()
     assert "quantkit's own text" in readme
     assert f"{record['dropped']} others, which the source hardly predicts, were dropped" in readme
@@ -297,11 +360,16 @@ def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_mo
     quantkit.quantize(demo_model, tmp_path / "again", "int4-g64", **GPTQ, resume=True)
     names = {path.name for path in made.path.iterdir()}
     assert names == {path.name for path in (tmp_path / "again").iterdir()}
-    assert all((made.path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+    assert all(
+        (made.path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        for name in names
+    )
 
 
 @pytest.mark.usefixtures("languages")
-def test_the_command_reports_what_it_takes_before_it_begins(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_reports_what_it_takes_before_it_begins(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     options = ["--scheme", "int4-g64", "--samples", "6", "--length", "48", "--json", "-"]
     with pytest.raises(SystemExit) as stop:
         main([str(one) for one in ("quantize", demo_model, tmp_path / "out", *options)])
@@ -341,7 +409,9 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
         quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **given)
 
 
-@pytest.mark.parametrize(("seconds", "reported"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
+@pytest.mark.parametrize(
+    ("seconds", "reported"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")]
+)
 def test_the_time_that_is_reported_is_rounded_up(seconds: float, reported: str) -> None:
     estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [], {})
     assert f", time {reported}, disk " in estimate.line()
@@ -349,9 +419,11 @@ def test_the_time_that_is_reported_is_rounded_up(seconds: float, reported: str) 
 
 def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:
     seconds = [
-        quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method=method, source_check=False)
+        quantkit.plan.quantize(
+            demo_model, tmp_path / "out", "int4-g64", method=method, source_check=False
+        )
         for method in (None, "gptq", "rtn")
-    ]  # fmt: skip
+    ]
     memory = [one.memory_bytes for one in seconds]
     assert math.isclose(memory[0], memory[1], rel_tol=0.05)
     assert seconds[0].seconds > 2 * seconds[2].seconds

@@ -1,4 +1,6 @@
-"""How the tensors of a quantized model are found: in the writer's order, and few of them in memory at a time."""
+"""How the tensors of a quantized model are found: in the writer's order, and few of them in
+memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ class Watched:
         self._checkpoint = checkpoint
         self._given: list[weakref.ref[Tensor]] = []
         self.path, self.format, self.config = checkpoint.path, checkpoint.format, checkpoint.config
-        self.extra_config, self.kv_cache, self.notes = checkpoint.extra_config, checkpoint.kv_cache, checkpoint.notes
+        self.extra_config, self.kv_cache, self.notes = (
+            checkpoint.extra_config,
+            checkpoint.kv_cache,
+            checkpoint.notes,
+        )
         self.names, self.info, self.files = checkpoint.names, checkpoint.info, checkpoint.files
 
     @property
@@ -80,7 +86,10 @@ def _encoder(source: Checkpoint, planned: list[TensorSpec]) -> SafetensorsEncode
 
 def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -> None:
     source = Watched(open_checkpoint(demo_model))
-    schemes = {f"model.layers.1.{name}": QuantScheme.parse("int8") for name in ("mlp.up_proj", "self_attn.q_proj")}
+    schemes = {
+        f"model.layers.1.{name}": QuantScheme.parse("int8")
+        for name in ("mlp.up_proj", "self_attn.q_proj")
+    }
     blocks = tensor_blocks(source, schemes, target("compressed-tensors"))
     planned = [spec for block in blocks for spec in block.tensors]
     assert [spec.name for spec in planned] == source.names()
@@ -91,7 +100,11 @@ def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -
         for block in blocks:
             for name, tensor, record in quantizer.solve(block):
                 found.append(name)
-                assert isinstance(tensor, QuantTensor) == (record is not None) == (name[: -len(".weight")] in schemes)
+                assert (
+                    isinstance(tensor, QuantTensor)
+                    == (record is not None)
+                    == (name[: -len(".weight")] in schemes)
+                )
                 del tensor
     assert found == source.names()[already:]
     assert source.alive == 0
@@ -109,17 +122,29 @@ def test_gptq_reads_each_quantized_weight_once(demo_model: Path, tmp_path: Path)
     blocks = tensor_blocks(source, schemes, target("compressed-tensors"))
     planned = [spec for block in blocks for spec in block.tensors]
     quantizer = GptqQuantizer(
-        source, Calibration(oracle.random_tokens(16, batch=4, vocabulary=2048), "", 0), schemes,
-        device=torch.device("cpu"), memory_bytes=10**9, effort=EFFORTS["default"], allow_nonfinite=False, group=SINGLE,
-    )  # fmt: skip
+        source,
+        Calibration(oracle.random_tokens(16, batch=4, vocabulary=2048), "", 0),
+        schemes,
+        device=torch.device("cpu"),
+        memory_bytes=10**9,
+        effort=EFFORTS["default"],
+        allow_nonfinite=False,
+        group=SINGLE,
+    )
     with quantizer.running(blocks, Written(_encoder(source, planned), tmp_path)):
         for block in blocks:
             for name, tensor, record in quantizer.solve(block):
-                assert isinstance(tensor, QuantTensor) == (record is not None) == (name[: -len(".weight")] in schemes)
+                assert (
+                    isinstance(tensor, QuantTensor)
+                    == (record is not None)
+                    == (name[: -len(".weight")] in schemes)
+                )
     assert {source.reads[f"{module}.weight"] for module in modules} == {1}
 
 
-def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, tmp_path: Path) -> None:
+def test_the_writer_takes_tensors_in_the_encoders_order_only(
+    demo_model: Path, tmp_path: Path
+) -> None:
     source = open_checkpoint(demo_model)
     (block, *_) = tensor_blocks(source, {}, target("compressed-tensors"))
     value = source.load(block.tensors[0].name)
@@ -127,7 +152,9 @@ def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, t
     problem = "'model.norm.weight' was put, but 'model.embed_tokens.weight' is the next"
     with (
         pytest.raises(RuntimeError, match=problem),
-        writing(work, tmp_path / "out", resume=False, source_check=False, progress=silent) as writer,
+        writing(
+            work, tmp_path / "out", resume=False, source_check=False, progress=silent
+        ) as writer,
     ):
         writer.put("model.norm.weight", value)
 
@@ -144,7 +171,9 @@ def damaged(demo_model: Path, tmp_path: Path) -> Callable[[str], Path]:
     return damage
 
 
-@pytest.mark.parametrize("module", ["input_layernorm", "self_attn.q_proj", "post_attention_layernorm", "mlp.down_proj"])
+@pytest.mark.parametrize(
+    "module", ["input_layernorm", "self_attn.q_proj", "post_attention_layernorm", "mlp.down_proj"]
+)
 @pytest.mark.parametrize("allowed", [True, False])
 def test_what_makes_a_block_nonfinite_is_named(
     allowed: bool, module: str, damaged: Callable[[str], Path], tmp_path: Path
@@ -153,8 +182,13 @@ def test_what_makes_a_block_nonfinite_is_named(
     source = damaged(name)
     with pytest.raises(NonFiniteError, match=f"tensor '{name}' holds 1 values that are NaN"):
         quantkit.quantize(
-            source, tmp_path / "out", "int4-g64", **GPTQ, source_check=False, allow_nonfinite=allowed,
-        )  # fmt: skip
+            source,
+            tmp_path / "out",
+            "int4-g64",
+            **GPTQ,
+            source_check=False,
+            allow_nonfinite=allowed,
+        )
     assert not (tmp_path / "out.partial").exists()
 
 

@@ -27,11 +27,16 @@ GPTQ: dict[str, Any] = {"method": "gptq", "samples": 8, "length": 64}  # and the
 def sources(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The demo model in bfloat16 and float32."""
     folder = tmp_path_factory.mktemp("sources")
-    return {dtype: quantkit.convert(demo_model, folder / dtype, dtype=dtype).path for dtype in ("bf16", "fp32")}
+    return {
+        dtype: quantkit.convert(demo_model, folder / dtype, dtype=dtype).path
+        for dtype in ("bf16", "fp32")
+    }
 
 
 def _scaled(source: Path, target: Path, factor: float) -> Path:
-    """Multiply one linear and divide the next one by a power of two: the model computes the same."""
+    """Multiply one linear and divide the next one by a power of two: the model computes the
+    same.
+    """
     oracle.copy(source, target)
     (target / "quantkit.json").unlink()
     tensors: dict[str, Tensor] = load_file(target / "model.safetensors")
@@ -42,7 +47,8 @@ def _scaled(source: Path, target: Path, factor: float) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("to", "scheme"), [("gguf", "int4-g32"), ("gguf", "q4_k_m"), ("gptq", "int4-g32"), ("awq", "int4-g32")]
+    ("to", "scheme"),
+    [("gguf", "int4-g32"), ("gguf", "q4_k_m"), ("gptq", "int4-g32"), ("awq", "int4-g32")],
 )
 def test_a_float32_model_is_solved_for_formats_with_float16_scales(
     to: Any, scheme: str, sources: dict[str, Path], tmp_path: Path
@@ -50,13 +56,21 @@ def test_a_float32_model_is_solved_for_formats_with_float16_scales(
     made = quantkit.quantize(sources["fp32"], tmp_path / "out", scheme, to=to, **GPTQ)
     assert verify(made.path).ok
     if to == "gguf":
-        kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(made.path / "model.gguf").tensors}
+        kinds = {
+            tensor.tensor_type.name for tensor in gguf.GGUFReader(made.path / "model.gguf").tensors
+        }
         assert kinds & {"Q4_0", "Q5_0"}
 
 
-def test_several_formats_have_equal_scales_in_their_types(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_several_formats_have_equal_scales_in_their_types(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     made = quantkit.quantize(
-        sources["fp32"], tmp_path / "out", "int4-g32", to=["compressed-tensors", "gptq", "mlx"], **GPTQ
+        sources["fp32"],
+        tmp_path / "out",
+        "int4-g32",
+        to=["compressed-tensors", "gptq", "mlx"],
+        **GPTQ,
     )
     folders = [made.path / name for name in ("compressed-tensors", "gptq", "mlx")]
     weights = [open_checkpoint(folder).load(f"{UP}.weight") for folder in folders]
@@ -119,7 +133,9 @@ def test_scales_that_bfloat16_rounds_beyond_float16_are_found_in_float16(
     assert verify(made.path, source).ok
 
 
-def test_bfloat16_models_of_usual_sizes_keep_bfloat16_scales(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_models_of_usual_sizes_keep_bfloat16_scales(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     """So that one solution serves all formats."""
     made = quantkit.quantize(sources["bf16"], tmp_path / "out", "int4-g32", to="gptq", **GPTQ)
     weight = open_checkpoint(made.path).load(f"{UP}.weight")

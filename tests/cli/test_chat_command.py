@@ -20,7 +20,8 @@ import quantkit
 
 pytestmark = pytest.mark.processes
 
-# Tells the terminal, and waits for a signal: through a pipe, since it may come before the wait, and to any thread.
+# Tells the terminal, and waits for a signal: through a pipe, since it may come before the wait, and
+# to any thread.
 _WAIT = """
 import os, signal, sys
 
@@ -91,7 +92,7 @@ from quantkit.runtime.chat_session import ChatSession
 ChatSession.ask = lambda self, text, interrupted=None: iter(["a\\x1b]0;title\\x07", "\\x9b2J\\rb\\r\\n\\tc\\ud800"])
 from quantkit.cli.main import main
 main(sys.argv[1:])
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,10 @@ def _shown(text: str) -> str:
 def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = "The people?\n\n  And the Congress?  \n/reset\nGröße 日本語\n/system Be brief.\nThe people?\n/exit\nnever\n"
+    lines = (
+        "The people?\n\n  And the Congress?  \n/reset\nGröße 日本語\n/system Be brief.\nThe"
+        " people?\n/exit\nnever\n"
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     code, out, err = run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
     loaded, tokenizer = quantkit.load(demo_model)
@@ -135,7 +139,9 @@ def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(
 def test_a_pipe_through_the_command(demo_model: Path) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
     options = ["--max-new-tokens", "6", "--stop", "Mr"]
-    ran = subprocess.run([*command, *options], input=b"The people?\n", capture_output=True, cwd="/", check=True)
+    ran = subprocess.run(
+        [*command, *options], input=b"The people?\n", capture_output=True, cwd="/", check=True
+    )
     whole = _answer(demo_model, "The people?")
     assert ran.stdout.decode() == whole.split("Mr")[0] + "\n"
     assert ran.stderr == b""
@@ -143,12 +149,24 @@ def test_a_pipe_through_the_command(demo_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "code", "reported"),
-    [(b"/Reset now\n", 2, "/reset takes no argument (found 'now'); //reset begins a question with /reset"),
-     (b"\xff\xfe\n", 2, "the question cannot be decoded (found line 1, expected UTF-8)"),
-     (b"[INST]\n", 2, "holds a tag of the chat format"), (b"word " * 9000 + b"\n", 2, "too long for the context")],
-)  # fmt: skip
+    [
+        (
+            b"/Reset now\n",
+            2,
+            "/reset takes no argument (found 'now'); //reset begins a question with /reset",
+        ),
+        (b"\xff\xfe\n", 2, "the question cannot be decoded (found line 1, expected UTF-8)"),
+        (b"[INST]\n", 2, "holds a tag of the chat format"),
+        (b"word " * 9000 + b"\n", 2, "too long for the context"),
+    ],
+)
 def test_what_cannot_be_answered_ends_a_pipe(
-    line: bytes, code: int, reported: str, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    line: bytes,
+    code: int,
+    reported: str,
+    demo_model: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
     found, out, err = run(capfd, "chat", demo_model, "--template", "llama2")
@@ -156,7 +174,9 @@ def test_what_cannot_be_answered_ends_a_pipe(
     assert reported in err
 
 
-def test_a_path_is_no_command(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_no_command(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/etc/passwd: what is it?\n")))
     assert run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "2")[0] == 0
 
@@ -164,29 +184,53 @@ def test_a_path_is_no_command(demo_model: Path, capfd: Capture, monkeypatch: pyt
 def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = b"/people of what?\n/RESET\n//people of what?\n/reset\n//reset the people\n/reset\n// the people\n"
+    lines = (
+        b"/people of what?\n/RESET\n//people of what?\n/reset\n//reset the people\n/reset\n// the"
+        b" people\n"
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     code, out, err = run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
     people = _answer(demo_model, "/people of what?")
-    answers = [people, people, _answer(demo_model, "/reset the people"), _answer(demo_model, "// the people")]
+    answers = [
+        people,
+        people,
+        _answer(demo_model, "/reset the people"),
+        _answer(demo_model, "// the people"),
+    ]
     assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
     note = "/people is not a command, so the line is a question; //people makes that explicit"
     assert err == f"quantkit: note: {note}\n"
 
 
-@pytest.mark.parametrize(("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
+@pytest.mark.parametrize(
+    ("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")]
+)
 def test_streams_that_are_closed(closed: str, code: int, reported: str, demo_model: Path) -> None:
     command = f'exec "$@" {closed}'
     arguments = forked.quantkit("chat", demo_model, "--template", "llama2")
-    done = subprocess.run(["sh", "-c", command, "sh", *arguments], input=b"", capture_output=True, cwd="/", check=False)
-    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"", 1 if reported else 0)
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", *arguments],
+        input=b"",
+        capture_output=True,
+        cwd="/",
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (
+        code,
+        b"",
+        1 if reported else 0,
+    )
     assert reported in done.stderr.decode()
 
 
-def test_a_model_without_a_template_is_reported_what_to_do(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_model_without_a_template_is_reported_what_to_do(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     code, _, err = run(capfd, "chat", demo_model)
     assert code == 2
-    assert "has no chat template (expected --template llama2 or llama3 for an instruct model)" in err
+    assert (
+        "has no chat template (expected --template llama2 or llama3 for an instruct model)" in err
+    )
     quantkit.convert(demo_model, tmp_path / "hf", template="llama2", source_check=False)
     oracle.edit_json(tmp_path / "hf" / "generation_config.json", do_sample="maybe")
     code, _, err = run(capfd, "chat", tmp_path / "hf")
@@ -194,9 +238,15 @@ def test_a_model_without_a_template_is_reported_what_to_do(demo_model: Path, tmp
     assert "wrong type for 'do_sample'" in err
 
 
-def test_a_context_that_cannot_be_is_refused(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_cannot_be_is_refused(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
-    for context, reported in ((-3, "must be at least 1"), (0, "must be at least 1"), (10**6, "exceeds the model's")):
+    for context, reported in (
+        (-3, "must be at least 1"),
+        (0, "must be at least 1"),
+        (10**6, "exceeds the model's"),
+    ):
         code, _, err = run(capfd, "chat", demo_model, "--template", "llama2", "--context", context)
         assert code == 2
         assert err.startswith(f"quantkit: error: --context {reported} (found {context}")
@@ -209,7 +259,9 @@ def test_tokens_are_drawn_as_the_folder_says_by_default(
 
     def said(*options: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
-        code, out, _ = run(capfd, "chat", tmp_path / "hf", "--max-new-tokens", "12", "--seed", "3", *options)
+        code, out, _ = run(
+            capfd, "chat", tmp_path / "hf", "--max-new-tokens", "12", "--seed", "3", *options
+        )
         assert code == 0
         return out
 
@@ -223,10 +275,14 @@ def test_tokens_are_drawn_as_the_folder_says_by_default(
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: Path) -> None:
-    command = forked.command("-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40")
+    command = forked.command(
+        "-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40"
+    )
     terminal = Terminal(*command, cwd=tmp_path)
     assert "/help lists the commands, Ctrl-D exits" in terminal.wait_for(READY)
-    terminal.type("Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r")  # to the start, right twice, back, "he", to the end
+    terminal.type(
+        "Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r"
+    )  # to the start, right twice, back, "he", to the end
     terminal.wait_for("The people?")
     terminal.wait_for("<waits>")
     terminal.type("\x03")
@@ -242,13 +298,17 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
 
 
 def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Path) -> None:
-    command = forked.command("-c", _NEVER_READY, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
+    command = forked.command(
+        "-c", _NEVER_READY, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6"
+    )
     terminal = Terminal(*command, cwd=tmp_path)
     terminal.wait_for(READY)
     terminal.type("The people?\r")
     terminal.wait_for("<waits>")
     terminal.type("\x03")
-    assert "the question was stopped before its answer began, and is dropped" in terminal.wait_for(READY)
+    assert "the question was stopped before its answer began, and is dropped" in terminal.wait_for(
+        READY
+    )
     terminal.type("And the Congress?\r")
     assert _shown(_answer(demo_model, "And the Congress?")) in _shown(terminal.wait_for(READY))
     terminal.type("\x04")
@@ -260,7 +320,9 @@ def test_a_system_prompt_that_the_template_drops_is_refused(
 ) -> None:
     folder = tmp_path / "model"
     quantkit.convert(demo_model, folder, source_check=False)
-    template = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = (
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
     (folder / "chat_template.jinja").write_text(template)
     for options, expected in (((), 0), (("--system", "Be brief."), 2)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
@@ -270,7 +332,9 @@ def test_a_system_prompt_that_the_template_drops_is_refused(
 
 
 def test_an_answer_does_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal(*forked.command("-c", _DRIVES, "chat", demo_model, "--template", "llama2"), cwd=tmp_path)
+    terminal = Terminal(
+        *forked.command("-c", _DRIVES, "chat", demo_model, "--template", "llama2"), cwd=tmp_path
+    )
     terminal.wait_for(READY)
     terminal.type("The people?\r")
     assert "a\\x1b]0;title\\x07\\x9b2J\\rb\n\tc\\ud800\n" in terminal.wait_for(READY)
@@ -288,7 +352,9 @@ def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path
 
 
 def test_sigterm_ends_the_program_while_its_prompt_begins(demo_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal(*forked.command("-c", _TERMINATED, "chat", demo_model, "--template", "llama2"), cwd=tmp_path)
+    terminal = Terminal(
+        *forked.command("-c", _TERMINATED, "chat", demo_model, "--template", "llama2"), cwd=tmp_path
+    )
     code, got = terminal.end()
     assert code == 143
     assert got.endswith("quantkit: interrupted\r\n")
@@ -314,7 +380,10 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
         ("/reset\r", "The conversation starts again."),
         ("/system Be brief.\r", "The system prompt is set."),
         ("The people?\r", _shown(_answer(demo_model, "The people?", system="Be brief."))),
-        ("\x1b[A\x1b[A\r", "The system prompt is set."),  # the line before the last, from the history
+        (
+            "\x1b[A\x1b[A\r",
+            "The system prompt is set.",
+        ),  # the line before the last, from the history
         ("[INST]\r", "holds a tag of the chat format"),
         ("/system\r", "There is no system prompt."),
     ):
@@ -325,8 +394,22 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_processes_share_a_conversation(demo_model: Path) -> None:
-    command = ["chat", demo_model, "--template", "llama2", "--max-new-tokens", "6", "--dtype", "fp32"]
+    command = [
+        "chat",
+        demo_model,
+        "--template",
+        "llama2",
+        "--max-new-tokens",
+        "6",
+        "--dtype",
+        "fp32",
+    ]
     lines = b"The people?\nAnd the Congress?\n"
-    ran = subprocess.run(forked.launched(2, *command), input=lines, capture_output=True, cwd="/", check=True)
+    ran = subprocess.run(
+        forked.launched(2, *command), input=lines, capture_output=True, cwd="/", check=True
+    )
     alone = forked.quantkit(*command)
-    assert ran.stdout == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout
+    assert (
+        ran.stdout
+        == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout
+    )

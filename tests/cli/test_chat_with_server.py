@@ -1,4 +1,6 @@
-"""``quantkit chat --url``: the conversation is that of ``quantkit chat PATH``, and a server answers."""
+"""``quantkit chat --url``: the conversation is that of ``quantkit chat PATH``, and a server
+answers.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,42 @@ def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(
 ) -> None:
     _type(monkeypatch, "Who?\n\nAnd?\n/reset\n//reset it\n/system Be brief.\nThen?\n/exit\nnever\n")
     monkeypatch.setenv("QUANTKIT_API_KEY", "from the environment")
-    options = ["--max-new-tokens", "9", "--temperature", "0.5", "--stop", "x", "--stop", "y", "--system", "Be long."]
+    options = [
+        "--max-new-tokens",
+        "9",
+        "--temperature",
+        "0.5",
+        "--stop",
+        "x",
+        "--stop",
+        "y",
+        "--system",
+        "Be long.",
+    ]
     with fake_api(lambda body: said("an", "swer", finish="length", usage=(3, 2))) as api:
         assert run(capfd, "chat", "--url", api.url, *options) == (0, "answer\n" * 4, "")
     _, *answered = api.requests
-    assert {headers["authorization"] for _, _, headers in api.requests} == {"Bearer from the environment"}
+    assert {headers["authorization"] for _, _, headers in api.requests} == {
+        "Bearer from the environment"
+    }
     sent: list[dict[str, Any]] = [body for _, body, _ in answered]
-    assert [(one["max_tokens"], one["temperature"], one["stop"]) for one in sent] == [(9, 0.5, ["x", "y"])] * 4
+    assert [(one["max_tokens"], one["temperature"], one["stop"]) for one in sent] == [
+        (9, 0.5, ["x", "y"])
+    ] * 4
     systems = [one["messages"][0]["content"] for one in sent]
     assert systems == ["Be long."] * 3 + ["Be brief."]
     questions = [[message["content"] for message in one["messages"][1:]] for one in sent]
-    assert questions == [["Who?"], ["Who?", "answer", "And?"], ["/reset it"], ["/reset it", "answer", "Then?"]]
+    assert questions == [
+        ["Who?"],
+        ["Who?", "answer", "And?"],
+        ["/reset it"],
+        ["/reset it", "answer", "Then?"],
+    ]
 
 
-def test_the_server_chooses_what_is_not_requested(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_chooses_what_is_not_requested(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _type(monkeypatch, "Who?\n")
     with fake_api(lambda body: said("x")) as api:
         assert run(capfd, "chat", "--url", api.url, "--model", "mine")[:2] == (0, "x\n")
@@ -72,36 +96,62 @@ def test_an_error_ends_a_pipe(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -
         (["DIR", "--url", "http://127.0.0.1:1"], "PATH and --url exclude each other"),
         (["DIR", "--model", "x"], "--model goes with --url"),
         (["DIR", "--api-key", "x"], "--api-key goes with --url"),
-        (["--url", "nowhere"], "--url is not valid (found 'nowhere', expected an address such as http://127.0.0.1:8000/v1)"),
-        (["--url", "http://127.0.0.1:1", "--api-key", "ä"], "--api-key cannot be sent (expected printable ASCII"),
-        (["--url", "http://127.0.0.1:1", "--temperature", "-1"], "temperature must be finite and not negative"),
-        (["--url", "http://127.0.0.1:1", "--max-new-tokens", "0"], "nothing to generate (found 0 new tokens"),
+        (
+            ["--url", "nowhere"],
+            (
+                "--url is not valid (found 'nowhere', expected an address such as"
+                " http://127.0.0.1:8000/v1)"
+            ),
+        ),
+        (
+            ["--url", "http://127.0.0.1:1", "--api-key", "ä"],
+            "--api-key cannot be sent (expected printable ASCII",
+        ),
+        (
+            ["--url", "http://127.0.0.1:1", "--temperature", "-1"],
+            "temperature must be finite and not negative",
+        ),
+        (
+            ["--url", "http://127.0.0.1:1", "--max-new-tokens", "0"],
+            "nothing to generate (found 0 new tokens",
+        ),
         *(
             (["--url", "http://127.0.0.1:1", *words], f"{spelled} goes with PATH")
             for words, spelled in (
-                (["--template", "llama2"], "--template"), (["--context", "9"], "--context"),
-                (["--dtype", "bf16"], "--dtype"), (["--backend", "reference"], "--backend"),
-                (["--allow-slow"], "--allow-slow"), (["--device", "cpu"], "--device"),
-                (["--int8-cache"], "--int8-cache"), (["--eager"], "--compile/--eager"),
-                (["--weights", "bin"], "--weights"), (["--threads", "1"], "--threads"),
+                (["--template", "llama2"], "--template"),
+                (["--context", "9"], "--context"),
+                (["--dtype", "bf16"], "--dtype"),
+                (["--backend", "reference"], "--backend"),
+                (["--allow-slow"], "--allow-slow"),
+                (["--device", "cpu"], "--device"),
+                (["--int8-cache"], "--int8-cache"),
+                (["--eager"], "--compile/--eager"),
+                (["--weights", "bin"], "--weights"),
+                (["--threads", "1"], "--threads"),
             )
         ),
     ],
-)  # fmt: skip
-def test_options_that_do_not_fit_are_refused_by_name(options: list[str], message: str, capfd: Capture) -> None:
+)
+def test_options_that_do_not_fit_are_refused_by_name(
+    options: list[str], message: str, capfd: Capture
+) -> None:
     code, out, err = run(capfd, "chat", *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
-def test_several_processes_do_not_share_a_server(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_do_not_share_a_server(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run(capfd, "chat", "--url", "http://127.0.0.1:1")
     assert code == 2
     assert "--url goes with one process, not with torchrun" in err
 
 
-def test_a_key_that_others_can_read_is_a_warning(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_others_can_read_is_a_warning(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _type(monkeypatch, "Who?\n")
     code, _, err = run(capfd, "chat", "--url", "http://no.invalid/v1", "--api-key", "secret")
     assert code == 2
@@ -121,18 +171,33 @@ def _answer(body: Any) -> Reply:
     if question == "Too many?":
         return as_json(429, {"error": {"message": "busy\x1b[2J"}}, {"Retry-After": "3"})
     texts = [message["content"] for message in body["messages"]]
-    return said(f"{len(texts)} messages\x07", finish="length" if question == "Long?" else "stop", usage=(5, 2))
+    return said(
+        f"{len(texts)} messages\x07",
+        finish="length" if question == "Long?" else "stop",
+        usage=(5, 2),
+    )
 
 
 @pytest.mark.processes
 def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
     with fake_api(_answer) as api:
         terminal = Terminal(*forked.quantkit("chat", "--url", api.url), cwd=tmp_path)
-        assert f"one at {api.url}: /help lists the commands, Ctrl-D exits" in terminal.wait_for(READY)
+        assert f"one at {api.url}: /help lists the commands, Ctrl-D exits" in terminal.wait_for(
+            READY
+        )
         for typed, reported in (
             ("Who?\r", "1 messages\\x07\nquantkit: note: 2 tokens in 0."),
-            ("Too many?\r", f"quantkit: error: {api.url} has too many requests: busy\\x1b[2J; try again in 3 s"),
-            ("Long?\r", "3 messages\\x07\nquantkit: note: the answer was cut off at the maximum number of tokens"),
+            (
+                "Too many?\r",
+                f"quantkit: error: {api.url} has too many requests: busy\\x1b[2J; try again in 3 s",
+            ),
+            (
+                "Long?\r",
+                (
+                    "3 messages\\x07\nquantkit: note: the answer was cut off at the maximum number"
+                    " of tokens"
+                ),
+            ),
             ("/help\r", "start a new conversation"),
             ("/reset\r", "The conversation starts again."),
             ("/system Be brief.\r", "The system prompt is set."),

@@ -39,7 +39,19 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
-COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "push", "eval", "generate", "bench")
+COMMANDS = (
+    "demo",
+    "inspect",
+    "doctor",
+    "plan",
+    "convert",
+    "quantize",
+    "verify",
+    "push",
+    "eval",
+    "generate",
+    "bench",
+)
 CODES = {
     QuantkitError: 1,
     RequestError: 2,
@@ -53,10 +65,14 @@ CODES = {
 }
 
 
-def process(*arguments: str | Path, cwd: Path, module: bool = True) -> subprocess.CompletedProcess[str]:
+def process(
+    *arguments: str | Path, cwd: Path, module: bool = True
+) -> subprocess.CompletedProcess[str]:
     """One command, or with `module` unset a Python program, as a process of its own."""
     command = [sys.executable, *(["-m", "quantkit.cli"] if module else []), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @pytest.fixture
@@ -99,9 +115,16 @@ def test_the_module_runs_from_any_folder(cwd: str, tmp_path: Path) -> None:
     assert found.stderr == ""
 
 
-@pytest.mark.parametrize("program", ["import quantkit", "import quantkit.cli.main as m; m.main(['--help'])"])
-def test_importing_and_help_import_neither_torch_nor_transformers(program: str, tmp_path: Path) -> None:
-    check = "import sys, atexit; atexit.register(lambda: print('LOADED', {'torch', 'transformers'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    "program", ["import quantkit", "import quantkit.cli.main as m; m.main(['--help'])"]
+)
+def test_importing_and_help_import_neither_torch_nor_transformers(
+    program: str, tmp_path: Path
+) -> None:
+    check = (
+        "import sys, atexit; atexit.register(lambda: print('LOADED', {'torch', 'transformers'} &"
+        " set(sys.modules)))"
+    )
     found = process("-c", f"{check}; {program}", cwd=tmp_path, module=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == "LOADED set()"
@@ -126,15 +149,21 @@ def test_no_kind_of_error_is_without_a_test() -> None:
     assert len(set(CODES.values())) == len(CODES)
 
 
-@pytest.mark.parametrize("error", [ValueError("a\nb"), AssertionError("a\nb"), RuntimeError("a\nb")])
-def test_an_unexpected_exception_is_one_line_too(error: Exception, raising: Any, capfd: Capture) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("a\nb"), AssertionError("a\nb"), RuntimeError("a\nb")]
+)
+def test_an_unexpected_exception_is_one_line_too(
+    error: Exception, raising: Any, capfd: Capture
+) -> None:
     raising(error)
     code, out, err = run(capfd, "inspect", "somewhere")
     assert (code, out) == (1, "")
     assert err == f"quantkit: internal error: {type(error).__name__}: a b; --debug shows more\n"
 
 
-def test_only_what_quantkit_says_is_put_in_the_command_lines_spelling(raising: Any, capfd: Capture) -> None:
+def test_only_what_quantkit_says_is_put_in_the_command_lines_spelling(
+    raising: Any, capfd: Capture
+) -> None:
     raising(RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
     assert "contains either `inf`, `nan` or element" in run(capfd, "inspect", "somewhere")[2]
     raising(QuantkitError("is there", hint="give `overwrite=True`"))
@@ -150,7 +179,9 @@ def test_only_what_quantkit_says_is_put_in_the_command_lines_spelling(raising: A
     ],
     ids=repr,
 )
-def test_an_unusual_exception_is_not_taken_for_an_interruption(error: Exception, raising: Any, capfd: Capture) -> None:
+def test_an_unusual_exception_is_not_taken_for_an_interruption(
+    error: Exception, raising: Any, capfd: Capture
+) -> None:
     raising(error)
     code, _, err = run(capfd, "inspect", "somewhere")
     assert code == 1
@@ -179,7 +210,9 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capf
     assert "Traceback" not in err
 
 
-def test_the_head_is_quantized_where_requested(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_head_is_quantized_where_requested(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     options = "--scheme", "int4-g32", "--method", "rtn", "--head", "int8", "--accept-quality-loss"
     assert run(capfd, "quantize", demo_model, tmp_path / "out", *options)[0] == 0
     found = schemes(open_checkpoint(tmp_path / "out"))
@@ -191,7 +224,10 @@ def test_the_head_is_quantized_where_requested(demo_model: Path, tmp_path: Path,
     ("arguments", "words"),
     [
         (["--scheme", "int3-g128"], ("unknown quantization scheme", "int3-g128", "int4-g128")),
-        (["--scheme", "int4-g16"], ("unknown quantization scheme", "int4-g16", "int4-g32, int4-g64 or int4-g128")),
+        (
+            ["--scheme", "int4-g16"],
+            ("unknown quantization scheme", "int4-g16", "int4-g32, int4-g64 or int4-g128"),
+        ),
         (["--scheme", "int4"], ("int4 needs a group size: int4-g128",)),
         (
             [],
@@ -201,11 +237,20 @@ def test_the_head_is_quantized_where_requested(demo_model: Path, tmp_path: Path,
             ),
         ),
         (["--method", "gptq"], ("give a scheme: --scheme int8",)),
-        (["--scheme", "int8", "--calibration", "a.txt"], ("--calibration goes with --method gptq",)),
-        (["--scheme", "int8", "--recipe", "recipe.json"], ("--scheme and --recipe exclude each other",)),
+        (
+            ["--scheme", "int8", "--calibration", "a.txt"],
+            ("--calibration goes with --method gptq",),
+        ),
+        (
+            ["--scheme", "int8", "--recipe", "recipe.json"],
+            ("--scheme and --recipe exclude each other",),
+        ),
         (["--recipe", "nowhere.json"], ("nowhere.json", "cannot read the recipe")),
         (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
-        (["--recipe", "recipe.json", "--head", "int8"], ("--head does not go with --recipe", "overrides")),
+        (
+            ["--recipe", "recipe.json", "--head", "int8"],
+            ("--head does not go with --recipe", "overrides"),
+        ),
         (["--scheme", "int8", "--keep", "*.nothing"], ("matches no linear layer", "*.nothing")),
         (["--scheme", "int8", "--keep", "*"], ("nothing would be quantized",)),
     ],
@@ -226,10 +271,16 @@ def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     recipe = tmp_path / "recipe.json"
-    recipe.write_text('{"default": "int8", "overrides": [{"pattern": "*.down_proj", "scheme": "int4-g32"}]}')
-    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "new", "--method", "rtn", "--recipe", recipe)
+    recipe.write_text(
+        '{"default": "int8", "overrides": [{"pattern": "*.down_proj", "scheme": "int4-g32"}]}'
+    )
+    code, _, err = run(
+        capfd, "quantize", demo_model, tmp_path / "new", "--method", "rtn", "--recipe", recipe
+    )
     assert (code, err) == (0, "")
-    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "old", "--method", "rtn", "--plan", recipe)
+    code, _, err = run(
+        capfd, "quantize", demo_model, tmp_path / "old", "--method", "rtn", "--plan", recipe
+    )
     assert (code, err) == (
         0,
         "quantkit: note: --plan is called --recipe now; the old name goes with the next release\n",
@@ -243,13 +294,19 @@ def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
     assert not {"plan", "tensors"} & set(made)
 
 
-def test_both_names_of_the_recipe_at_once_are_refused(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "out", "--plan", "a.json", "--recipe", "b.json")
+def test_both_names_of_the_recipe_at_once_are_refused(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    code, _, err = run(
+        capfd, "quantize", demo_model, tmp_path / "out", "--plan", "a.json", "--recipe", "b.json"
+    )
     assert code == 2
     assert "--plan is the old name of --recipe" in err
 
 
-def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(tmp_path: Path) -> None:
+def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(
+    tmp_path: Path,
+) -> None:
     plain = process("inspect", "nowhere", cwd=tmp_path)
     debug = process("--debug", "inspect", "nowhere", cwd=tmp_path)
     assert plain.returncode == 2
@@ -263,36 +320,53 @@ def test_a_reader_that_closes_the_pipe_is_no_error(demo_model: Path, tmp_path: P
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model)]
-    found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
+    found = subprocess.run(
+        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False
+    )
     os.close(writing)
     assert (found.returncode, found.stderr) == (0, b"")
 
 
-def test_a_verdict_is_reported_by_the_exit_code_whoever_reads(demo_model: Path, tmp_path: Path) -> None:
+def test_a_verdict_is_reported_by_the_exit_code_whoever_reads(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "bf16")
     oracle.edit_json(tmp_path / "bf16" / "config.json", rms_norm_eps=1e-3)
     reading, writing = os.pipe()
     os.close(reading)
     command = forked.quantkit("verify", demo_model, tmp_path / "bf16")
-    found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
+    found = subprocess.run(
+        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False
+    )
     os.close(writing)
     assert (found.returncode, without_progress(found.stderr.decode())) == (11, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
-def test_an_output_that_cannot_be_written_is_an_error_of_one_line(demo_model: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_an_error_of_one_line(
+    demo_model: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model)]
     with open("/dev/full", "w") as full:
-        found = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False)
+        found = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False
+        )
     assert found.returncode == 5
     assert found.stderr == b"quantkit: error: the output: No space left on device\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
-def test_what_is_done_is_done_though_nobody_can_be_reported(demo_model: Path, tmp_path: Path) -> None:
+def test_what_is_done_is_done_though_nobody_can_be_reported(
+    demo_model: Path, tmp_path: Path
+) -> None:
     command = forked.quantkit("convert", demo_model, tmp_path / "out")
     with open("/dev/full", "w") as full:
-        assert subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False).returncode == 0
+        assert (
+            subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False
+            ).returncode
+            == 0
+        )
     assert (tmp_path / "out" / "quantkit.json").is_file()
 
 
@@ -308,15 +382,29 @@ def test_a_closed_stream_is_no_obstacle(closed: str, demo_model: Path, tmp_path:
 # Streams
 
 
-def test_inspect_prints_json_with_the_right_number_of_parameters(demo_model: Path, capfd: Capture) -> None:
-    shards = [torch.load(demo_model / f"consolidated.0{rank}.pth", weights_only=True) for rank in range(2)]
+def test_inspect_prints_json_with_the_right_number_of_parameters(
+    demo_model: Path, capfd: Capture
+) -> None:
+    shards = [
+        torch.load(demo_model / f"consolidated.0{rank}.pth", weights_only=True) for rank in range(2)
+    ]
     once = sum(t.numel() for name, t in shards[0].items() if "norm" in name)
-    split = sum(t.numel() for shard in shards for name, t in shard.items() if not re.search("norm|freqs", name))
+    split = sum(
+        t.numel()
+        for shard in shards
+        for name, t in shard.items()
+        if not re.search("norm|freqs", name)
+    )
     code, out, err = run(capfd, "inspect", demo_model, "--json", "-")
     found = json.loads(out)
     assert (code, err) == (0, run(capfd, "inspect", demo_model)[1])
     assert found["parameters"] == once + split
-    assert (found["architecture"], found["layers"], found["heads"], found["kv_heads"]) == ("llama", 4, 4, 2)
+    assert (found["architecture"], found["layers"], found["heads"], found["kv_heads"]) == (
+        "llama",
+        4,
+        4,
+        2,
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -330,7 +418,10 @@ def test_inspect_counts_the_same_parameters_after_quantization(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g32", "--method", "rtn")
-    before, after = (json.loads(run(capfd, "inspect", p, "--json", "-")[1]) for p in (demo_model, tmp_path / "int4"))
+    before, after = (
+        json.loads(run(capfd, "inspect", p, "--json", "-")[1])
+        for p in (demo_model, tmp_path / "int4")
+    )
     assert after["parameters"] == before["parameters"]
     assert after["weight_bytes"] < before["weight_bytes"]
     assert after["tensors"]["int4-g32"] == 28
@@ -345,12 +436,19 @@ def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Ca
     lines = err.splitlines()
     assert all(line.startswith("quantkit: note: ") for line in lines)
     assert "has no tokenizer" in lines[0]
-    assert [line.rpartition("; ")[2] for line in lines[1:]] == ["int4-g64 is used there", "int4-g32 is used there"]
+    assert [line.rpartition("; ")[2] for line in lines[1:]] == [
+        "int4-g64 is used there",
+        "int4-g32 is used there",
+    ]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["convert", "SRC", "DST"], ["quantize", "SRC", "DST", "--scheme", "int8"], ["verify", "SRC", "SRC"]],
+    [
+        ["convert", "SRC", "DST"],
+        ["quantize", "SRC", "DST", "--scheme", "int8"],
+        ["verify", "SRC", "SRC"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_progress_is_plain_lines_where_stderr_is_no_terminal(
@@ -371,11 +469,22 @@ def test_progress_is_plain_lines_where_stderr_is_no_terminal(
     }[arguments[0]]
 
 
-def test_there_is_a_progress_bar_where_stderr_is_a_terminal(demo_model: Path, tmp_path: Path) -> None:
+def test_there_is_a_progress_bar_where_stderr_is_a_terminal(
+    demo_model: Path, tmp_path: Path
+) -> None:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "quantkit.cli", "convert", str(demo_model), str(tmp_path / "out")]
-    found = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, timeout=600, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit.cli",
+        "convert",
+        str(demo_model),
+        str(tmp_path / "out"),
+    ]
+    found = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, timeout=600, check=False
+    )
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
@@ -387,7 +496,9 @@ def test_there_is_a_progress_bar_where_stderr_is_a_terminal(demo_model: Path, tm
 # Verify
 
 
-def test_verify_exits_0_or_11_and_with_strict_10(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_verify_exits_0_or_11_and_with_strict_10(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     run(capfd, "convert", demo_model, tmp_path / "hf")
     run(capfd, "quantize", demo_model, tmp_path / "int8", "--scheme", "int8")
     broken = oracle.copy(demo_model, tmp_path / "broken")
@@ -397,7 +508,10 @@ def test_verify_exits_0_or_11_and_with_strict_10(demo_model: Path, tmp_path: Pat
         torch.save(shard, path)
     codes = [run(capfd, "verify", demo_model, tmp_path / name) for name in ("hf", "int8", "broken")]
     assert [code for code, _, _ in codes] == [0, 0, 11]
-    strict = [run(capfd, "verify", "--strict", demo_model, tmp_path / name)[0] for name in ("hf", "int8", "broken")]
+    strict = [
+        run(capfd, "verify", "--strict", demo_model, tmp_path / name)[0]
+        for name in ("hf", "int8", "broken")
+    ]
     assert strict == [0, 10, 11]
     assert [out.splitlines()[-1] for _, out, _ in codes] == [
         "verdict: the same model",
@@ -428,22 +542,30 @@ def test_verify_of_one_folder_holds_its_files_against_the_manifest(
 def generate(capfd: Capture, model: Path, *options: str) -> str:
     """The text that a prompt is continued to."""
     prompt = "It was a bright cold day"
-    code, out, err = run(capfd, "generate", model, "--prompt", prompt, "--max-new-tokens", "24", *options)
+    code, out, err = run(
+        capfd, "generate", model, "--prompt", prompt, "--max-new-tokens", "24", *options
+    )
     assert (code, err) == (0, "")
     assert out.startswith(prompt)
     assert len(out) > len(prompt) + 10
     return out
 
 
-def test_generate_repeats_itself_with_a_seed_and_differs_with_another(demo_model: Path, capfd: Capture) -> None:
-    first, again, other = (generate(capfd, demo_model, "--temperature", "1.5", "--seed", s) for s in ("7", "7", "8"))
+def test_generate_repeats_itself_with_a_seed_and_differs_with_another(
+    demo_model: Path, capfd: Capture
+) -> None:
+    first, again, other = (
+        generate(capfd, demo_model, "--temperature", "1.5", "--seed", s) for s in ("7", "7", "8")
+    )
     assert first == again
     assert first != other
 
 
 def test_generate_is_greedy_by_default(demo_model: Path, capfd: Capture) -> None:
     assert generate(capfd, demo_model) == generate(capfd, demo_model, "--seed", "3")
-    assert generate(capfd, demo_model) == generate(capfd, demo_model, "--temperature", "1.5", "--top-p", "1e-9")
+    assert generate(capfd, demo_model) == generate(
+        capfd, demo_model, "--temperature", "1.5", "--top-p", "1e-9"
+    )
 
 
 def test_generate_leaves_the_global_generator_alone(demo_model: Path, capfd: Capture) -> None:
@@ -456,15 +578,31 @@ def test_generate_leaves_the_global_generator_alone(demo_model: Path, capfd: Cap
     ("options", "words"),
     [
         pytest.param(["--prompt", ""], ("the prompt is empty",), id="empty"),
-        pytest.param(["--prompt", "word " * 5000], ("exceed the model's context", "expected at most 4096"), id="long"),
-        pytest.param(["--prompt", "a", "--max-new-tokens", "5000"], ("exceed", "expected at most 4096"), id="many"),
-        pytest.param(["--prompt", "a", "--max-new-tokens", "0"], ("nothing to generate", "at least 1"), id="none"),
-        pytest.param(["--prompt", "a", "--temperature", "-1"], ("temperature", "found -1"), id="temperature"),
-        pytest.param(["--prompt", "a", "--temperature", "nan"], ("temperature", "found nan"), id="nan"),
+        pytest.param(
+            ["--prompt", "word " * 5000],
+            ("exceed the model's context", "expected at most 4096"),
+            id="long",
+        ),
+        pytest.param(
+            ["--prompt", "a", "--max-new-tokens", "5000"],
+            ("exceed", "expected at most 4096"),
+            id="many",
+        ),
+        pytest.param(
+            ["--prompt", "a", "--max-new-tokens", "0"],
+            ("nothing to generate", "at least 1"),
+            id="none",
+        ),
+        pytest.param(
+            ["--prompt", "a", "--temperature", "-1"], ("temperature", "found -1"), id="temperature"
+        ),
+        pytest.param(
+            ["--prompt", "a", "--temperature", "nan"], ("temperature", "found nan"), id="nan"
+        ),
         pytest.param(["--prompt", "a", "--top-p", "0"], ("top_p", "found 0"), id="top-p"),
         pytest.param(["--prompt", "a", "--top-p", "1.5"], ("top_p", "found 1.5"), id="top-p-over"),
     ],
-)  # fmt: skip
+)
 def test_generate_refuses_what_it_cannot_do(
     options: list[str], words: tuple[str, ...], demo_model: Path, capfd: Capture
 ) -> None:
@@ -489,7 +627,8 @@ def test_generate_without_a_tokenizer_says_so(tmp_path: Path, capfd: Capture) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_threads_that_wait_leave_the_processors_to_others(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch

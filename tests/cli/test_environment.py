@@ -17,9 +17,20 @@ from quantkit.cli import environment
 from quantkit.version import __version__
 
 NAMES = [
-    "quantkit", "Python", "torch", "libraries", "system", "processor", "processors", "memory", "kernels", "threads",
-    "GPUs", "caches", "settings",
-]  # fmt: skip
+    "quantkit",
+    "Python",
+    "torch",
+    "libraries",
+    "system",
+    "processor",
+    "processors",
+    "memory",
+    "kernels",
+    "threads",
+    "GPUs",
+    "caches",
+    "settings",
+]
 
 
 def _rows(out: str) -> dict[str, str]:
@@ -64,10 +75,16 @@ def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
         "QUANTKIT_TOKEN": "secret",
     }
     command = [sys.executable, "-m", "quantkit.cli", "--version", "--verbose"]
-    rows = _rows(subprocess.check_output(command, env={**os.environ, **settings}, text=True, cwd="/"))
+    rows = _rows(
+        subprocess.check_output(command, env={**os.environ, **settings}, text=True, cwd="/")
+    )
     assert list(cache.iterdir()) == []
-    assert rows["kernels"].startswith("none: /data/USER/x:/data/malice: the C++ compiler does not start")
-    assert rows["caches"].startswith("~/my/cache (0 kB, writable); ~/.cache/huggingface/hub (0 kB, ")
+    assert rows["kernels"].startswith(
+        "none: /data/USER/x:/data/malice: the C++ compiler does not start"
+    )
+    assert rows["caches"].startswith(
+        "~/my/cache (0 kB, writable); ~/.cache/huggingface/hub (0 kB, "
+    )
     assert rows["settings"].startswith("CXX=/data/USER/x:/data/malice, ")
     assert "QUANTKIT_CACHE=~/my/cache" in rows["settings"]
     assert "secret" not in str(rows)
@@ -76,15 +93,21 @@ def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quota", "limits", "expected"),
     [
-        (0.5, [MemoryLimit(10**9, 10**8)],
-         ["CPU limit 0.5", "limit 1 GB, 900 MB available", "1, the CPU limit rounded up to 1"]),
+        (
+            0.5,
+            [MemoryLimit(10**9, 10**8)],
+            ["CPU limit 0.5", "limit 1 GB, 900 MB available", "1, the CPU limit rounded up to 1"],
+        ),
         (None, [], ["no CPU limit", " available", "1, torch's default"]),
     ],
-)  # fmt: skip
+)
 def test_limits_are_shown(
-    quota: float | None, limits: list[MemoryLimit], expected: list[str], capfd: Capture,
+    quota: float | None,
+    limits: list[MemoryLimit],
+    expected: list[str],
+    capfd: Capture,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(environment, "cpu_quota", lambda: quota)
     monkeypatch.setattr(environment, "quota_threads", lambda: None if quota is None else 1)
     monkeypatch.setattr(memory, "memory_limits", lambda: limits)

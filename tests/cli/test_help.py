@@ -26,7 +26,9 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_help_fits_a_terminal_and_begins_with_a_sentence(path: tuple[str, ...], capfd: Capture) -> None:
+def test_help_fits_a_terminal_and_begins_with_a_sentence(
+    path: tuple[str, ...], capfd: Capture
+) -> None:
     code, out, _ = run(capfd, *path, "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 100
@@ -41,8 +43,12 @@ def test_every_option_stands_in_one_section(name: str, capfd: Capture) -> None:
     titles = re.findall(r"^([A-Z].*):$", out, re.MULTILINE)
     assert len(titles) == len(set(titles)) > 3
     assert titles[-1] == "Other options"
-    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", out.partition(f"{titles[0]}:\n")[2], re.MULTILINE)
-    shown = [one.opts[-1] for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    listed = re.findall(
+        r"^  (?:-\w, )?(--[\w-]+)", out.partition(f"{titles[0]}:\n")[2], re.MULTILINE
+    )
+    shown = [
+        one.opts[-1] for one in command.params if isinstance(one, click.Option) and not one.hidden
+    ]
     assert sorted(listed) == sorted([*shown, "--help"])
 
 
@@ -50,7 +56,9 @@ def test_help_ends_with_every_exit_code(capfd: Capture) -> None:
     _, out, _ = run(capfd, "--help")
     listed = out[out.index("Exit codes:") :].splitlines()[1:]
     assert [int(line.split()[0]) for line in listed] == list(EXIT_CODES)
-    kinds = {kind.exit_code for kind in QuantkitError.__subclasses__()} | {verdict.value for verdict in Verdict}
+    kinds = {kind.exit_code for kind in QuantkitError.__subclasses__()} | {
+        verdict.value for verdict in Verdict
+    }
     assert {*kinds, INTERRUPTED, TERMINATED} <= set(EXIT_CODES)
 
 
@@ -63,9 +71,11 @@ def test_a_shell_is_given_its_script(shell: str, capfd: Capture) -> None:
 
 def _completions(*words: str) -> list[str]:
     environment = {
-        **os.environ, "_QUANTKIT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(["quantkit", *words]),
+        **os.environ,
+        "_QUANTKIT_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["quantkit", *words]),
         "COMP_CWORD": str(len(words)),
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "quantkit.cli"]
     return subprocess.check_output(command, env=environment, text=True, cwd="/").splitlines()
 
@@ -82,16 +92,24 @@ def test_commands_and_options_are_completed() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("quantize", "--calibration", "x"), ("quantize", "--recipe", "x"), ("generate", "demo", "--prompt-file", "x"),
-        ("eval", "--text", "x"), ("eval", "--json", "x"), ("eval", "--against", "x"), ("bench", "x"),
-        ("eval", "a", "x"), ("plan", "generate", "x"),
+        ("quantize", "--calibration", "x"),
+        ("quantize", "--recipe", "x"),
+        ("generate", "demo", "--prompt-file", "x"),
+        ("eval", "--text", "x"),
+        ("eval", "--json", "x"),
+        ("eval", "--against", "x"),
+        ("bench", "x"),
+        ("eval", "a", "x"),
+        ("plan", "generate", "x"),
     ],
-)  # fmt: skip
+)
 def test_files_are_completed(words: tuple[str, ...]) -> None:
     assert _completions(*words) == ["file,x"]
 
 
-@pytest.mark.parametrize("words", [("quantize", "--scheme"), ("quantize", "--head"), ("bench", "--scheme")])
+@pytest.mark.parametrize(
+    "words", [("quantize", "--scheme"), ("quantize", "--head"), ("bench", "--scheme")]
+)
 def test_schemes_are_completed(words: tuple[str, ...]) -> None:
     assert _completions(*words, "int4-g6") == ["plain,int4-g64", "plain,int4-g64-asym"]
     assert "plain,int8" in _completions(*words, "i")
@@ -101,7 +119,9 @@ def test_a_path_after_a_name_is_completed(tmp_path: Path) -> None:
     """Also where the shell does not take the word apart."""
     for name in ("int4", "int8", "bf16"):
         (tmp_path / name).mkdir()
-    assert _completions("bench", f"a={tmp_path}/int") == [f"plain,a={tmp_path}/{name}" for name in ("int4", "int8")]
+    assert _completions("bench", f"a={tmp_path}/int") == [
+        f"plain,a={tmp_path}/{name}" for name in ("int4", "int8")
+    ]
     assert _completions("eval", f"a={tmp_path}/none/x") == [""]
     assert _completions("eval", "a", "=", "x") == ["file,x"]
 
@@ -121,8 +141,10 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
         (("run", "x"), "Did you mean 'generate'?"),
         (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
     ],
-)  # fmt: skip
-def test_who_comes_from_elsewhere_is_reported_the_way(arguments: tuple[str, ...], words: str, capfd: Capture) -> None:
+)
+def test_who_comes_from_elsewhere_is_reported_the_way(
+    arguments: tuple[str, ...], words: str, capfd: Capture
+) -> None:
     code, _, err = run(capfd, *arguments)
     assert code == 2
     assert words in err

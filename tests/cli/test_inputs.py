@@ -1,4 +1,6 @@
-"""What users really feed in: damaged, incomplete, ambiguous or foreign folders, through the real command."""
+"""What users really feed in: damaged, incomplete, ambiguous or foreign folders, through the real
+command.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def refused(capfd: Capture, code: int, src: Path, *words: object, by: tuple[str, ...] = ("convert",)) -> str:
-    """The one line with which a command refuses `src`; it must hold the words and leave nothing behind."""
+def refused(
+    capfd: Capture, code: int, src: Path, *words: object, by: tuple[str, ...] = ("convert",)
+) -> str:
+    """The one line with which a command refuses `src`; it must hold the words and leave nothing
+    behind.
+    """
     dst = src.parent / "out"
     found, out, err = run(capfd, by[0], src, dst, *by[1:])
     assert found == code, err
@@ -72,7 +78,9 @@ def rewrite(folder: Path, change: Callable[[State], Any]) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def tamper(path: Path, change: Callable[[Header], Any], data: Callable[[bytes], bytes] = bytes) -> None:
+def tamper(
+    path: Path, change: Callable[[Header], Any], data: Callable[[bytes], bytes] = bytes
+) -> None:
     """Change the header and the data of a safetensors file past what its library would write."""
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
@@ -90,7 +98,10 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 def meta_state(model: Any) -> State:
     """A transformers Llama in Meta's names and layout."""
     config, weights = model.config, model.state_dict()
-    state = {"tok_embeddings.weight": weights[EMBEDDING], "norm.weight": weights["model.norm.weight"]}
+    state = {
+        "tok_embeddings.weight": weights[EMBEDDING],
+        "norm.weight": weights["model.norm.weight"],
+    }
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         for name, other, heads in (
@@ -99,20 +110,27 @@ def meta_state(model: Any) -> State:
         ):
             state[f"{ours}{name}.weight"] = interleaved(weights[f"{theirs}{other}.weight"], heads)
         for name, other in (
-            ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
-            ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w2", "mlp.down_proj"),
-            ("feed_forward.w3", "mlp.up_proj"), ("attention_norm", "input_layernorm"),
+            ("attention.wv", "self_attn.v_proj"),
+            ("attention.wo", "self_attn.o_proj"),
+            ("feed_forward.w1", "mlp.gate_proj"),
+            ("feed_forward.w2", "mlp.down_proj"),
+            ("feed_forward.w3", "mlp.up_proj"),
+            ("attention_norm", "input_layernorm"),
             ("ffn_norm", "post_attention_layernorm"),
-        ):  # fmt: skip
+        ):
             state[f"{ours}{name}.weight"] = weights[f"{theirs}{other}.weight"]
     state["output.weight"] = weights[HEAD]
     return state
 
 
 def save_meta(
-    model: Any, folder: Path, shards: int = 1, embedding_axis: int = 1,
-    change: Callable[[State], Any] = lambda shard: None, **params: Any,
-) -> Path:  # fmt: skip
+    model: Any,
+    folder: Path,
+    shards: int = 1,
+    embedding_axis: int = 1,
+    change: Callable[[State], Any] = lambda shard: None,
+    **params: Any,
+) -> Path:
     """Write a Meta folder with `torch.save`, with no tokenizer; `change` works on each shard."""
     folder.mkdir()
     for rank in range(shards):
@@ -127,9 +145,13 @@ def save_meta(
         torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
     config = model.config
     known = {
-        "dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads, "norm_eps": config.rms_norm_eps, "vocab_size": -1,
-    }  # fmt: skip
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "norm_eps": config.rms_norm_eps,
+        "vocab_size": -1,
+    }
     (folder / "params.json").write_text(json.dumps({**known, **params}))
     return folder
 
@@ -195,7 +217,10 @@ def meta(demo_model: Path, tmp_path: Path) -> Path:
         (LFS, ("is a git-lfs pointer", f"found {len(LFS)} bytes", "git lfs pull")),
         (b"\n<!DOCTYPE html><html><head><title>403</title>", ("is an HTML page", "download")),
         (b"<HTML>\n<body>not found", ("is an HTML page",)),
-        (b'{"error":"Access to this model is restricted"}', ("is an error message of a server", "download it again")),
+        (
+            b'{"error":"Access to this model is restricted"}',
+            ("is an error message of a server", "download it again"),
+        ),
         (b"Invalid username or password.", ("is an error message of a server",)),
         (b"", ("is empty", "found 0 bytes")),
     ],
@@ -203,7 +228,13 @@ def meta(demo_model: Path, tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "consolidated.01.pth"])
 def test_a_stand_in_for_weights_is_named(
-    content: bytes, words: tuple[str, ...], file: str, hf: Path, pickled: Path, meta: Path, capfd: Capture
+    content: bytes,
+    words: tuple[str, ...],
+    file: str,
+    hf: Path,
+    pickled: Path,
+    meta: Path,
+    capfd: Capture,
 ) -> None:
     src = {"model.safetensors": hf, "pytorch_model.bin": pickled, "consolidated.01.pth": meta}[file]
     (src / file).write_bytes(content)
@@ -217,7 +248,9 @@ def test_a_stand_in_for_the_tokenizer_is_named(meta: Path, capfd: Capture) -> No
 
 def test_a_folder_without_weights_says_what_it_looked_for(hf: Path, capfd: Capture) -> None:
     (hf / "model.safetensors").unlink()
-    refused(capfd, 3, hf, f"{hf}: has no weights", "expected consolidated.00.pth, model.safetensors")
+    refused(
+        capfd, 3, hf, f"{hf}: has no weights", "expected consolidated.00.pth, model.safetensors"
+    )
 
 
 def test_a_source_that_does_not_exist_is_named(tmp_path: Path, capfd: Capture) -> None:
@@ -225,11 +258,23 @@ def test_a_source_that_does_not_exist_is_named(tmp_path: Path, capfd: Capture) -
 
 
 NAMING = [
-    "inspect WRONG", "doctor WRONG", "doctor SRC --against WRONG", "verify WRONG", "verify SRC WRONG", "eval WRONG",
-    "bench WRONG", "chat WRONG", "generate WRONG text", "generate SRC text --draft WRONG", "convert WRONG DST",
-    "quantize WRONG DST --scheme int8", "plan convert WRONG DST", "plan quantize WRONG DST --scheme int8",
-    "plan generate WRONG --target v5e-1", "push WRONG me/model",
-]  # fmt: skip
+    "inspect WRONG",
+    "doctor WRONG",
+    "doctor SRC --against WRONG",
+    "verify WRONG",
+    "verify SRC WRONG",
+    "eval WRONG",
+    "bench WRONG",
+    "chat WRONG",
+    "generate WRONG text",
+    "generate SRC text --draft WRONG",
+    "convert WRONG DST",
+    "quantize WRONG DST --scheme int8",
+    "plan convert WRONG DST",
+    "plan quantize WRONG DST --scheme int8",
+    "plan generate WRONG --target v5e-1",
+    "push WRONG me/model",
+]
 
 
 @pytest.mark.parametrize("command", NAMING)
@@ -251,36 +296,52 @@ def test_an_empty_path_is_not_the_current_folder(
 ) -> None:
     monkeypatch.chdir(hf)
     more = {
-        "generate": ["text"], "convert": [tmp_path / "new"], "quantize": [tmp_path / "new", "--scheme", "int8"],
+        "generate": ["text"],
+        "convert": [tmp_path / "new"],
+        "quantize": [tmp_path / "new", "--scheme", "int8"],
         "plan generate": ["--target", "v5e-1"],
-    }  # fmt: skip
+    }
     code, out, err = run(capfd, *command.split(), "", *more.get(command, []))
     assert (code, out) == (2, "")
     assert err.endswith(" is empty (expected a path)\n")
 
 
-def test_an_unfinished_model_of_the_name_is_named_first(hf: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_an_unfinished_model_of_the_name_is_named_first(
+    hf: Path, tmp_path: Path, capfd: Capture
+) -> None:
     wrong = hf.with_name(hf.name + "x")
     hf.with_name(f"{wrong.name}.partial").mkdir()
     hint = f"{wrong}.partial is not finished: add --resume to the command that began it"
-    assert run(capfd, "inspect", wrong) == (2, "", f"quantkit: error: {wrong}: does not exist; {hint}\n")
+    assert run(capfd, "inspect", wrong) == (
+        2,
+        "",
+        f"quantkit: error: {wrong}: does not exist; {hint}\n",
+    )
 
 
-@pytest.mark.parametrize("command", ["convert SRC DST", "quantize SRC DST --scheme int8", "chat SRC"])
+@pytest.mark.parametrize(
+    "command", ["convert SRC DST", "quantize SRC DST --scheme int8", "chat SRC"]
+)
 def test_a_template_that_does_not_exist_is_an_invalid_request(
     command: str, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"SRC": demo_model, "DST": tmp_path / "new"}
     given = [places.get(word, word) for word in command.split()]
     found = run(capfd, *given, "--template", tmp_path / "nope.jinja")
-    assert found == (2, "", f"quantkit: error: {tmp_path / 'nope.jinja'}: the chat template does not exist\n")
+    assert found == (
+        2,
+        "",
+        f"quantkit: error: {tmp_path / 'nope.jinja'}: the chat template does not exist\n",
+    )
 
 
 def test_a_weight_file_in_place_of_its_folder_is_refused(hf: Path, capfd: Capture) -> None:
     refused(capfd, 3, hf / "model.safetensors", "is a file", "expected the folder")
 
 
-def test_the_meta_folder_inside_a_download_is_pointed_at(meta: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_meta_folder_inside_a_download_is_pointed_at(
+    meta: Path, tmp_path: Path, capfd: Capture
+) -> None:
     outer = tmp_path / "outer"
     outer.mkdir()
     meta.rename(outer / "original")
@@ -291,7 +352,9 @@ def test_the_meta_folder_inside_a_download_is_pointed_at(meta: Path, tmp_path: P
 
 
 def _overlap(header: Header) -> None:
-    names = sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"])
+    names = sorted(
+        (n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"]
+    )
     begin, end = header[names[1]]["data_offsets"]
     header[names[1]]["data_offsets"] = [begin - 64, end - 64]
 
@@ -308,32 +371,50 @@ def _hole(header: Header) -> None:
         (_overlap, bytes, ("overlaps another", "found offset", "expected")),
         (_hole, lambda d: d + bytes(64), ("leaves a hole before it", "found offset", "expected")),
         (lambda h: None, lambda d: d + bytes(10), ("has bytes after its last tensor",)),
-        (lambda h: h[QUERY].update(dtype="Q4"), bytes, (f"tensor '{QUERY}' has an unknown dtype", "found Q4")),
-        (lambda h: h[QUERY].update(shape=[64, 63]), bytes, (f"tensor '{QUERY}' has the wrong size", "expected 16128")),
+        (
+            lambda h: h[QUERY].update(dtype="Q4"),
+            bytes,
+            (f"tensor '{QUERY}' has an unknown dtype", "found Q4"),
+        ),
+        (
+            lambda h: h[QUERY].update(shape=[64, 63]),
+            bytes,
+            (f"tensor '{QUERY}' has the wrong size", "expected 16128"),
+        ),
         (lambda h: h[QUERY].pop("shape"), bytes, ("invalid safetensors header", "shape")),
         (lambda h: h.update({QUERY: 7}), bytes, ("invalid safetensors header",)),
         (lambda h: h.update(__metadata__={"epoch": 3}), bytes, ("model.safetensors", "header")),
     ],
     ids=["overlap", "hole", "trailing", "dtype", "size", "no-shape", "no-entry", "metadata"],
-)  # fmt: skip
+)
 def test_a_safetensors_header_that_lies_is_refused(
-    change: Callable[[Header], Any], data: Callable[[bytes], bytes], words: tuple[str, ...], hf: Path, capfd: Capture
+    change: Callable[[Header], Any],
+    data: Callable[[bytes], bytes],
+    words: tuple[str, ...],
+    hf: Path,
+    capfd: Capture,
 ) -> None:
     path = hf / "model.safetensors"
     tamper(path, change, data)
     refused(capfd, 3, hf, path, *words)
 
 
-def test_a_truncated_safetensors_file_reports_expected_and_found_bytes(hf: Path, capfd: Capture) -> None:
+def test_a_truncated_safetensors_file_reports_expected_and_found_bytes(
+    hf: Path, capfd: Capture
+) -> None:
     path = hf / "model.safetensors"
     raw = path.read_bytes()
     data = len(raw) - 8 - struct.unpack("<Q", raw[:8])[0]
     path.write_bytes(raw[:-1000])
-    refused(capfd, 3, hf, f"{path}: is truncated (found {data - 1000} bytes of data, expected {data})")
+    refused(
+        capfd, 3, hf, f"{path}: is truncated (found {data - 1000} bytes of data, expected {data})"
+    )
 
 
 @pytest.mark.parametrize("kept", [4, 200], ids=["in-the-length", "in-the-header"])
-def test_a_safetensors_file_cut_in_its_header_is_refused(kept: int, hf: Path, capfd: Capture) -> None:
+def test_a_safetensors_file_cut_in_its_header_is_refused(
+    kept: int, hf: Path, capfd: Capture
+) -> None:
     path = hf / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     refused(capfd, 3, hf, path, "truncated", f"in a file of {kept}")
@@ -347,20 +428,28 @@ def test_a_safetensors_file_cut_in_its_header_is_refused(kept: int, hf: Path, ca
         pytest.param(b"[1, 2]", id="list"),
     ],
 )
-def test_a_safetensors_header_that_is_no_object_is_refused(content: bytes, hf: Path, capfd: Capture) -> None:
+def test_a_safetensors_header_that_is_no_object_is_refused(
+    content: bytes, hf: Path, capfd: Capture
+) -> None:
     path = hf / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(content)) + content)
     refused(capfd, 3, hf, path, "invalid safetensors header")
 
 
-@pytest.mark.parametrize("length", [0, 1 << 63, 200 << 20], ids=["zero", "beyond-the-file", "beyond-the-limit"])
-def test_an_absurd_header_length_is_refused_before_memory_is_taken(length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "length", [0, 1 << 63, 200 << 20], ids=["zero", "beyond-the-file", "beyond-the-limit"]
+)
+def test_an_absurd_header_length_is_refused_before_memory_is_taken(
+    length: int, tmp_path: Path
+) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{")
     os.truncate(path, 300 << 20)  # sparse
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=f"header of {length} bytes in a file of {300 << 20}"):
+        with pytest.raises(
+            CheckpointError, match=f"header of {length} bytes in a file of {300 << 20}"
+        ):
             open_file(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -381,7 +470,15 @@ def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
     run(capfd, "convert", demo_model, tmp_path / "made")
     path = tmp_path / "made" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    line = refused(capfd, 3, tmp_path / "made", path, "is truncated", "expected", "; copy it or make it again\n")
+    line = refused(
+        capfd,
+        3,
+        tmp_path / "made",
+        path,
+        "is truncated",
+        "expected",
+        "; copy it or make it again\n",
+    )
     assert "download" not in line
     (tmp_path / "made" / "quantkit.json").unlink()
     refused(capfd, 3, tmp_path / "made", path, "is truncated", "; download it again\n")
@@ -391,17 +488,29 @@ def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
-def test_a_truncated_pth_reports_expected_and_found_bytes(share: float, meta: Path, capfd: Capture) -> None:
+def test_a_truncated_pth_reports_expected_and_found_bytes(
+    share: float, meta: Path, capfd: Capture
+) -> None:
     path = meta / "consolidated.01.pth"
     raw = path.read_bytes()
     path.write_bytes(raw[: int(share * len(raw))])
-    line = refused(capfd, 3, meta, path, "is truncated", f"found {int(share * len(raw))} bytes", "download it again")
+    line = refused(
+        capfd,
+        3,
+        meta,
+        path,
+        "is truncated",
+        f"found {int(share * len(raw))} bytes",
+        "download it again",
+    )
     expected = re.search(r"expected at least (\d+) bytes", line)
     assert expected is not None
     assert int(share * len(raw)) < int(expected[1]) <= len(raw)
 
 
-def test_the_bytes_expected_of_a_truncated_pth_hold_all_its_tensors(pickled: Path, capfd: Capture) -> None:
+def test_the_bytes_expected_of_a_truncated_pth_hold_all_its_tensors(
+    pickled: Path, capfd: Capture
+) -> None:
     path = pickled / "pytorch_model.bin"
     tensors = sum(t.nbytes for t in torch.load(path, weights_only=True).values())
     path.write_bytes(path.read_bytes()[:100_000])
@@ -443,7 +552,9 @@ class _Bomb:
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     kind: str, layout: str, meta: Path, pickled: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    src, name = (meta, "consolidated.00.pth") if layout == "meta" else (pickled, "pytorch_model.bin")
+    src, name = (
+        (meta, "consolidated.00.pth") if layout == "meta" else (pickled, "pytorch_model.bin")
+    )
     mark, path = tmp_path / "ran", src / name
     value = {"tok_embeddings.weight": torch.zeros(2), "bomb": _Bomb(mark)}
     if kind == "plain":
@@ -464,7 +575,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     [
         ([torch.zeros(2)], ("does not hold a dictionary of tensors", "found list")),
         ({}, ("does not hold a dictionary of tensors",)),
-        ({"epoch": 3, "norm.weight": torch.zeros(2)}, ("entry 'epoch' is not a tensor", "found int")),
+        (
+            {"epoch": 3, "norm.weight": torch.zeros(2)},
+            ("entry 'epoch' is not a tensor", "found int"),
+        ),
         ({0: torch.zeros(2)}, ("entry 0 is not a tensor",)),
     ],
     ids=["list", "empty", "number", "key"],
@@ -483,12 +597,18 @@ def test_a_pth_that_is_no_dictionary_of_tensors_is_refused(
 def test_a_gap_in_metas_numbering_names_the_shard(missing: int, meta: Path, capfd: Capture) -> None:
     shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.02.pth")
     (meta / f"consolidated.{missing:02d}.pth").unlink()
-    refused(capfd, 3, meta, meta / f"consolidated.{missing:02d}.pth", "is missing", "found 2 shards")
+    refused(
+        capfd, 3, meta, meta / f"consolidated.{missing:02d}.pth", "is missing", "found 2 shards"
+    )
 
 
-def test_a_missing_last_meta_shard_is_distinguished_from_the_shapes(meta: Path, capfd: Capture) -> None:
+def test_a_missing_last_meta_shard_is_distinguished_from_the_shapes(
+    meta: Path, capfd: Capture
+) -> None:
     (meta / "consolidated.01.pth").unlink()
-    refused(capfd, 3, meta, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2")
+    refused(
+        capfd, 3, meta, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -503,9 +623,13 @@ def test_a_missing_last_shard_of_llama_3_is_distinguished_from_the_shapes(
     refused(capfd, 3, src, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2")
 
 
-def test_a_stray_third_meta_shard_is_distinguished_from_the_shapes(meta: Path, capfd: Capture) -> None:
+def test_a_stray_third_meta_shard_is_distinguished_from_the_shapes(
+    meta: Path, capfd: Capture
+) -> None:
     shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.02.pth")
-    refused(capfd, 3, meta, "number of shards disagrees", "found 3 consolidated.*.pth", "expected 2")
+    refused(
+        capfd, 3, meta, "number of shards disagrees", "found 3 consolidated.*.pth", "expected 2"
+    )
 
 
 def test_a_missing_shard_of_an_index_is_named(sharded: Path, capfd: Capture) -> None:
@@ -518,7 +642,13 @@ def test_a_missing_part_without_an_index_is_named(sharded: Path, capfd: Capture)
     parts = sorted(sharded.glob("model-*"))
     (sharded / "model.safetensors.index.json").unlink()
     parts[-1].unlink()
-    refused(capfd, 3, sharded, f"{parts[-1]}: the weight file is missing", f"found {len(parts) - 1} of {len(parts)}")
+    refused(
+        capfd,
+        3,
+        sharded,
+        f"{parts[-1]}: the weight file is missing",
+        f"found {len(parts) - 1} of {len(parts)}",
+    )
 
 
 def test_all_parts_without_an_index_are_read(sharded: Path, model: Any, capfd: Capture) -> None:
@@ -527,18 +657,26 @@ def test_all_parts_without_an_index_are_read(sharded: Path, model: Any, capfd: C
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_a_stray_part_without_an_index_makes_the_set_ambiguous(sharded: Path, capfd: Capture) -> None:
+def test_a_stray_part_without_an_index_makes_the_set_ambiguous(
+    sharded: Path, capfd: Capture
+) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     shutil.copy(min(sharded.glob("model-*")), sharded / "model-00001-of-00009.safetensors")
-    refused(capfd, 3, sharded, "several sets of weights", "model-00001-of-00009.safetensors", "stray")
+    refused(
+        capfd, 3, sharded, "several sets of weights", "model-00001-of-00009.safetensors", "stray"
+    )
 
 
-def test_an_index_that_names_a_tensor_its_shard_lacks_is_stale(sharded: Path, capfd: Capture) -> None:
+def test_an_index_that_names_a_tensor_its_shard_lacks_is_stale(
+    sharded: Path, capfd: Capture
+) -> None:
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     shard = weight_map[QUERY]
     oracle.edit_json(index, weight_map={**weight_map, "model.layers.9.norm.weight": shard})
-    refused(capfd, 3, sharded, f"{sharded / shard}: lacks tensor 'model.layers.9.norm.weight'", "stale")
+    refused(
+        capfd, 3, sharded, f"{sharded / shard}: lacks tensor 'model.layers.9.norm.weight'", "stale"
+    )
 
 
 def test_an_index_that_lacks_a_tensor_of_its_shard_is_stale(sharded: Path, capfd: Capture) -> None:
@@ -549,7 +687,9 @@ def test_an_index_that_lacks_a_tensor_of_its_shard_is_stale(sharded: Path, capfd
     refused(capfd, 3, sharded, index, f"does not list tensor '{QUERY}' in {shard}", "stale")
 
 
-def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(sharded: Path, capfd: Capture) -> None:
+def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(
+    sharded: Path, capfd: Capture
+) -> None:
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     wrong = next(file for file in weight_map.values() if file != weight_map[QUERY])
@@ -559,8 +699,12 @@ def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(sharded: Path, c
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_in_float64_are_read_as_by_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """numpy and merge tools write float64; phi3's projections are split, and experts are stacked."""
+def test_tensors_in_float64_are_read_as_by_transformers(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """numpy and merge tools write float64; phi3's projections are split, and experts are
+    stacked.
+    """
     base = oracle.save(oracle.make(kind).to(dtype), tmp_path / "base")
     stored = load_file(base / "model.safetensors")
     doubles = {name: value.double() * (1 + 1e-9) for name, value in stored.items()}
@@ -589,7 +733,11 @@ def test_equal_copies_of_a_tensor_in_two_shards_are_a_note(sharded: Path, tmp_pa
     other = _copy_to_another_shard(sharded, 0.0)
     made = quantkit.convert(sharded, tmp_path / "made", source_check=False)
     assert any(other.name in note and QUERY in note for note in made.notes)
-    found = {name: value for file in made.path.glob("*.safetensors") for name, value in load_file(file).items()}
+    found = {
+        name: value
+        for file in made.path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     for file in expected.path.glob("*.safetensors"):
         for name, value in load_file(file).items():
             assert found[name].equal(value), name
@@ -609,8 +757,12 @@ def test_a_link_to_itself_is_named(tmp_path: Path, capfd: Capture) -> None:
     assert f"{link}: is a link" in err
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/hostname", "a/b.safetensors", "..", "", 7])
-def test_a_weight_map_that_leaves_the_folder_is_refused(file: object, sharded: Path, capfd: Capture) -> None:
+@pytest.mark.parametrize(
+    "file", ["../secret.safetensors", "/etc/hostname", "a/b.safetensors", "..", "", 7]
+)
+def test_a_weight_map_that_leaves_the_folder_is_refused(
+    file: object, sharded: Path, capfd: Capture
+) -> None:
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     shutil.copy(sharded / weight_map[QUERY], sharded.parent / "secret.safetensors")
@@ -619,14 +771,18 @@ def test_a_weight_map_that_leaves_the_folder_is_refused(file: object, sharded: P
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_index_without_a_weight_map_is_refused(content: str, sharded: Path, capfd: Capture) -> None:
+def test_an_index_without_a_weight_map_is_refused(
+    content: str, sharded: Path, capfd: Capture
+) -> None:
     index = sharded / "model.safetensors.index.json"
     index.write_text(content)
     refused(capfd, 3, sharded, f"{index}: lacks the key 'weight_map'")
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.0.attention_norm.weight"])
-def test_meta_shards_of_different_models_are_reported_by_their_norms(name: str, meta: Path, capfd: Capture) -> None:
+def test_meta_shards_of_different_models_are_reported_by_their_norms(
+    name: str, meta: Path, capfd: Capture
+) -> None:
     path = meta / "consolidated.01.pth"
     shard = torch.load(path, weights_only=True)
     shard[name][0] += 1
@@ -647,7 +803,15 @@ def test_meta_shards_with_different_shapes_are_refused(meta: Path, capfd: Captur
     shard = torch.load(path, weights_only=True)
     shard["layers.1.feed_forward.w1.weight"] = shard["layers.1.feed_forward.w1.weight"][:-1].clone()
     torch.save(shard, path)
-    refused(capfd, 3, meta, path, "'layers.1.feed_forward.w1.weight' has another shape", "found", "expected")
+    refused(
+        capfd,
+        3,
+        meta,
+        path,
+        "'layers.1.feed_forward.w1.weight' has another shape",
+        "found",
+        "expected",
+    )
 
 
 def test_a_tensor_missing_from_a_single_file_is_named(hf: Path, capfd: Capture) -> None:
@@ -657,7 +821,9 @@ def test_a_tensor_missing_from_a_single_file_is_named(hf: Path, capfd: Capture) 
 
 def test_a_tensor_of_the_wrong_shape_is_named(hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state.update({QUERY: torch.zeros(64, 32)}))
-    refused(capfd, 3, hf, f"tensor '{QUERY}' has the wrong shape", "found [64, 32]", "expected [64, 64]")
+    refused(
+        capfd, 3, hf, f"tensor '{QUERY}' has the wrong shape", "found [64, 32]", "expected [64, 64]"
+    )
 
 
 # Two sets of weights
@@ -673,18 +839,24 @@ def both(hf: Path, model: Any, tmp_path: Path) -> Path:
     return hf
 
 
-def test_two_sets_without_an_index_are_ambiguous_and_the_flag_is_named(both: Path, capfd: Capture) -> None:
+def test_two_sets_without_an_index_are_ambiguous_and_the_flag_is_named(
+    both: Path, capfd: Capture
+) -> None:
     line = refused(capfd, 3, both, "holds two sets of weights", "consolidated.*.pth", "safetensors")
     assert "--weights meta or --weights safetensors" in line
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("meta", 2), ("safetensors", 1)])
-def test_the_flag_picks_between_two_sets(kind: str, factor: int, both: Path, model: Any, capfd: Capture) -> None:
+def test_the_flag_picks_between_two_sets(
+    kind: str, factor: int, both: Path, model: Any, capfd: Capture
+) -> None:
     dst, _ = accepted(capfd, both, "--weights", kind)
     assert torch.equal(weights_of(dst)[HEAD], factor * model.state_dict()[HEAD])
 
 
-def test_an_index_decides_between_two_sets(both: Path, sharded: Path, model: Any, capfd: Capture) -> None:
+def test_an_index_decides_between_two_sets(
+    both: Path, sharded: Path, model: Any, capfd: Capture
+) -> None:
     for name in ("consolidated.00.pth", "params.json"):
         shutil.copy(both / name, sharded / name)
     dst, notes = accepted(capfd, sharded)
@@ -705,7 +877,9 @@ def test_safetensors_win_over_an_indexed_bin_as_in_transformers(
     assert torch.equal(weights_of(dst)[HEAD], oracle.load(hf).state_dict()[HEAD])
 
 
-def test_safetensors_win_over_bin_and_say_so(hf: Path, pickled: Path, model: Any, capfd: Capture) -> None:
+def test_safetensors_win_over_bin_and_say_so(
+    hf: Path, pickled: Path, model: Any, capfd: Capture
+) -> None:
     state = torch.load(pickled / "pytorch_model.bin", weights_only=True)
     torch.save({**state, HEAD: 2 * state[HEAD]}, hf / "pytorch_model.bin")
     dst, notes = accepted(capfd, hf)
@@ -716,7 +890,9 @@ def test_safetensors_win_over_bin_and_say_so(hf: Path, pickled: Path, model: Any
     assert torch.equal(weights_of(dst)[HEAD], 2 * model.state_dict()[HEAD])
 
 
-def test_a_stray_file_next_to_an_index_is_ignored_and_named(sharded: Path, model: Any, capfd: Capture) -> None:
+def test_a_stray_file_next_to_an_index_is_ignored_and_named(
+    sharded: Path, model: Any, capfd: Capture
+) -> None:
     (sharded / "model.safetensors").write_bytes(b"an interrupted download")
     dst, notes = accepted(capfd, sharded)
     assert "model.safetensors not in the index; ignored" in notes
@@ -729,7 +905,11 @@ def test_a_single_file_next_to_an_index_must_hold_the_same_weights(
 ) -> None:
     """transformers loads the single file, other readers what the index lists."""
     if kind == "safetensors":
-        folder, single, state = sharded, sharded / "model.safetensors", load_file(hf / "model.safetensors")
+        folder, single, state = (
+            sharded,
+            sharded / "model.safetensors",
+            load_file(hf / "model.safetensors"),
+        )
     else:
         folder, single = pickled, pickled / "pytorch_model.bin"
         state = torch.load(single, weights_only=True)
@@ -763,16 +943,30 @@ def test_a_single_file_next_to_an_index_must_hold_the_same_weights(
         ("", ("the file is empty", "expected a JSON object")),
         ('{"dim": 128,', ("is not valid JSON",)),
         ("[]", ("does not hold a JSON object", "found list")),
-        ('{"hidden_size": 128, "model_type": "llama"}', ("renamed to params.json", "expected Meta's 'dim'")),
+        (
+            '{"hidden_size": 128, "model_type": "llama"}',
+            ("renamed to params.json", "expected Meta's 'dim'"),
+        ),
         ('{"dim": 128, "n_layers": 4, "norm_eps": 1e-05}', ("lacks the key 'n_heads'",)),
         ('{"dim": 128, "n_layers": 4, "n_heads": 4}', ("lacks the key 'norm_eps'",)),
-        ('{"dim": 256, "n_layers": 4, "n_heads": 4, "norm_eps": 1e-5}', ("dim disagrees", "found 256", "expected 128")),
-        ('{"dim": 128, "n_layers": "four", "n_heads": 4, "norm_eps": 1e-5}', ("wrong type", "four")),
-        ('{"dim": 128, "n_layers": 4, "n_heads": 0, "norm_eps": 1e-5}', ("'n_heads' is out of range", "found 0")),
+        (
+            '{"dim": 256, "n_layers": 4, "n_heads": 4, "norm_eps": 1e-5}',
+            ("dim disagrees", "found 256", "expected 128"),
+        ),
+        (
+            '{"dim": 128, "n_layers": "four", "n_heads": 4, "norm_eps": 1e-5}',
+            ("wrong type", "four"),
+        ),
+        (
+            '{"dim": 128, "n_layers": 4, "n_heads": 0, "norm_eps": 1e-5}',
+            ("'n_heads' is out of range", "found 0"),
+        ),
     ],
     ids=["empty", "invalid", "list", "renamed", "no-heads", "no-eps", "dim", "type", "zero"],
-)  # fmt: skip
-def test_a_bad_params_json_is_named(content: str, words: tuple[str, ...], meta: Path, capfd: Capture) -> None:
+)
+def test_a_bad_params_json_is_named(
+    content: str, words: tuple[str, ...], meta: Path, capfd: Capture
+) -> None:
     (meta / "params.json").write_text(content)
     refused(capfd, 3, meta, meta / "params.json", *words)
 
@@ -783,7 +977,9 @@ def test_a_missing_params_json_is_named(meta: Path, capfd: Capture) -> None:
 
 
 @pytest.mark.parametrize("key", ["moe", "n_experts", "quantization_args"])
-def test_a_params_json_of_another_kind_of_model_is_refused(key: str, meta: Path, capfd: Capture) -> None:
+def test_a_params_json_of_another_kind_of_model_is_refused(
+    key: str, meta: Path, capfd: Capture
+) -> None:
     oracle.edit_json(meta / "params.json", **{key: {"a": 1}})
     refused(capfd, 4, meta, meta / "params.json")
 
@@ -791,10 +987,16 @@ def test_a_params_json_of_another_kind_of_model_is_refused(key: str, meta: Path,
 @pytest.mark.parametrize(
     "key",
     [
-        "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size",
-        "rms_norm_eps", "max_position_embeddings",
+        "model_type",
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "intermediate_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
     ],
-)  # fmt: skip
+)
 def test_a_config_without_a_key_names_the_key(key: str, hf: Path, capfd: Capture) -> None:
     oracle.edit_json(hf / "config.json", **{key: None})
     refused(capfd, 3, hf, f"{hf / 'config.json'}: lacks the key '{key}'")
@@ -811,7 +1013,9 @@ def test_a_missing_config_is_named(hf: Path, capfd: Capture) -> None:
     refused(capfd, 3, hf, f"{hf / 'config.json'}: the file is missing")
 
 
-def test_a_params_json_renamed_to_config_json_is_recognized(hf: Path, meta: Path, capfd: Capture) -> None:
+def test_a_params_json_renamed_to_config_json_is_recognized(
+    hf: Path, meta: Path, capfd: Capture
+) -> None:
     shutil.copy(meta / "params.json", hf / "config.json")
     refused(capfd, 3, hf, hf / "config.json", "lacks the key 'model_type'", "Meta's params.json")
 
@@ -833,7 +1037,7 @@ def test_a_params_json_renamed_to_config_json_is_recognized(hf: Path, meta: Path
         ({"num_hidden_layers": 4}, ("tensor 'model.layers.3.", "is missing", "another model's")),
         ({"num_hidden_layers": 2}, ("unexpected tensor 'model.layers.2.",)),
     ],
-)  # fmt: skip
+)
 def test_a_config_with_a_wrong_value_is_refused(
     changes: dict[str, Any], words: tuple[str, ...], hf: Path, capfd: Capture
 ) -> None:
@@ -848,9 +1052,15 @@ def test_a_config_with_a_wrong_value_is_refused(
             {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
             ("rope type", "found proportional", "llama3"),
         ),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "scale": 2}}, ("unknown setting", "scale")),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "scale": 2}},
+            ("unknown setting", "scale"),
+        ),
         ({"partial_rotary_factor": 0.5}, ("partial rotary", "found 0.5")),
-        ({"model_type": "gpt_neox"}, ("architecture is not supported", "found gpt_neox", "llama, ministral3, mistral")),
+        (
+            {"model_type": "gpt_neox"},
+            ("architecture is not supported", "found gpt_neox", "llama, ministral3, mistral"),
+        ),
         ({"hidden_act": "gelu"}, ("activation", "found gelu", "expected silu")),
         ({"dtype": "float64"}, ("dtype is not supported", "found float64")),
     ],
@@ -871,12 +1081,21 @@ def test_a_config_that_requests_other_arithmetic_is_refused(
         ({"quant_method": "aqlm", "bits": 2}, "aqlm 2"),
         ({"quant_method": "hqq", "quant_config": {}}, "hqq"),
         ({"nbits": 4}, "an unnamed scheme"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-          "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float",
-                                                                            "strategy": "tensor_group"}}}},
-         "[4, 'float', None]"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"},
+                    }
+                },
+            },
+            "[4, 'float', None]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_of_another_quantizer_names_the_scheme(
     settings: dict[str, Any], named: str, hf: Path, capfd: Capture
 ) -> None:
@@ -902,17 +1121,32 @@ def test_packed_tensors_without_a_config_name_their_scheme(
 ) -> None:
     name = QUERY.removesuffix("weight") + suffix
     rewrite(hf, lambda state: state.update({name: torch.ones(8, 8).to(dtype)}))
-    refused(capfd, 4, hf, "quantized already", named, f"found '{name}'", "start from the float model")
+    refused(
+        capfd, 4, hf, "quantized already", named, f"found '{name}'", "start from the float model"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
-def test_a_weight_that_is_not_stored_as_floats_is_refused(dtype: torch.dtype, hf: Path, capfd: Capture) -> None:
+def test_a_weight_that_is_not_stored_as_floats_is_refused(
+    dtype: torch.dtype, hf: Path, capfd: Capture
+) -> None:
     rewrite(hf, lambda state: state.update({QUERY: state[QUERY].to(dtype)}))
-    refused(capfd, 4, hf, f"tensor '{QUERY}' is not stored as floats", f"found {DType.of(dtype)}", "quantized already")
+    refused(
+        capfd,
+        4,
+        hf,
+        f"tensor '{QUERY}' is not stored as floats",
+        f"found {DType.of(dtype)}",
+        "quantized already",
+    )
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "layers.2.feed_forward.w2.weight"])
-def test_a_meta_weight_that_is_not_stored_as_floats_is_refused(name: str, meta: Path, capfd: Capture) -> None:
+@pytest.mark.parametrize(
+    "name", ["layers.0.attention.wq.weight", "layers.2.feed_forward.w2.weight"]
+)
+def test_a_meta_weight_that_is_not_stored_as_floats_is_refused(
+    name: str, meta: Path, capfd: Capture
+) -> None:
     edit_shards(meta, lambda shard: shard.update({name: shard[name].to(torch.int8)}))
     refused(capfd, 4, meta, "not stored as floats", "found int8")
 
@@ -929,7 +1163,10 @@ def test_a_lora_adapter_alone_is_called_one(tmp_path: Path, capfd: Capture) -> N
     src = tmp_path / "adapter"
     src.mkdir()
     (src / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    save_file({"base_model.model.layers.0.lora_A.weight": torch.zeros(2)}, src / "adapter_model.safetensors")
+    save_file(
+        {"base_model.model.layers.0.lora_A.weight": torch.zeros(2)},
+        src / "adapter_model.safetensors",
+    )
     refused(capfd, 4, src, f"{src}: is a LoRA adapter, not a model", "merge it")
 
 
@@ -943,9 +1180,10 @@ def test_lora_tensors_under_a_models_name_are_called_an_adapter(hf: Path, capfd:
     ("by", "remedy"),
     [
         (("quantize", "--scheme", "int8"), "start from the float model"),
-        (("convert", "--dtype", "fp16"), "--dequantize"), (("convert", "--to", "meta"), "--dequantize"),
+        (("convert", "--dtype", "fp16"), "--dequantize"),
+        (("convert", "--to", "meta"), "--dequantize"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
     by: tuple[str, ...], remedy: str, hf: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -959,7 +1197,9 @@ def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", [QUERY, "model.norm.weight", EMBEDDING])
-@pytest.mark.parametrize("by", [("convert",), ("quantize", "--scheme", "int8")], ids=["convert", "quantize"])
+@pytest.mark.parametrize(
+    "by", [("convert",), ("quantize", "--scheme", "int8")], ids=["convert", "quantize"]
+)
 def test_values_that_are_not_finite_name_tensor_and_count(
     value: float, name: str, by: tuple[str, ...], hf: Path, capfd: Capture
 ) -> None:
@@ -968,7 +1208,14 @@ def test_values_that_are_not_finite_name_tensor_and_count(
 
     rewrite(hf, poison)
     count = weights_of(hf)[name].numel()
-    refused(capfd, 7, hf, f"tensor '{name}' holds 3 values that are NaN or Inf", f"found 3 of {count}", by=by)
+    refused(
+        capfd,
+        7,
+        hf,
+        f"tensor '{name}' holds 3 values that are NaN or Inf",
+        f"found 3 of {count}",
+        by=by,
+    )
 
 
 def test_values_of_a_meta_shard_that_are_not_finite_are_refused(meta: Path, capfd: Capture) -> None:
@@ -976,7 +1223,12 @@ def test_values_of_a_meta_shard_that_are_not_finite_are_refused(meta: Path, capf
     shard = torch.load(path, weights_only=True)
     shard["layers.3.attention.wq.weight"][0, 0] = float("nan")
     torch.save(shard, path)
-    refused(capfd, 7, meta, "tensor 'model.layers.3.self_attn.q_proj.weight' holds 1 values that are NaN or Inf")
+    refused(
+        capfd,
+        7,
+        meta,
+        "tensor 'model.layers.3.self_attn.q_proj.weight' holds 1 values that are NaN or Inf",
+    )
 
 
 @pytest.fixture
@@ -993,7 +1245,12 @@ def large(hf: Path) -> Path:
 
 
 def test_values_that_overflow_float16_name_tensor_and_count(large: Path, capfd: Capture) -> None:
-    words = (f"tensor '{QUERY}' holds 2 values that overflow", "float16", "found 2 of 4096", "--allow-nonfinite")
+    words = (
+        f"tensor '{QUERY}' holds 2 values that overflow",
+        "float16",
+        "found 2 of 4096",
+        "--allow-nonfinite",
+    )
     refused(capfd, 7, large, *words, by=("convert", "--dtype", "fp16"))
 
 
@@ -1031,7 +1288,9 @@ def test_a_tied_head_stored_again_is_dropped(tied: Path, capfd: Capture) -> None
     dst, _ = accepted(capfd, tied)
     assert HEAD not in weights_of(dst)
     tokens = oracle.random_tokens(12)
-    assert torch.equal(oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens))
+    assert torch.equal(
+        oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens)
+    )
 
 
 def test_a_tied_matrix_may_be_stored_as_the_head_alone(tied: Path, capfd: Capture) -> None:
@@ -1042,12 +1301,21 @@ def test_a_tied_matrix_may_be_stored_as_the_head_alone(tied: Path, capfd: Captur
     assert f"the embedding is stored as {HEAD}" in notes
     assert torch.equal(weights_of(dst)[EMBEDDING], state[EMBEDDING])
     tokens = oracle.random_tokens(12)
-    assert torch.equal(oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens))
+    assert torch.equal(
+        oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens)
+    )
 
 
 def test_a_tied_head_that_differs_is_refused(tied: Path, capfd: Capture) -> None:
     rewrite(tied, lambda state: state.update({HEAD: state[EMBEDDING] + 1}))
-    refused(capfd, 3, tied, tied / "config.json", "lm_head.weight differs from the embedding", "tie_word_embeddings")
+    refused(
+        capfd,
+        3,
+        tied,
+        tied / "config.json",
+        "lm_head.weight differs from the embedding",
+        "tie_word_embeddings",
+    )
 
 
 @pytest.mark.parametrize("mp", [1, 2])
@@ -1062,15 +1330,23 @@ def test_a_tied_model_survives_the_way_through_metas_format(
     assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-@pytest.mark.parametrize("name", ["rope.freqs", "freqs_cis", "layers.0.attention.inner_attention.rope.freqs"])
-def test_derived_buffers_of_meta_are_dropped(name: str, model: Any, tmp_path: Path, capfd: Capture) -> None:
+@pytest.mark.parametrize(
+    "name", ["rope.freqs", "freqs_cis", "layers.0.attention.inner_attention.rope.freqs"]
+)
+def test_derived_buffers_of_meta_are_dropped(
+    name: str, model: Any, tmp_path: Path, capfd: Capture
+) -> None:
     dtype = torch.complex64 if name == "freqs_cis" else torch.bfloat16
-    src = save_meta(model, tmp_path / "meta", 2, change=lambda s: s.update({name: torch.ones(4, dtype=dtype)}))
+    src = save_meta(
+        model, tmp_path / "meta", 2, change=lambda s: s.update({name: torch.ones(4, dtype=dtype)})
+    )
     dst, _ = accepted(capfd, src)
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
+)
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "unlisted"])
 def test_derived_buffers_of_transformers_are_dropped(
     name: str, listed: bool, sharded: Path, model: Any, capfd: Capture
@@ -1084,7 +1360,9 @@ def test_derived_buffers_of_transformers_are_dropped(
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["model.rope_freqs", "model.layers.0.self_attn.q_proj.bias", "score.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.rope_freqs", "model.layers.0.self_attn.q_proj.bias", "score.weight"]
+)
 def test_any_other_extra_tensor_is_an_error(name: str, hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state.update({name: torch.ones(4)}))
     refused(capfd, 3, hf, f"unexpected tensor '{name}'")
@@ -1092,7 +1370,13 @@ def test_any_other_extra_tensor_is_an_error(name: str, hf: Path, capfd: Capture)
 
 def test_any_other_extra_tensor_of_meta_is_an_error(meta: Path, capfd: Capture) -> None:
     edit_shards(meta, lambda shard: shard.update({"layers.0.attention.wqkv.weight": torch.ones(4)}))
-    refused(capfd, 3, meta, meta / "consolidated.00.pth", "unexpected tensor 'layers.0.attention.wqkv.weight'")
+    refused(
+        capfd,
+        3,
+        meta,
+        meta / "consolidated.00.pth",
+        "unexpected tensor 'layers.0.attention.wqkv.weight'",
+    )
 
 
 def _on_one_storage(shard: State) -> None:
@@ -1132,15 +1416,26 @@ def test_a_vocabulary_of_minus_one_is_taken_from_the_embedding(
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(model: Any, tmp_path: Path, capfd: Capture) -> None:
+def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(
+    model: Any, tmp_path: Path, capfd: Capture
+) -> None:
     src = save_meta(model, tmp_path / "meta", vocab_size=100)
     refused(capfd, 3, src, src / "params.json", "vocab_size disagrees", "found 100", "expected 96")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_tiktoken_file_called_tokenizer_model_works(shards: int, tmp_path: Path, capfd: Capture) -> None:
+def test_a_tiktoken_file_called_tokenizer_model_works(
+    shards: int, tmp_path: Path, capfd: Capture
+) -> None:
     model = oracle.make("llama", vocab_size=TIKTOKEN_SIZE)
-    src = save_meta(model, tmp_path / "meta", shards, embedding_axis=0, vocab_size=TIKTOKEN_SIZE, rope_theta=500000.0)
+    src = save_meta(
+        model,
+        tmp_path / "meta",
+        shards,
+        embedding_axis=0,
+        vocab_size=TIKTOKEN_SIZE,
+        rope_theta=500000.0,
+    )
     save_tiktoken(src)
     dst, notes = accepted(capfd, src, "--no-source-check")
     assert notes == ""
@@ -1158,7 +1453,11 @@ def test_a_tokenizer_smaller_than_the_embedding_is_noted(tmp_path: Path, capfd: 
     src = save_meta(oracle.make("llama", vocab_size=600), tmp_path / "meta")
     save_tiktoken(src)
     _, notes = accepted(capfd, src, "--no-source-check")
-    assert notes == f"quantkit: note: {src}: the tokenizer has {TIKTOKEN_SIZE} tokens, the embedding 600 rows\n"
+    assert (
+        notes
+        == f"quantkit: note: {src}: the tokenizer has {TIKTOKEN_SIZE} tokens, the embedding 600"
+        " rows\n"
+    )
 
 
 @pytest.mark.parametrize("layout", ["meta", "hf"])
@@ -1167,7 +1466,15 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(
 ) -> None:
     src = hf if layout == "hf" else save_meta(model, tmp_path / "meta")
     save_tiktoken(src)
-    refused(capfd, 3, src, src, "more tokens than the embedding", f"found {TIKTOKEN_SIZE} tokens", "at most 96")
+    refused(
+        capfd,
+        3,
+        src,
+        src,
+        "more tokens than the embedding",
+        f"found {TIKTOKEN_SIZE} tokens",
+        "at most 96",
+    )
 
 
 @pytest.mark.parametrize(
@@ -1190,7 +1497,9 @@ def test_a_damaged_tokenizer_json_is_refused(hf: Path, capfd: Capture) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kv_heads", [2, 4, 8], ids=lambda n: f"kv{n}")
-def test_meta_rows_are_permuted_by_the_config(shards: int, kv_heads: int, tmp_path: Path, capfd: Capture) -> None:
+def test_meta_rows_are_permuted_by_the_config(
+    shards: int, kv_heads: int, tmp_path: Path, capfd: Capture
+) -> None:
     model = oracle.make("llama", num_key_value_heads=kv_heads)
     dst, _ = accepted(capfd, save_meta(model, tmp_path / "meta", shards))
     tokens = oracle.random_tokens(30)
@@ -1212,13 +1521,26 @@ def test_llama_1_without_kv_heads_in_its_params_is_read(tmp_path: Path, capfd: C
         {"rope_type": "default", "rope_theta": 500000.0},
         {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32, "rope_theta": 500000.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 10000.0,
+        },
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 500000.0,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
-)  # fmt: skip
-def test_rope_settings_survive_a_conversion(rope: dict[str, Any], tmp_path: Path, capfd: Capture) -> None:
+)
+def test_rope_settings_survive_a_conversion(
+    rope: dict[str, Any], tmp_path: Path, capfd: Capture
+) -> None:
     model = oracle.make("llama", rope_parameters=rope)
     dst, _ = accepted(capfd, oracle.save(model, tmp_path / "hf"))
     tokens = oracle.random_tokens(90)
@@ -1226,10 +1548,19 @@ def test_rope_settings_survive_a_conversion(rope: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])
-def test_rope_scaling_that_metas_format_cannot_say_is_refused(rope_type: str, tmp_path: Path, capfd: Capture) -> None:
+def test_rope_scaling_that_metas_format_cannot_say_is_refused(
+    rope_type: str, tmp_path: Path, capfd: Capture
+) -> None:
     rope = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 10000.0}
     src = oracle.save(oracle.make("llama", rope_parameters=rope), tmp_path / "hf")
-    refused(capfd, 4, src, f"{rope_type} rope scaling", "convert to 'hf'", by=("convert", "--to", "meta"))
+    refused(
+        capfd,
+        4,
+        src,
+        f"{rope_type} rope scaling",
+        "convert to 'hf'",
+        by=("convert", "--to", "meta"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -1251,8 +1582,17 @@ def test_a_model_that_metas_format_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     ("mp", "what"), [("3", "attention heads"), ("0", "attention heads"), ("-2", "attention heads")]
 )
-def test_a_number_of_shards_that_does_not_divide_is_refused(mp: str, what: str, hf: Path, capfd: Capture) -> None:
-    refused(capfd, 2, hf, f"{mp} shards do not divide the {what}", "--mp", by=("convert", "--to", "meta", "--mp", mp))
+def test_a_number_of_shards_that_does_not_divide_is_refused(
+    mp: str, what: str, hf: Path, capfd: Capture
+) -> None:
+    refused(
+        capfd,
+        2,
+        hf,
+        f"{mp} shards do not divide the {what}",
+        "--mp",
+        by=("convert", "--to", "meta", "--mp", mp),
+    )
 
 
 def test_shards_without_metas_format_are_refused(hf: Path, capfd: Capture) -> None:
@@ -1279,7 +1619,10 @@ def ragged(tmp_path: Path) -> Path:
 
 def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd: Capture) -> None:
     dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", "--method", "rtn", by="quantize")
-    assert "int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 " in notes
+    assert (
+        "int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 "
+        in notes
+    )
     tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     for layer in range(3):
         down = tensors[f"model.layers.{layer}.mlp.down_proj"]
@@ -1300,7 +1643,16 @@ def test_the_largest_smaller_group_that_divides_is_taken(hf: Path, capfd: Captur
 
 def test_strict_fails_where_rows_do_not_divide(ragged: Path, capfd: Capture) -> None:
     by = ("quantize", "--scheme", "int4-g64", "--method", "rtn", "--strict")
-    refused(capfd, 2, ragged, ragged, "does not divide", "model.layers.0.mlp.down_proj", "--strict", by=by)
+    refused(
+        capfd,
+        2,
+        ragged,
+        ragged,
+        "does not divide",
+        "model.layers.0.mlp.down_proj",
+        "--strict",
+        by=by,
+    )
 
 
 def test_strict_passes_where_all_rows_divide(ragged: Path, capfd: Capture) -> None:
@@ -1322,12 +1674,18 @@ def test_an_existing_destination_is_left_untouched(
         (dst / "model.safetensors").write_bytes(content)
     code, _, err = run(capfd, "convert", hf, dst)
     assert code == 5
-    assert err == f"quantkit: error: {dst}: exists already; nothing is overwritten; choose another name or remove it\n"
+    assert (
+        err
+        == f"quantkit: error: {dst}: exists already; nothing is overwritten; choose another name or"
+        " remove it\n"
+    )
     assert [p.read_bytes() for p in dst.iterdir()] == ([] if content is None else [content])
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_dangling_link_as_destination_is_left_untouched(hf: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_dangling_link_as_destination_is_left_untouched(
+    hf: Path, tmp_path: Path, capfd: Capture
+) -> None:
     dst = tmp_path / "out"
     dst.symlink_to(tmp_path / "elsewhere")
     code, _, err = run(capfd, "convert", hf, dst)
@@ -1337,7 +1695,9 @@ def test_a_dangling_link_as_destination_is_left_untouched(hf: Path, tmp_path: Pa
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_file_as_the_destinations_parent_is_refused(hf: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_file_as_the_destinations_parent_is_refused(
+    hf: Path, tmp_path: Path, capfd: Capture
+) -> None:
     parent = tmp_path / "file"
     parent.write_bytes(b"precious")
     code, _, err = run(capfd, "convert", hf, parent / "out")
@@ -1358,7 +1718,9 @@ def test_a_read_only_parent_is_refused(hf: Path, tmp_path: Path, capfd: Capture)
 
 
 @pytest.mark.parametrize("spelling", ["hf", "hf/../hf", "link"])
-@pytest.mark.parametrize("by", [("convert",), ("quantize", "--scheme", "int8")], ids=["convert", "quantize"])
+@pytest.mark.parametrize(
+    "by", [("convert",), ("quantize", "--scheme", "int8")], ids=["convert", "quantize"]
+)
 def test_the_source_as_destination_is_refused(
     spelling: str, by: tuple[str, ...], hf: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -1381,7 +1743,9 @@ def test_a_source_under_the_partial_name_of_the_destination_is_left_untouched(
     assert code != 0
 
 
-def test_a_foreign_folder_under_the_partial_name_is_left_untouched(hf: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_foreign_folder_under_the_partial_name_is_left_untouched(
+    hf: Path, tmp_path: Path, capfd: Capture
+) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"precious")

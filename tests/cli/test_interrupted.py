@@ -1,4 +1,6 @@
-"""Interruptions as users meet them: what is said, what is kept, who is writing, and what a partial folder is."""
+"""Interruptions as users meet them: what is said, what is kept, who is writing, and what a
+partial folder is.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,12 @@ def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_p
         f"this process is writing to {partial(tmp_path / 'out')} already, in another call;"
         " wait until it is done, or choose another destination"
     }
-    assert {(type(error), error.retryable, error.exit_code) for error in errors} == {(BeingWrittenError, True, 6)}
-    assert {path.name for path in (tmp_path / "out").iterdir()}.isdisjoint({WRITER, ".quantkit-journal.jsonl"})
+    assert {(type(error), error.retryable, error.exit_code) for error in errors} == {
+        (BeingWrittenError, True, 6)
+    }
+    assert {path.name for path in (tmp_path / "out").iterdir()}.isdisjoint(
+        {WRITER, ".quantkit-journal.jsonl"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,9 @@ def test_only_a_process_that_may_be_the_writer_is_named(
 
 def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: Path) -> None:
     (partial(dst) / WRITER).write_text(f"{os.getpid()} {os.uname().nodename}")
-    with pytest.raises(InterruptedRunError, match="an interrupted run is there; add `resume=True`") as caught:
+    with pytest.raises(
+        InterruptedRunError, match="an interrupted run is there; add `resume=True`"
+    ) as caught:
         quantkit.convert(demo_model, dst)
     assert not caught.value.retryable
 
@@ -115,10 +123,22 @@ def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: 
 
 
 COMMANDS = [
-    "inspect SRC", "verify SRC", "verify SRC MODEL", "verify MODEL SRC", "eval SRC", "generate SRC --prompt x",
-    "quantize SRC DST --scheme int8", "convert SRC DST", "plan convert SRC DST", "bench SRC", "chat SRC", "doctor SRC",
-    "doctor MODEL --against SRC", "generate MODEL --prompt x --draft SRC", "push SRC me/model",
-]  # fmt: skip
+    "inspect SRC",
+    "verify SRC",
+    "verify SRC MODEL",
+    "verify MODEL SRC",
+    "eval SRC",
+    "generate SRC --prompt x",
+    "quantize SRC DST --scheme int8",
+    "convert SRC DST",
+    "plan convert SRC DST",
+    "bench SRC",
+    "chat SRC",
+    "doctor SRC",
+    "doctor MODEL --against SRC",
+    "generate MODEL --prompt x --draft SRC",
+    "push SRC me/model",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -128,25 +148,35 @@ def test_a_partial_folder_is_reported_for_what_it_is(
     places = {"SRC": partial(dst), "MODEL": demo_model, "DST": tmp_path / "new"}
     code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
     assert (code, out) == (3, "")
-    assert err == (
-        f"quantkit: error: {partial(dst)}: is not a model yet but what an unfinished run of convert left;"
-        " add --resume to the command that began it\n"
+    assert (
+        err == f"quantkit: error: {partial(dst)}: is not a model yet but what an unfinished run of"
+        " convert left; add --resume to the command that began it\n"
     )
 
 
 def test_under_another_name_it_is_the_same(dst: Path, tmp_path: Path) -> None:
     partial(dst).rename(tmp_path / "renamed")
-    with pytest.raises(CheckpointError, match="what an unfinished run of convert left; add `resume=True`"):
+    with pytest.raises(
+        CheckpointError, match="what an unfinished run of convert left; add `resume=True`"
+    ):
         quantkit.open_checkpoint(tmp_path / "renamed")
 
 
-def test_a_quantization_that_is_not_finished_can_be_continued(demo_model: Path, tmp_path: Path) -> None:
-    left = interrupted(functools.partial(quantkit.quantize, scheme="int8"), demo_model, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"run of quantize left; .*, and `accept_quality_loss=True` if"):
+def test_a_quantization_that_is_not_finished_can_be_continued(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    left = interrupted(
+        functools.partial(quantkit.quantize, scheme="int8"), demo_model, tmp_path / "out"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"run of quantize left; .*, and `accept_quality_loss=True` if"
+    ):
         quantkit.inspect(left)
 
 
-@pytest.mark.parametrize("line", [b"", b"[]\n", b'{"fingerprint": {"job": "rm -rf"}}\n', b"[" * 99_999])
+@pytest.mark.parametrize(
+    "line", [b"", b"[]\n", b'{"fingerprint": {"job": "rm -rf"}}\n', b"[" * 99_999]
+)
 def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> None:
     (partial(dst) / ".quantkit-journal.jsonl").write_bytes(line)
     with pytest.raises(CheckpointError, match="what an unfinished run left"):
@@ -155,13 +185,18 @@ def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> Non
 
 def test_one_that_is_being_written_is_reported_as_that(demo_model: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        with pytest.raises(CheckpointError, match=r"is writing to .*out\.partial already, in another call; it is no"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"is writing to .*out\.partial already, in another call; it is no",
+        ):
             quantkit.inspect(partial(tmp_path / "out"))
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
 
 
-def test_a_finished_model_whose_journal_could_not_be_removed_is_a_model(demo_model: Path, tmp_path: Path) -> None:
+def test_a_finished_model_whose_journal_could_not_be_removed_is_a_model(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "out")
     (tmp_path / "out" / ".quantkit-journal.jsonl").write_text("")
     assert quantkit.inspect(tmp_path / "out").layers == 4
@@ -195,21 +230,33 @@ def test_an_interruption_of_an_import_is_reported_in_one_line(
     module: str, number: int, code: int, demo_model: Path, tmp_path: Path
 ) -> None:
     program = RAISING.format(module=module, action=f"os.kill(os.getpid(), {number})")
-    assert _process(program, "verify", demo_model, demo_model) == (code, "", "quantkit: interrupted\n")
+    assert _process(program, "verify", demo_model, demo_model) == (
+        code,
+        "",
+        "quantkit: interrupted\n",
+    )
 
 
 @SIGNALS
-def test_an_interruption_that_an_import_swallows_is_not_lost(number: int, code: int, demo_model: Path) -> None:
+def test_an_interruption_that_an_import_swallows_is_not_lost(
+    number: int, code: int, demo_model: Path
+) -> None:
     swallowed = f"""
             try:
                 os.kill(os.getpid(), {number})
             except BaseException:
                 pass"""
     program = RAISING.format(module="torch", action=swallowed.strip())
-    assert _process(program, "verify", demo_model, demo_model) == (code, "", "quantkit: interrupted\n")
+    assert _process(program, "verify", demo_model, demo_model) == (
+        code,
+        "",
+        "quantkit: interrupted\n",
+    )
 
 
-def test_signals_are_the_commands_and_not_the_librarys(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_signals_are_the_commands_and_not_the_librarys(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     during: list[Any] = []
 
@@ -257,7 +304,12 @@ STEPS = pytest.mark.parametrize(
 
 @STEPS
 def test_an_interruption_of_calibration_says_what_is_kept(
-    step: str, given: list[str], demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    step: str,
+    given: list[str],
+    demo_model: Path,
+    tmp_path: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -324,9 +376,9 @@ def test_another_error_says_what_is_kept(
     monkeypatch.setattr(convert, "_value", fail)
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert code == 1
-    assert err == (
-        f"quantkit: internal error: MemoryError: ; {partial(tmp_path / 'out')} is kept: add --resume;"
-        " --debug shows more\n"
+    assert (
+        err == f"quantkit: internal error: MemoryError: ; {partial(tmp_path / 'out')} is kept: add"
+        " --resume; --debug shows more\n"
     )
 
 
@@ -351,17 +403,24 @@ def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     """A launcher that is stopped stops all of them."""
     given = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
     command = ["quantize", demo_model, tmp_path / "out", *given, "--calibration", EXCERPT]
-    wanted = {"all": "True", "first": "os.environ['RANK'] == '0'", "second": "os.environ['RANK'] == '1'"}[who]
+    wanted = {
+        "all": "True",
+        "first": "os.environ['RANK'] == '0'",
+        "second": "os.environ['RANK'] == '1'",
+    }[who]
     program = STOPPED.format(number=int(signal.SIGTERM)).replace("if ", f"if {wanted} and ", 1)
     both = forked.group(2, program, *command)
-    lines = [line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")]
+    lines = [
+        line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")
+    ]
     lines = without_progress("".join(f"{line}\n" for line in lines)).splitlines()
     kept = f"{partial(tmp_path / 'out')} is kept: add --resume"
     if who == "second":
         assert [one.returncode for one in both] == [9, 143]
         assert lines == [
-            f"quantkit: error: another process was lost; its own message or exit code says why; {kept}"
-        ]  # fmt: skip
+            "quantkit: error: another process was lost; its own message or exit code says why;"
+            f" {kept}"
+        ]
     else:
         assert both[0].returncode == 143
         assert both[1].returncode == 143 if who == "all" else both[1].returncode != 0
@@ -371,7 +430,10 @@ def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     again = forked.group(2, program, *command, "--resume")
     assert [one.returncode for one in again] == [0, 0], again[0].stderr
     whole = forked.group(
-        2, program, *(tmp_path / "whole" if one == tmp_path / "out" else one for one in command), "--resume"
+        2,
+        program,
+        *(tmp_path / "whole" if one == tmp_path / "out" else one for one in command),
+        "--resume",
     )
     assert [one.returncode for one in whole] == [0, 0], whole[0].stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -16,12 +16,33 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 
 HEAVY = (
-    "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "huggingface_hub", "requests", "pydantic",
-    "yaml", "lm_eval", "matplotlib",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "huggingface_hub",
+    "requests",
+    "pydantic",
+    "yaml",
+    "lm_eval",
+    "matplotlib",
+)
 COMMANDS = (
-    "demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "push", "eval", "generate", "chat", "bench",
-)  # fmt: skip
+    "demo",
+    "inspect",
+    "doctor",
+    "plan",
+    "convert",
+    "quantize",
+    "verify",
+    "push",
+    "eval",
+    "generate",
+    "chat",
+    "bench",
+)
 _RUN = """
 import json, sys
 from quantkit.cli.main import main
@@ -40,7 +61,11 @@ def _run(*commands: tuple[str | Path, ...]) -> list[int]:
     requested = json.dumps([HEAVY, [list(map(str, command)) for command in commands]])
     question = "A question?\n"  # for `chat`
     run = subprocess.run(
-        [sys.executable, "-c", _RUN, requested], input=question, capture_output=True, text=True, cwd="/"
+        [sys.executable, "-c", _RUN, requested],
+        input=question,
+        capture_output=True,
+        text=True,
+        cwd="/",
     )
     reported = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("[")]
     assert len(reported) == len(commands), run.stderr
@@ -57,17 +82,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = oracle.save(floats, made / "source")
     quantkit.convert(DEMO_MODEL, made / "tokenizer", source_check=False)
     quantkit.convert(source, made / "shards", to="meta", mp=2)
-    quantkit.quantize(source, made / "quantized", "int4-g32", method="rtn", accept_quality_loss=True)
-    quantkit.quantize(source, made / "zeros", "int4-g32-asym", method="rtn", accept_quality_loss=True)
-    for name, model, zipped in (("bin", floats, True), ("legacy", floats, False), ("tied", tied, True)):
+    quantkit.quantize(
+        source, made / "quantized", "int4-g32", method="rtn", accept_quality_loss=True
+    )
+    quantkit.quantize(
+        source, made / "zeros", "int4-g32-asym", method="rtn", accept_quality_loss=True
+    )
+    for name, model, zipped in (
+        ("bin", floats, True),
+        ("legacy", floats, False),
+        ("tied", tied, True),
+    ):
         (made / name).mkdir()
         model.config.save_pretrained(made / name)
-        torch.save(model.state_dict(), made / name / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        torch.save(
+            model.state_dict(),
+            made / name / "pytorch_model.bin",
+            _use_new_zipfile_serialization=zipped,
+        )
     return made
 
 
 def test_inspect_reads_headers_without_torch(folders: Path) -> None:
-    """Tied heads that are stored once more, and heads that may be tied ones, are compared with the embedding."""
+    """Tied heads that are stored once more, and heads that may be tied ones, are compared with
+    the embedding.
+    """
     models = [DEMO_MODEL, *sorted(folders.iterdir())]
     assert len(models) == 9
     assert _run(*(("inspect", model) for model in models)) == [0] * 9
@@ -79,7 +118,12 @@ def test_inspect_reports_what_is_wrong_without_torch(folders: Path, tmp_path: Pa
     for file in (folders / "source").iterdir():
         (damaged / file.name).write_bytes(file.read_bytes()[:1000])
     wrong = (folders / "source" / "config.json", tmp_path, damaged)
-    assert _run(("inspect", tmp_path / "none"), *(("inspect", path) for path in wrong)) == [2, 3, 3, 3]
+    assert _run(("inspect", tmp_path / "none"), *(("inspect", path) for path in wrong)) == [
+        2,
+        3,
+        3,
+        3,
+    ]
     assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
 
 
@@ -94,10 +138,20 @@ def test_help_needs_no_torch() -> None:
 
 def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
     wrong = (
-        "nonsense", "inspect", "convert SRC", "convert SRC DST --nonsense", "quantize SRC DST --method nonsense",
-        "quantize SRC DST", "plan quantize SRC DST", "plan DIR", "verify", "eval", "bench --nonsense",
-        "generate DIR", "generate DIR --max-new-tokens many",
-    )  # fmt: skip
+        "nonsense",
+        "inspect",
+        "convert SRC",
+        "convert SRC DST --nonsense",
+        "quantize SRC DST --method nonsense",
+        "quantize SRC DST",
+        "plan quantize SRC DST",
+        "plan DIR",
+        "verify",
+        "eval",
+        "bench --nonsense",
+        "generate DIR",
+        "generate DIR --max-new-tokens many",
+    )
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
 
 
@@ -106,39 +160,67 @@ def test_a_server_is_talked_to_without_torch() -> None:
     with fake_api(lambda body: said("x")) as api:
         assert _run(("chat", "--url", api.url)) == [0]
     assert [path for path, _, _ in api.requests] == ["/v1/models", "/v1/chat/completions"]
-    assert _run(("chat", "--url", "nowhere"), ("chat", "--url", "http://127.0.0.1:1"), ("chat",)) == [2] * 3
+    assert (
+        _run(("chat", "--url", "nowhere"), ("chat", "--url", "http://127.0.0.1:1"), ("chat",))
+        == [2] * 3
+    )
 
 
 def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
     source, out = str(folders / "source"), "/tmp/out"
     wrong = (
-        ("quantize", source, out, "--scheme", "q4_9"), ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
-        ("plan", "quantize", source, out, "--scheme", "q4_9"), ("bench", "--synthetic", "llama-160m", "--scheme", "q4"),
-        ("generate", source, "hi", "--temperature", "-1"), ("generate", source, "hi", "--top-p", "2"),
-        ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
-        ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),
-        ("convert", source, out, "--to", "onnx"), ("convert", "nothere", ""), ("run", source),
-        ("generate", source, "hi", "--top-k", "-2"), ("generate", source, "hi", "--min-p", "2"),
-        ("generate", source, "hi", "--stop", ""), ("generate", source, "hi", "--n", "0"),
-        ("generate", source, "hi", "--repetition-penalty", "0"), ("generate", source, "hi", "--logit-bias", "x"),
-        ("generate", source, "hi", "--beam-size", "2"), ("generate", source, "hi", "--echo"),
-        ("generate", source, "--prompts", out), ("generate", source, "--prompts", out, "--output", "-", "--batch", "0"),
-    )  # fmt: skip
+        ("quantize", source, out, "--scheme", "q4_9"),
+        ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
+        ("plan", "quantize", source, out, "--scheme", "q4_9"),
+        ("bench", "--synthetic", "llama-160m", "--scheme", "q4"),
+        ("generate", source, "hi", "--temperature", "-1"),
+        ("generate", source, "hi", "--top-p", "2"),
+        ("generate", source, "hi", "--max-new-tokens", "0"),
+        ("generate", source, "hi", "--backend", "foo"),
+        ("bench", source, "--backend", "foo"),
+        ("generate", "A prompt", source),
+        ("generate", source, "-dash"),
+        ("convert", source, out, "--to", "onnx"),
+        ("convert", "nothere", ""),
+        ("run", source),
+        ("generate", source, "hi", "--top-k", "-2"),
+        ("generate", source, "hi", "--min-p", "2"),
+        ("generate", source, "hi", "--stop", ""),
+        ("generate", source, "hi", "--n", "0"),
+        ("generate", source, "hi", "--repetition-penalty", "0"),
+        ("generate", source, "hi", "--logit-bias", "x"),
+        ("generate", source, "hi", "--beam-size", "2"),
+        ("generate", source, "hi", "--echo"),
+        ("generate", source, "--prompts", out),
+        ("generate", source, "--prompts", out, "--output", "-", "--batch", "0"),
+    )
     assert set(_run(*wrong)) == {2}
     missing = (
-        ("convert", "nothere", out), ("plan", "convert", "nothere", out), ("verify", source, "nothere"),
-        ("quantize", "Qwen/Qwen2.5-0.5B", out, "--scheme", "int8"), ("bench", source, "nothere"),
-        ("plan", "quantize", "nothere", out, "--scheme", "int8"), ("eval", "name=nothere"),
-        ("eval", source, "--against", "nothere"), ("generate", "nothere", "hi"),
+        ("convert", "nothere", out),
+        ("plan", "convert", "nothere", out),
+        ("verify", source, "nothere"),
+        ("quantize", "Qwen/Qwen2.5-0.5B", out, "--scheme", "int8"),
+        ("bench", source, "nothere"),
+        ("plan", "quantize", "nothere", out, "--scheme", "int8"),
+        ("eval", "name=nothere"),
+        ("eval", source, "--against", "nothere"),
+        ("generate", "nothere", "hi"),
         ("generate", source, "hi", "--draft", "nothere"),
-    )  # fmt: skip
+    )
     assert set(_run(*missing)) == {2}
 
 
-def test_what_is_wrong_in_a_file_of_prompts_is_reported_without_torch(folders: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_of_prompts_is_reported_without_torch(
+    folders: Path, tmp_path: Path
+) -> None:
     (tmp_path / "in").write_text('{"prompt": "The people"}\n{"prompt": "The", "top_p": 0}\n')
     (tmp_path / "long").write_text('{"token_ids": [1], "max_new_tokens": 1000000}\n')
     requested = ("generate", folders / "tokenizer", "--output", tmp_path / "out", "--prompts")
     assert (
-        _run((*requested, tmp_path / "in"), (*requested, tmp_path / "long"), (*requested, tmp_path / "none")) == [2] * 3
+        _run(
+            (*requested, tmp_path / "in"),
+            (*requested, tmp_path / "long"),
+            (*requested, tmp_path / "none"),
+        )
+        == [2] * 3
     )

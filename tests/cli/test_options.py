@@ -1,4 +1,6 @@
-"""One habit for all commands: options of one name have one spelling, one meaning and one default."""
+"""One habit for all commands: options of one name have one spelling, one meaning and one
+default.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,16 @@ def _options(name: str) -> dict[str, click.Option]:
     }
 
 
-@pytest.mark.parametrize("name", ["weights", "device", "dtype", "json", "compile", "resume", "table"])
+@pytest.mark.parametrize(
+    "name", ["weights", "device", "dtype", "json", "compile", "resume", "table"]
+)
 def test_what_has_one_name_is_reported_once(name: str) -> None:
     options = _options(name)
     assert len(options) > 1
-    assert len({(option.help, str(option.type), repr(option.default)) for option in options.values()}) == 1
+    assert (
+        len({(option.help, str(option.type), repr(option.default)) for option in options.values()})
+        == 1
+    )
 
 
 def test_json_takes_a_path_in_every_command_that_finds_something() -> None:
@@ -62,19 +69,37 @@ def test_json_takes_a_path_in_every_command_that_finds_something() -> None:
 def test_a_device_is_a_gpu_if_there_is_one_wherever_one_is_chosen() -> None:
     options = _options("device")
     assert set(options) == {
-        "plan quantize", "quantize", "plan refine", "refine", "eval", "generate", "chat", "serve", "bench",
-    }  # fmt: skip
+        "plan quantize",
+        "quantize",
+        "plan refine",
+        "refine",
+        "eval",
+        "generate",
+        "chat",
+        "serve",
+        "bench",
+    }
     assert all("a GPU if there is one" in (option.help or "") for option in options.values())
 
 
-def test_every_command_and_every_option_says_what_it_is(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_and_every_option_says_what_it_is(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for group in ([], ["plan"]):
         listing = run(capfd, *group, "--help")[1].split("Commands:")[1].split("Exit codes")[0]
         assert "..." not in listing
-        assert all(re.fullmatch(r"  [\w-]+ +[A-Z].*\.", line) for line in listing.splitlines() if line.strip()), listing
+        assert all(
+            re.fullmatch(r"  [\w-]+ +[A-Z].*\.", line)
+            for line in listing.splitlines()
+            if line.strip()
+        ), listing
     for name, command in COMMANDS.items():
-        silent = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
+        silent = [
+            p.name
+            for p in command.params
+            if isinstance(p, click.Option) and not (p.help or p.hidden)
+        ]
         assert not silent, name
 
 
@@ -94,7 +119,9 @@ def test_without_a_device_a_gpu_is_requested_where_torch_sees_one(
         evaluate([demo_model], texts=[text], window=64, speed=True)
     with pytest.raises(RequestError, match=NO_GPU):
         evaluate([demo_model], tasks=["winogrande"])
-    assert evaluate([demo_model], texts=[text], window=64).device == "cpu"  # perplexity is always computed there
+    assert (
+        evaluate([demo_model], texts=[text], window=64).device == "cpu"
+    )  # perplexity is always computed there
     code, _, err = run(capfd, "generate", demo_model, "--prompt", "x")
     assert code == 2
     assert "device cannot be used (found cuda" in err
@@ -151,7 +178,10 @@ def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Cap
 def test_memory_without_a_unit_is_of_gigabytes_for_now(capfd: Capture) -> None:
     assert memory("4") == 4 * 10**9
     err = capfd.readouterr().err
-    assert err == "quantkit: note: amounts of memory have units now: 4GB; without one it goes with the next release\n"
+    assert (
+        err == "quantkit: note: amounts of memory have units now: 4GB; without one it goes with the"
+        " next release\n"
+    )
 
 
 @pytest.mark.parametrize("spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9"])
@@ -170,7 +200,17 @@ def test_the_command_hands_on_bytes(
         raise RequestError("seen")
 
     monkeypatch.setattr(quantkit.plan, "quantize", planned)
-    run(capfd, "plan", "quantize", demo_model, tmp_path / "o", "--scheme", "int8", "--activation-memory", "2GB")
+    run(
+        capfd,
+        "plan",
+        "quantize",
+        demo_model,
+        tmp_path / "o",
+        "--scheme",
+        "int8",
+        "--activation-memory",
+        "2GB",
+    )
     assert given["activation_memory"] == 2 * 10**9
 
 
@@ -182,7 +222,9 @@ def test_the_command_takes_long_names_of_float_types(
     assert "[bf16|fp16|fp32]" in run(capfd, "convert", "--help")[1]
 
 
-def test_of_several_processes_the_first_has_notes(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+def test_of_several_processes_the_first_has_notes(
+    monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         note(f"from {rank}")

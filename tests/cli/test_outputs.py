@@ -1,4 +1,6 @@
-"""`--json`, `--report` and `--plot`: what is written, where, and what is refused before the work."""
+"""`--json`, `--report` and `--plot`: what is written, where, and what is refused before the
+work.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ from quantkit.formats import manifest
 
 LINES = {
     "convert": r"2\.62 MB, 16\.00 bits a weight, [\d.]+ s\n",
-    "quantize": r"int4-g64-asym \(28 linears\) and int8 \(1 linear\), 1\.\d+ MB, smaller than the source's 2\.65 MB,"
-    r" \d\.\d\d bits a weight, KL 0\.\d+ ± 0\.\d+, perplexity [+-]\d\.\d % ± \d\.\d %, [\d.]+ s\n"
-    r"the embedding is 524 kB of that; --embedding int8 makes it 266 kB\n",
+    "quantize": (
+        r"int4-g64-asym \(28 linears\) and int8 \(1 linear\), 1\.\d+ MB, smaller than the source's"
+        r" 2\.65 MB,"
+        r" \d\.\d\d bits a weight, KL 0\.\d+ ± 0\.\d+, perplexity [+-]\d\.\d % ± \d\.\d %,"
+        r" [\d.]+ s\n"
+        r"the embedding is 524 kB of that; --embedding int8 makes it 266 kB\n"
+    ),
 }
 """What the commands say of what they made of the demo's model, after its path."""
 
@@ -42,17 +48,32 @@ def int8(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
 # What the commands write
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan convert", "verify one", "verify two", "bench"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "plan convert", "verify one", "verify two", "bench"]
+)
 def test_json_to_a_file_leaves_stdout_as_it_is_and_to_stdout_has_it_alone(
     command: str, int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    monkeypatch.setattr("quantkit.evals.bench_report.warnings", lambda found: [])  # what else runs decides on them
+    monkeypatch.setattr(
+        "quantkit.evals.bench_report.warnings", lambda found: []
+    )  # what else runs decides on them
     arguments: list[str | Path] = {
         "inspect": ["inspect", int8],
         "plan convert": ["plan", "convert", int8, tmp_path / "out"],
         "verify one": ["verify", int8],
         "verify two": ["verify", int8, int8],
-        "bench": ["bench", int8, "--batch", "1", "--prompt-lengths", "4", "--runs", "1", "--threads", "1"],
+        "bench": [
+            "bench",
+            int8,
+            "--batch",
+            "1",
+            "--prompt-lengths",
+            "4",
+            "--runs",
+            "1",
+            "--threads",
+            "1",
+        ],
     }[command]
     file = tmp_path / "found.json"
     code, out, err = run(capfd, *arguments, "--json", file)
@@ -68,18 +89,28 @@ def test_json_to_a_file_leaves_stdout_as_it_is_and_to_stdout_has_it_alone(
 
 def _shape(value: Any) -> Any:
     """The keys; figures of speed and of time differ from run to run."""
-    return {key: _shape(one) for key, one in value.items()} if isinstance(value, dict) else type(value)
+    return (
+        {key: _shape(one) for key, one in value.items()} if isinstance(value, dict) else type(value)
+    )
 
 
 def test_all_commands_that_find_something_out_write_json() -> None:
-    found = {name for name, command in quantkit.commands.items() if "data" in {one.name for one in command.params}}
+    found = {
+        name
+        for name, command in quantkit.commands.items()
+        if "data" in {one.name for one in command.params}
+    }
     plans = quantkit.commands["plan"]
     assert isinstance(plans, click.Group)
     assert found == set(quantkit.commands) - {"chat", "completion", "generate", "plan", "serve"}
-    assert all("data" in {one.name for one in command.params} for command in plans.commands.values())
+    assert all(
+        "data" in {one.name for one in command.params} for command in plans.commands.values()
+    )
 
 
-def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_convert_and_quantize_write_what_they_made(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     scheme = ["--scheme", "int4-g64-asym", "--head", "int8", "--method", "rtn"]
     for dst, *arguments in (["out", "convert"], ["int4", "quantize", *scheme]):
         file = tmp_path / "made.json"
@@ -91,7 +122,10 @@ def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: P
         assert value["path"] == str(tmp_path / dst)
         assert [f"quantkit: note: {note}" for note in value["notes"]] == err.splitlines()
         assert value["manifest"] == json.loads((tmp_path / dst / "quantkit.json").read_text())
-        assert value["bits_per_weight"] == 8 * value["weight_bytes"] / value["manifest"]["model"]["parameters"]
+        assert (
+            value["bits_per_weight"]
+            == 8 * value["weight_bytes"] / value["manifest"]["model"]["parameters"]
+        )
     assert value["manifest"]["quality"]["passed"] is True
     code, out, err = run(capfd, "convert", demo_model, tmp_path / "again", "--json", "-")
     assert code == 0
@@ -106,31 +140,48 @@ def test_verify_writes_its_report_whatever_the_verdict(
     oracle.edit_json(broken / "config.json", rms_norm_eps=1e-3)
     found = {}
     for code, folder in ((0, int8), (11, broken)):
-        assert run(capfd, "verify", demo_model, folder, "--json", tmp_path / "report.json")[0] == code
+        assert (
+            run(capfd, "verify", demo_model, folder, "--json", tmp_path / "report.json")[0] == code
+        )
         found[code] = json.loads((tmp_path / "report.json").read_text())
     assert (found[0]["verdict"], found[0]["problems"]) == ("within_bound", [])
     assert len(found[0]["differing"]) == 28
-    assert all(one["within"] and one["relative_error"] <= one["bound"] for one in found[0]["differing"])
+    assert all(
+        one["within"] and one["relative_error"] <= one["bound"] for one in found[0]["differing"]
+    )
     assert found[0]["probes"]["speech"]["divergence"]["kl"] > 0
     assert found[11]["verdict"] == "different"
     assert "norm_eps" in found[11]["problems"][0]
 
 
-def test_verify_of_one_folder_writes_what_it_found(int8: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_verify_of_one_folder_writes_what_it_found(
+    int8: Path, tmp_path: Path, capfd: Capture
+) -> None:
     assert run(capfd, "verify", int8, "--json", tmp_path / "report.json")[0] == 0
     value, made = json.loads((tmp_path / "report.json").read_text()), manifest.read(int8)
-    texts = {one["text"]: pytest.approx(one["perplexity"], rel=1e-3) for one in made["quality"]["texts"]}
+    texts = {
+        one["text"]: pytest.approx(one["perplexity"], rel=1e-3) for one in made["quality"]["texts"]
+    }
     assert value == {
-        "path": str(int8), "same": True, "ok": True, "files": len(made["files"]), "edited": {}, "perplexities": texts,
-        "manifest": made, "run_by": None, "not_run": None,
-    }  # fmt: skip
+        "path": str(int8),
+        "same": True,
+        "ok": True,
+        "files": len(made["files"]),
+        "edited": {},
+        "perplexities": texts,
+        "manifest": made,
+        "run_by": None,
+        "not_run": None,
+    }
 
 
 # Old spellings
 
 
 @pytest.mark.parametrize("place", ["last", "first", "before an option"])
-def test_json_without_a_path_is_stdout_with_a_note(place: str, demo_model: Path, capfd: Capture) -> None:
+def test_json_without_a_path_is_stdout_with_a_note(
+    place: str, demo_model: Path, capfd: Capture
+) -> None:
     arguments: list[str | Path] = {
         "last": ["inspect", demo_model, "--json"],
         "first": ["inspect", "--json", demo_model],
@@ -139,13 +190,20 @@ def test_json_without_a_path_is_stdout_with_a_note(place: str, demo_model: Path,
     code, out, err = run(capfd, *arguments)
     assert code == 0
     assert json.loads(out)["parameters"] > 0
-    assert err.splitlines()[0] == (
-        "quantkit: note: --json takes a path now, and - for stdout; without one it goes with the next release"
+    assert (
+        err.splitlines()[0]
+        == "quantkit: note: --json takes a path now, and - for stdout; without one it goes with the"
+        " next release"
     )
 
 
-def test_plan_takes_json_without_a_path_too(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for arguments in (["convert", demo_model, tmp_path / "out", "--json"], ["convert", "--json", demo_model, "out"]):
+def test_plan_takes_json_without_a_path_too(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    for arguments in (
+        ["convert", demo_model, tmp_path / "out", "--json"],
+        ["convert", "--json", demo_model, "out"],
+    ):
         code, out, err = run(capfd, "plan", *arguments)
         assert code == 0
         assert json.loads(out)["disk_bytes"] > 0
@@ -153,7 +211,10 @@ def test_plan_takes_json_without_a_path_too(demo_model: Path, tmp_path: Path, ca
 
 
 def test_json_with_a_path_has_no_note(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for arguments in (["--json", tmp_path / "a", demo_model], [demo_model, f"--json={tmp_path / 'a'}"]):
+    for arguments in (
+        ["--json", tmp_path / "a", demo_model],
+        [demo_model, f"--json={tmp_path / 'a'}"],
+    ):
         code, _, err = run(capfd, "inspect", *arguments)
         assert (code, err) == (0, "")
         assert json.loads((tmp_path / "a").read_text())
@@ -164,7 +225,9 @@ def test_json_with_a_path_has_no_note(demo_model: Path, tmp_path: Path, capfd: C
 # What is refused
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan convert", "convert", "quantize", "verify", "eval", "bench"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "plan convert", "convert", "quantize", "verify", "eval", "bench"]
+)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_a_file_of_a_model_is_never_replaced_nor_added(
     command: str, name: str, int8: Path, tmp_path: Path, capfd: Capture
@@ -185,23 +248,35 @@ def test_a_new_file_that_a_model_would_read_is_not_added(demo_model: Path, tmp_p
     with pytest.raises(DestinationError, match="is a file of a model's folder"):
         Outputs(str(model / "generation_config.json"))
     Outputs(str(model / "evaluation.json"))
-    for name in ("model-00001-of-00002.safetensors", "consolidated.09.pth", "pytorch_model.bin.index.json"):
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "consolidated.09.pth",
+        "pytorch_model.bin.index.json",
+    ):
         with pytest.raises(DestinationError, match="would be read as one"):
             Outputs(str(model / name))
 
 
-def test_the_destination_is_not_a_place_for_json(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_destination_is_not_a_place_for_json(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     for name in ("out", "out.partial"):
-        code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / name)
+        code, _, err = run(
+            capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / name
+        )
         assert code == 5
         assert "is where the model will be written" in err
-    code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / "out" / "made.json")
+    code, _, err = run(
+        capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / "out" / "made.json"
+    )
     assert code == 5
     assert "cannot be written there" in err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_command_reads_is_not_overwritten(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_what_a_command_reads_is_not_overwritten(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.write_text('{"default": "int8"}')
     arguments = ["quantize", demo_model, tmp_path / "out", "--recipe", recipe, "--json", recipe]
@@ -231,8 +306,12 @@ def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
         Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
 
 
-@pytest.mark.parametrize(("option", "name"), [("report", "out.tex"), ("report", "out.pdf"), ("plot", "out.jpg")])
-def test_a_suffix_of_another_kind_of_file_is_refused(option: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "name"), [("report", "out.tex"), ("report", "out.pdf"), ("plot", "out.jpg")]
+)
+def test_a_suffix_of_another_kind_of_file_is_refused(
+    option: str, name: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match=rf"found \{Path(name).suffix}, expected \.(md|png)"):
         Outputs(None, **{option: tmp_path / name})  # type: ignore[arg-type]
 
@@ -246,7 +325,9 @@ def test_markdown_goes_by_several_suffixes(name: str, tmp_path: Path) -> None:
 # How files are written
 
 
-def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_there_whole_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "found.json"
     Outputs(str(file)).write({"a": 1})
 
@@ -261,7 +342,9 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_files_are_there_whatever_becomes_of_the_rest(tmp_path: Path) -> None:
-    outputs = Outputs(str(tmp_path / "found.json"), report=tmp_path / "out.md", plot=tmp_path / "out.png")
+    outputs = Outputs(
+        str(tmp_path / "found.json"), report=tmp_path / "out.md", plot=tmp_path / "out.png"
+    )
     said = []
 
     def no_room() -> None:
@@ -319,7 +402,9 @@ def test_a_link_into_a_models_folder_is_refused(demo_model: Path, tmp_path: Path
         Outputs(str(tmp_path / "link"))
 
 
-def test_a_full_disk_under_json_says_nothing_of_resuming(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_full_disk_under_json_says_nothing_of_resuming(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", "/dev/full")
     assert code == 5
     assert "No space left on device" in err
@@ -327,20 +412,28 @@ def test_a_full_disk_under_json_says_nothing_of_resuming(demo_model: Path, tmp_p
 
 
 @pytest.mark.parametrize("stderr", ["/dev/full", "closed pipe"])
-def test_json_reaches_stdout_whatever_becomes_of_stderr(stderr: str, demo_model: Path, tmp_path: Path) -> None:
+def test_json_reaches_stdout_whatever_becomes_of_stderr(
+    stderr: str, demo_model: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model), "--json", "-"]
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=full if stderr == "/dev/full" else writer, cwd=tmp_path, check=False
+            command,
+            stdout=subprocess.PIPE,
+            stderr=full if stderr == "/dev/full" else writer,
+            cwd=tmp_path,
+            check=False,
         )
     os.close(writer)
     assert done.returncode == 0
     assert json.loads(done.stdout)["format"]
 
 
-def test_a_name_of_a_hyphen_is_a_file_where_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_a_hyphen_is_a_file_where_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Outputs("./-").write([1])
     assert json.loads((tmp_path / "-").read_text()) == [1]

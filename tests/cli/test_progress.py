@@ -116,7 +116,10 @@ def test_each_phase_has_a_line_when_it_begins(clock: Clock, capfd: Capture) -> N
     for phase in ("check of the source", "convert"):
         for done in range(3):
             display(phase, done, 2, "layers")
-    assert _said(capfd) == ["quantkit: check of the source: 0/2 layers", "quantkit: convert: 0/2 layers"]
+    assert _said(capfd) == [
+        "quantkit: check of the source: 0/2 layers",
+        "quantkit: convert: 0/2 layers",
+    ]
 
 
 def test_a_phase_of_several_stretches_has_one_line(clock: Clock, capfd: Capture) -> None:
@@ -143,7 +146,9 @@ def test_of_several_processes_the_others_are_silent(clock: Clock, capfd: Capture
     assert _said(capfd) == []
 
 
-def test_a_stderr_that_takes_nothing_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_stderr_that_takes_nothing_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         with _display(clock) as progress:
@@ -182,7 +187,9 @@ def test_later_steps_are_expected_to_be_as_slow_as_what_was_seen() -> None:
     steps.report("quantize", 0, 0)
     assert steps.left(0) == pytest.approx(200)
     steps.report("quantize", 0.5, 200)  # four times as slow as estimated
-    assert 300 < steps.left(200) < 600  # 200 of its own, and more than the 100 that the gate was estimated to take
+    assert (
+        300 < steps.left(200) < 600
+    )  # 200 of its own, and more than the 100 that the gate was estimated to take
     steps.report("gate", 0, 400)
     assert 200 < steps.left(400) < 400
     steps.report("gate", 0.5, 410)  # but the gate is fast
@@ -191,7 +198,13 @@ def test_later_steps_are_expected_to_be_as_slow_as_what_was_seen() -> None:
 
 def test_the_share_of_a_job_never_goes_back_and_ends_only_with_the_job() -> None:
     steps, shares = JobSteps({"quantize": 10, "gate": 10}, 0), []
-    reports = [("quantize", 0, 0), ("quantize", 0.9, 9), ("quantize", 0.9, 90), ("gate", 0, 100), ("gate", 1, 120)]
+    reports = [
+        ("quantize", 0, 0),
+        ("quantize", 0.9, 9),
+        ("quantize", 0.9, 90),
+        ("gate", 0, 100),
+        ("gate", 1, 120),
+    ]
     for phase, done, now in reports:
         steps.report(phase, done, now)
         shares.append(steps.share(now))
@@ -258,14 +271,19 @@ def test_what_is_printed_while_a_bar_is_shown_stands_on_lines_of_its_own(
         note("one of the `length` of a line, and `resume=True`")
         quantkit_log.info("another")
         lines = screen(terminal.getvalue())
-        assert lines[:2] == ["quantkit: note: one of the --length of a line, and --resume", "quantkit: note: another"]
+        assert lines[:2] == [
+            "quantkit: note: one of the --length of a line, and --resume",
+            "quantkit: note: another",
+        ]
         assert lines[2].startswith("quantize:   4%|")
         assert lines[2].endswith("| 1/24 layers")
         assert len(lines) == 3
     assert screen(terminal.getvalue())[2:] == [""]
 
 
-@pytest.mark.parametrize(("seconds", "reported"), [(0.2, "0:01"), (40, "0:40"), (725, "12:05"), (3723, "1:02:03")])
+@pytest.mark.parametrize(
+    ("seconds", "reported"), [(0.2, "0:01"), (40, "0:40"), (725, "12:05"), (3723, "1:02:03")]
+)
 def test_times_are_read_off_a_clock(
     seconds: float, reported: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +298,9 @@ def test_times_are_read_off_a_clock(
 # Commands
 
 
-def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path, tmp_path: Path) -> None:
+def test_a_command_leaves_nothing_but_its_result_on_a_terminal(
+    demo_model: Path, tmp_path: Path
+) -> None:
     code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path)
     assert code == 0
     drawn = [part for part in text.split("\r") if "%|" in part]
@@ -296,7 +316,9 @@ def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path,
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 100), (40, 50)])
-def test_a_terminal_of_any_size_shows_a_bar(rows: int, columns: int, demo_model: Path, tmp_path: Path) -> None:
+def test_a_terminal_of_any_size_shows_a_bar(
+    rows: int, columns: int, demo_model: Path, tmp_path: Path
+) -> None:
     code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path, rows=rows, columns=columns)
     assert code == 0
     drawn = [line for line in re.split(r"[\r\n]+", text) if "layers" in line]
@@ -310,13 +332,24 @@ def test_the_table_of_trequests_begins_on_a_line_of_its_own_and_no_other_bars_ar
     pytest.importorskip("lm_eval")
     (tmp_path / "winogrande.jsonl").write_text(
         "\n".join(
-            json.dumps({"sentence": f"The _ of the {thing}.", "option1": "people", "option2": "horse", "answer": "1"})
+            json.dumps(
+                {
+                    "sentence": f"The _ of the {thing}.",
+                    "option1": "people",
+                    "option2": "horse",
+                    "answer": "1",
+                }
+            )
             for thing in ("world", "country", "union")
         )
     )
-    code, text = on_terminal("eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path, cwd=tmp_path)
+    code, text = on_terminal(
+        "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path, cwd=tmp_path
+    )
     assert code == 0, text
-    bars = {frame.split(":  ")[0] for frame in text.replace("\n", "\r").split("\r") if "%|" in frame}
+    bars = {
+        frame.split(":  ")[0] for frame in text.replace("\n", "\r").split("\r") if "%|" in frame
+    }
     assert bars == {"data of tasks", "mini-en: tasks"}
     assert "it/s" not in text
     lines = [line for line in screen(text) if line]
@@ -331,21 +364,34 @@ GPTQ = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length"
 def test_a_resumed_gptq_run_reports_apart_what_was_there(demo_model: Path, tmp_path: Path) -> None:
     def job(src: Path, dst: Path, **given: Any) -> None:
         quantkit.quantize(
-            src, dst, "int4-g64", method="gptq", calibration=EXCERPT, samples=8, length=64,
+            src,
+            dst,
+            "int4-g64",
+            method="gptq",
+            calibration=EXCERPT,
+            samples=8,
+            length=64,
             **{**given, "source_check": False},
-        )  # fmt: skip
+        )
 
     interrupted(job, demo_model, tmp_path / "out", share=0.6)
     reported: list[tuple[str, int, int, str]] = []
     job(demo_model, tmp_path / "out", resume=True, progress=lambda *now: reported.append(now))
     phases = list(dict.fromkeys(phase for phase, *_ in reported))
     assert [phase for phase in phases if phase != "sha256 of the source"] == [
-        "check of what is there", "calibrate", "quantize", "gate",
-    ]  # fmt: skip
+        "check of what is there",
+        "calibrate",
+        "quantize",
+        "gate",
+    ]
     passed = [now for now in reported if now[0] == "calibrate"]
-    assert passed == [("calibrate", done, 14, "linears") for done in (0, 3, 4, 6, 7, 10, 11, 13, 14)]
+    assert passed == [
+        ("calibrate", done, 14, "linears") for done in (0, 3, 4, 6, 7, 10, 11, 13, 14)
+    ]
     solved = [now for now in reported if now[0] == "quantize"]
-    assert solved == [("quantize", done, 28, "linears") for done in (14, 17, 18, 20, 21, 24, 25, 27, 28)]
+    assert solved == [
+        ("quantize", done, 28, "linears") for done in (14, 17, 18, 20, 21, 24, 25, 27, 28)
+    ]
 
 
 def test_of_a_group_the_first_process_reports(demo_model: Path, tmp_path: Path) -> None:
@@ -374,7 +420,9 @@ def test_only_what_changes_is_reported(demo_model: Path, tmp_path: Path) -> None
         assert all(one != after for one, after in itertools.pairwise(events))
 
 
-def test_a_pace_stands_next_to_what_is_done(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pace_stands_next_to_what_is_done(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ProgressDisplay(ticking=False, details=lambda: "12 tokens/s") as progress:
         progress("generate", 0, 2, "prompts")
     assert capfd.readouterr().err == "quantkit: generate: 0/2 prompts, 12 tokens/s\n"

@@ -29,7 +29,9 @@ def test_arguments_become_options(text: str, expected: str) -> None:
 
 def test_the_library_speaks_no_command_line() -> None:
     root = Path(str(quantkit.__file__)).parent
-    spelled_as_such = "``|hf download|start the server with"  # clients of a server read its command's options
+    spelled_as_such = (
+        "``|hf download|start the server with"  # clients of a server read its command's options
+    )
     spelled = re.compile(r"""(?<![-\w|\\=_(])--[a-z][a-z-]+""")
     found = [
         f"{path.relative_to(root)}: {line.strip()}"

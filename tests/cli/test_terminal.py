@@ -1,4 +1,6 @@
-"""What messages and help look like on a terminal: lines break between words, and labels have colors."""
+"""What messages and help look like on a terminal: lines break between words, and labels have
+colors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Terminal(io.StringIO):
 
 
 def _on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal in place of the standard streams, which pytest replaces between a fixture and its test."""
+    """A terminal in place of the standard streams, which pytest replaces between a fixture and
+    its test.
+    """
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     made = Terminal()
@@ -59,20 +63,26 @@ def test_labels_have_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     warn("two")
     say(["  note: three", "another note: four"])
     assert terminal.getvalue().splitlines() == [
-        f"quantkit: {YELLOW}note:{RESET} one", f"quantkit: {YELLOW}warning:{RESET} two",
-        f"  {YELLOW}note:{RESET} three", "another note: four",
-    ]  # fmt: skip
+        f"quantkit: {YELLOW}note:{RESET} one",
+        f"quantkit: {YELLOW}warning:{RESET} two",
+        f"  {YELLOW}note:{RESET} three",
+        "another note: four",
+    ]
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_the_environment_turns_colors_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_colors_off(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = _on_terminal(monkeypatch)
     monkeypatch.setenv(name, value)
     note("one")
     assert terminal.getvalue() == "quantkit: note: one\n"
 
 
-def test_errors_are_red_and_broken_between_words_and_plain_in_a_pipe(tmp_path: Path, capfd: Capture) -> None:
+def test_errors_are_red_and_broken_between_words_and_plain_in_a_pipe(
+    tmp_path: Path, capfd: Capture
+) -> None:
     folder = tmp_path / "-".join(["absent"] * 8)
     code, out, err = run(capfd, "inspect", folder)
     assert (out, err.count("\n")) == ("", 1)
@@ -90,13 +100,18 @@ def test_errors_are_red_and_broken_between_words_and_plain_in_a_pipe(tmp_path: P
 def test_help_is_broken_between_words(name: str) -> None:
     command = quantkit.commands[name] if name else quantkit
     narrow, wide = (
-        command.get_help(click.Context(command, info_name=name, terminal_width=width)).split() for width in (80, 1000)
+        command.get_help(click.Context(command, info_name=name, terminal_width=width)).split()
+        for width in (80, 1000)
     )
     assert narrow == wide
 
 
 def test_cells_and_titles_are_broken_between_words() -> None:
-    table = Table("a-title-of-words " * 9, ("model", "why"), [("some-hyphenated-name-of-a-model", "not-broken " * 9)])
+    table = Table(
+        "a-title-of-words " * 9,
+        ("model", "why"),
+        [("some-hyphenated-name-of-a-model", "not-broken " * 9)],
+    )
     lines = render([table], "terminal", width=80)
     assert max(map(len, lines)) <= 80
     words = " ".join(lines).split()

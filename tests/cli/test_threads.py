@@ -15,9 +15,20 @@ from command import Capture, run
 from quantkit.cli.main import quantkit
 
 COMMANDS = {
-    "demo", "inspect", "doctor", "convert", "quantize", "refine", "imatrix", "verify", "eval", "generate", "chat",
-    "serve", "bench",
-}  # fmt: skip
+    "demo",
+    "inspect",
+    "doctor",
+    "convert",
+    "quantize",
+    "refine",
+    "imatrix",
+    "verify",
+    "eval",
+    "generate",
+    "chat",
+    "serve",
+    "bench",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +53,10 @@ def test_commands_on_models_have_it() -> None:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_number_out_of_range_is_refused(name: str, capfd: Capture) -> None:
-    paths = {"demo": [], **{one: ["a", "b"] for one in ("convert", "quantize", "refine", "imatrix")}}.get(name, ["a"])
+    paths = {
+        "demo": [],
+        **{one: ["a", "b"] for one in ("convert", "quantize", "refine", "imatrix")},
+    }.get(name, ["a"])
     code, out, err = run(capfd, name, *paths, "--threads", "0")
     assert (code, out) == (2, "")
     assert err.startswith("quantkit: error: --threads is out of range (found 0, expected 1 to ")
@@ -51,7 +65,16 @@ def test_a_number_out_of_range_is_refused(name: str, capfd: Capture) -> None:
 def test_a_model_records_the_number_and_is_not_accepted_with_another(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    command = ("quantize", demo_model, tmp_path / "out", "--scheme", "int4-g64", "--method", "rtn", "--threads")
+    command = (
+        "quantize",
+        demo_model,
+        tmp_path / "out",
+        "--scheme",
+        "int4-g64",
+        "--method",
+        "rtn",
+        "--threads",
+    )
     assert run(capfd, *command, "2")[0] == 0
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["computed_by"]["number of threads"] == 2

@@ -14,10 +14,16 @@ from command import Capture, run
 import quantkit
 
 REASON = (
-    "cpu-exact, cpu-fast: there is no C++ compiler; install g++ or clang++, or name one in CXX; triton: runs on GPUs"
+    "cpu-exact, cpu-fast: there is no C++ compiler; install g++ or clang++, or name one in CXX;"
+    " triton: runs on GPUs"
 )
-REFUSED = f"no kernels for int8 on cpu in bfloat16; {REASON}; --allow-slow runs it without kernels ("
-WARNING = "quantkit: warning: int8 runs without kernels (new tokens 20 to 200 times slower, prompts 5 times slower); "
+REFUSED = (
+    f"no kernels for int8 on cpu in bfloat16; {REASON}; --allow-slow runs it without kernels ("
+)
+WARNING = (
+    "quantkit: warning: int8 runs without kernels (new tokens 20 to 200 times slower, prompts 5"
+    " times slower); "
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +36,20 @@ def int8(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "INT8", "The", "--max-new-tokens", "2"),
     "draft": ("generate", "FLOATS", "The", "--max-new-tokens", "2", "--draft", "INT8"),
-    "prompts": ("generate", "INT8", "--prompts", "prompts.jsonl", "--output", "out.jsonl", "--max-new-tokens", "2"),
+    "prompts": (
+        "generate",
+        "INT8",
+        "--prompts",
+        "prompts.jsonl",
+        "--output",
+        "out.jsonl",
+        "--max-new-tokens",
+        "2",
+    ),
     "chat": ("chat", "INT8", "--template", "llama2", "--max-new-tokens", "2"),
     "bench": ("bench", "FLOATS", "INT8", "--prompt-lengths", "4", "--batch", "1", "--runs", "1"),
     "eval": ("eval", "INT8", "--speed", "--window", "16"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -52,7 +67,9 @@ def test_a_quantized_model_is_refused_unless_slowness_is_allowed(
     folders = {"INT8": str(int8), "FLOATS": str(demo_model)}
     command = [folders.get(word, word) for word in COMMANDS[name]]
     for options, code in (((), 2), (("--allow-slow",), 0)):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Who?\n"), isatty=lambda: False))
+        monkeypatch.setattr(
+            sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Who?\n"), isatty=lambda: False)
+        )
         found, out, err = run(capfd, *command, *options)
         assert found == code, err
         if code:
@@ -67,7 +84,9 @@ def test_the_reference_that_was_requested_needs_no_permission(
     name: str, int8: Path, demo_model: Path, without_kernels: None, capfd: Capture
 ) -> None:
     folders = {"INT8": str(int8), "FLOATS": str(demo_model)}
-    code, _, err = run(capfd, *(folders.get(word, word) for word in COMMANDS[name]), "--backend", "reference")
+    code, _, err = run(
+        capfd, *(folders.get(word, word) for word in COMMANDS[name]), "--backend", "reference"
+    )
     assert (code, WARNING in err) == (0, False)
 
 
@@ -75,9 +94,12 @@ def test_what_needs_no_kernels_works_without_a_word(
     int8: Path, without_kernels: None, tmp_path: Path, capfd: Capture
 ) -> None:
     for command in (
-        ("inspect", int8), ("verify", int8), ("doctor", int8, "--deep"), ("eval", int8, "--window", "64"),
+        ("inspect", int8),
+        ("verify", int8),
+        ("doctor", int8, "--deep"),
+        ("eval", int8, "--window", "64"),
         ("convert", int8, tmp_path / "hf", "--to", "gguf"),
-    ):  # fmt: skip
+    ):
         code, _, err = run(capfd, *command)
         assert (code, "kernels" in err) == (0, False), err
 
@@ -85,16 +107,21 @@ def test_what_needs_no_kernels_works_without_a_word(
 def test_rounding_to_int4_says_that_it_is_slower(
     demo_model: Path, without_kernels: None, tmp_path: Path, capfd: Capture
 ) -> None:
-    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g64", "--method", "rtn")
+    code, _, err = run(
+        capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g64", "--method", "rtn"
+    )
     assert code == 0
     warned = [line for line in err.splitlines() if line.startswith("quantkit: warning: ")]
     assert len(warned) == 1
     assert (
-        "int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is no C++ compiler" in warned[0]
+        "int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is no C++"
+        " compiler" in warned[0]
     )
 
 
-def test_the_demo_runs_and_names_the_remedy(without_kernels: None, tmp_path: Path, capfd: Capture) -> None:
+def test_the_demo_runs_and_names_the_remedy(
+    without_kernels: None, tmp_path: Path, capfd: Capture
+) -> None:
     code, _, err = run(capfd, "demo", "--quick", "--json", tmp_path / "found.json")
     assert code == 0
     assert json.loads((tmp_path / "found.json").read_text())["samples"]["int4-g64"]

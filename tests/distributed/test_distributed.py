@@ -43,17 +43,41 @@ def codes(folder: Path) -> dict[str, QuantTensor]:
 
 
 def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    options = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "50", "--length", "128", "--kv-cache", "fp8"]
-    done = forked.group(3, forked.COMMAND, "quantize", demo_model, tmp_path / "three", "--calibration", text, *options)
+    options = [
+        "--scheme",
+        "int4-g64",
+        "--method",
+        "gptq",
+        "--samples",
+        "50",
+        "--length",
+        "128",
+        "--kv-cache",
+        "fp8",
+    ]
+    done = forked.group(
+        3,
+        forked.COMMAND,
+        "quantize",
+        demo_model,
+        tmp_path / "three",
+        "--calibration",
+        text,
+        *options,
+    )
     assert [one.returncode for one in done] == [0] * 3, done[0].stderr
     assert "".join(one.stdout for one in done).count("wrote") == 1
     assert not list((tmp_path / "three").glob(".*"))
     given: dict[str, Any] = {"calibration": text, "samples": 50, "length": 128, "kv_cache": "fp8"}
     quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", **given)
     one, three = codes(tmp_path / "one"), codes(tmp_path / "three")
-    first = "model.layers.0.self_attn.q_proj"  # later layers see what rounding of sums made of earlier ones
+    # later layers see what rounding of sums made of earlier ones
+    first = "model.layers.0.self_attn.q_proj"
     assert (one[first].codes != three[first].codes).float().mean() < 0.01
-    figures = [json.loads((tmp_path / name / "quantkit.json").read_text())["quality"] for name in ("one", "three")]
+    figures = [
+        json.loads((tmp_path / name / "quantkit.json").read_text())["quality"]
+        for name in ("one", "three")
+    ]
     assert figures[1]["passed"]
     for single, shared in zip(*(figure["texts"] for figure in figures), strict=True):
         assert shared["kl"] == pytest.approx(single["kl"], rel=0.2)
@@ -64,7 +88,9 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
     assert found[1][0] == pytest.approx(found[0][0], rel=0.01)
 
 
-def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hessian_is_that_of_all_samples(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one process adds up is what two add up together."""
     tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
     source = open_checkpoint(demo_model)
@@ -80,7 +106,9 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     cpu = torch.device("cpu")
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
-        solver = GroupSolver({"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE)
+        solver = GroupSolver(
+            {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE
+        )
         with torch.inference_mode():
             streams = Streams(source, part, states, cpu, EFFORTS["default"])
             list(quantize_block(BlockPair(source, 0, solver, cpu), streams))
@@ -97,7 +125,9 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
         def sum_(self, value: torch.Tensor) -> None:
             nonlocal calls
             calls += 1
-            if value.shape == (2,):  # how many have seen unpaired inputs, and how many inputs in pairs
+            if value.shape == (
+                2,
+            ):  # how many have seen unpaired inputs, and how many inputs in pairs
                 value += torch.tensor([int(elsewhere), 7])
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))

@@ -23,8 +23,15 @@ GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24,
 
 
 def _reported(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
-    """The errors that quantkit tells on stderr; torch has words of its own there for a lost process."""
-    return [line for one in all_ for line in one.stderr.splitlines() if line.startswith("quantkit: error: ")]
+    """The errors that quantkit tells on stderr; torch has words of its own there for a lost
+    process.
+    """
+    return [
+        line
+        for one in all_
+        for line in one.stderr.splitlines()
+        if line.startswith("quantkit: error: ")
+    ]
 
 
 @pytest.mark.parametrize("command", ["convert --dtype fp32", "quantize --scheme int8"])
@@ -35,7 +42,9 @@ def test_one_works_and_the_other_exits_as_it_does(
     first, second = forked.group(2, forked.COMMAND, name, demo_model, tmp_path / "two", *options)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.startswith(f"wrote {tmp_path / 'two'}: ")
-    assert first.stdout.count("\n") == (2 if name == "quantize" else 1)  # with what would make the output smaller
+    assert first.stdout.count("\n") == (
+        2 if name == "quantize" else 1
+    )  # with what would make the output smaller
     assert (second.stdout, second.stderr) == ("", "")
     assert run(capfd, name, demo_model, tmp_path / "one", *options)[0] == 0
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
@@ -44,10 +53,14 @@ def test_one_works_and_the_other_exits_as_it_does(
 
 def test_an_error_is_reported_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    both = forked.group(2, forked.COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
+    both = forked.group(
+        2, forked.COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8"
+    )
     assert [one.returncode for one in both] == [5, 5]
-    assert _reported(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
-                           " choose another name or remove it"]  # fmt: skip
+    assert _reported(both) == [
+        f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
+        " choose another name or remove it"
+    ]
 
 
 def test_waiting_has_no_limit_of_time() -> None:
@@ -87,7 +100,13 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
 
 def test_both_accept_an_output_that_both_have_made(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    options = ["--scheme", "int4-g64", "--if-exists", "skip", *(f"--{name}={value}" for name, value in GPTQ.items())]
+    options = [
+        "--scheme",
+        "int4-g64",
+        "--if-exists",
+        "skip",
+        *(f"--{name}={value}" for name, value in GPTQ.items()),
+    ]
     for said in f"wrote {dst}: ", f"{dst} exists already, from the same inputs and options: ":
         first, second = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
         assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -102,7 +121,9 @@ def test_both_accept_an_output_that_both_have_made(demo_model: Path, tmp_path: P
 
 def test_a_run_on_another_kind_of_device_is_not_resumed(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    folder = interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst, share=0.3)
+    folder = interrupted(
+        lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst, share=0.3
+    )
     begun = (folder / ".quantkit-journal.jsonl").read_bytes().splitlines(keepends=True)[0]
     assert json.loads(begun)["fingerprint"]["kind of device"] == "cpu"
     (folder / ".quantkit-journal.jsonl").write_bytes(begun)

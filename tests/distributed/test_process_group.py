@@ -37,7 +37,9 @@ def test_processes_add_up_join_and_agree() -> None:
     assert total == [3, 0 + 1 + 2]
     assert rows == torch.arange(10.0).view(5, 2).tolist()
     assert said == "from 0"
-    assert problem == "the processes differ in odd (found 1 in process 1, expected 0 as in process 0)"
+    assert (
+        problem == "the processes differ in odd (found 1 in process 1, expected 0 as in process 0)"
+    )
     assert {one.stdout for one in done} == {done[0].stdout}
 
 
@@ -61,5 +63,7 @@ def test_a_single_process_needs_no_communication(monkeypatch: pytest.MonkeyPatch
 def test_shares_are_whole_and_apart() -> None:
     assert SINGLE.share(20) == slice(0, 20)
     for size in (1, 2, 3, 7):
-        found = [index for rank in range(size) for index in range(20)[ProcessGroup(rank, size).share(20)]]
+        found = [
+            index for rank in range(size) for index in range(20)[ProcessGroup(rank, size).share(20)]
+        ]
         assert found == list(range(20))

@@ -27,15 +27,23 @@ from quantkit.model.decoder import Decoder
 pytestmark = pytest.mark.processes
 
 ODD: dict[str, Any] = {
-    "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 90, "vocab_size": 97,
-    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
-}  # fmt: skip
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "intermediate_size": 90,
+    "vocab_size": 97,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
 EVEN: dict[str, Any] = {"num_hidden_layers": 1, "intermediate_size": 128, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, in the dtype of its activations, and how many processes compile it with which backend."""
+    """A model, in the dtype of its activations, and how many processes compile it with which
+    backend.
+    """
 
     dtype: str
     layers: int
@@ -70,7 +78,9 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     oracle.save(oracle.make("llama", **ODD), base / "odd")
     oracle.save(oracle.make("llama", **EVEN), base / "small")
     for scheme in ("int8", "int4-g32-asym"):
-        quantkit.quantize(base / "small", base / f"small-{scheme}", scheme, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            base / "small", base / f"small-{scheme}", scheme, method="rtn", accept_quality_loss=True
+        )
     return {name: base / name for name in CASES}
 
 
@@ -85,7 +95,9 @@ class Findings:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def shared(
-    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Findings:
     out, count = tmp_path_factory.mktemp("findings"), request.param
     cases = [
@@ -104,12 +116,17 @@ def shared(
     code = "import tensor_parallel_worker; tensor_parallel_worker.main()"
     for done in forked.group(count, code, out / "cases.json", out):
         assert done.returncode == 0, done.stderr
-    return Findings(count, [json.loads((out / f"{rank}.json").read_text()) for rank in range(count)], out)
+    return Findings(
+        count, [json.loads((out / f"{rank}.json").read_text()) for rank in range(count)], out
+    )
 
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
-    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), SINGLE) for name, folder in folders.items()}
+    return {
+        name: worker.opened(folder, getattr(torch, CASES[name].dtype), SINGLE)
+        for name, folder in folders.items()
+    }
 
 
 def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
@@ -124,7 +141,9 @@ def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, 
             assert text
 
 
-def test_the_logits_of_a_batch_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
+def test_the_logits_of_a_batch_are_those_of_one_process(
+    shared: Findings, alone: dict[str, Decoder]
+) -> None:
     for name in shared.each[0]:
         found = torch.load(shared.out / f"{name}.pt")
         expected = worker.batch_logits(alone[name])
@@ -169,17 +188,23 @@ def test_it_compiles_in_one_graph_to_the_same_tokens(shared: Findings) -> None:
 def test_the_compiled_engine_gives_the_same_tokens(shared: Findings) -> None:
     name, count = ENGINE
     for process in shared.each:
-        assert process[name]["engine"] == (process[name]["tokens"] if shared.processes == count else None)
+        assert process[name]["engine"] == (
+            process[name]["tokens"] if shared.processes == count else None
+        )
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "bf16", "int4-g128"])
-def test_each_process_has_its_part_in_memory(name: str, shared: Findings, alone: dict[str, Decoder]) -> None:
+def test_each_process_has_its_part_in_memory(
+    name: str, shared: Findings, alone: dict[str, Decoder]
+) -> None:
     whole = sum(tensor.nbytes for tensor in (*alone[name].parameters(), *alone[name].buffers()))
     for process in shared.each:
         assert process[name]["bytes"] == pytest.approx(whole / shared.processes, rel=0.15)
 
 
-def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings, alone: dict[str, Decoder]) -> None:
+def test_shared_models_keep_their_kernels_but_not_whole_blocks(
+    shared: Findings, alone: dict[str, Decoder]
+) -> None:
     for name in ("int8", "int4-g128"):
         assert alone[name].ops.blocks is not None
         for process in shared.each:
@@ -198,21 +223,45 @@ def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
 
 def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text").write_text(excerpt()[:1500])
-    options = ["--text", tmp_path / "text", "--against", folders["fp32"], "--window", "64", "--json", tmp_path / "json"]
+    options = [
+        "--text",
+        tmp_path / "text",
+        "--against",
+        folders["fp32"],
+        "--window",
+        "64",
+        "--json",
+        tmp_path / "json",
+    ]
     done, _ = forked.group(2, forked.COMMAND, "eval", folders["int8"], *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("word ppl") == 1
-    expected = evaluate([folders["int8"]], texts=[tmp_path / "text"], against=folders["fp32"], window=64)
+    expected = evaluate(
+        [folders["int8"]], texts=[tmp_path / "text"], against=folders["fp32"], window=64
+    )
     found = json.loads((tmp_path / "json").read_text())
     for row, one in zip(found["rows"], expected.to_json()["rows"], strict=True):
         assert row["name"] == one["name"]
         theirs = one["texts"]["text"]
         assert row["texts"]["text"]["documents"] == pytest.approx(theirs["documents"], rel=1e-4)
-        assert row["texts"]["text"]["token_perplexity"] == pytest.approx(theirs["token_perplexity"], rel=1e-4)
+        assert row["texts"]["text"]["token_perplexity"] == pytest.approx(
+            theirs["token_perplexity"], rel=1e-4
+        )
 
 
 def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path) -> None:
-    few = ["--batch", "2", "--prompt-lengths", "8", "--contexts", "48", "--runs", "1", "--json", tmp_path / "json"]
+    few = [
+        "--batch",
+        "2",
+        "--prompt-lengths",
+        "8",
+        "--contexts",
+        "48",
+        "--runs",
+        "1",
+        "--json",
+        tmp_path / "json",
+    ]
     done, _ = forked.group(2, forked.COMMAND, "bench", folders["fp32"], *few)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("threads") == 1
@@ -222,7 +271,9 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
     assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)
     (row,) = found["at_contexts"]
-    assert row["cache_bytes"] < cache_bytes(whole.config, 2, 48, torch.float32)  # those of its own heads
+    assert row["cache_bytes"] < cache_bytes(
+        whole.config, 2, 48, torch.float32
+    )  # those of its own heads
 
 
 def _reported(stderr: str) -> list[str]:
@@ -245,24 +296,31 @@ def _run_apart(*commands: list[str | Path]) -> str:
     return reported
 
 
-def test_processes_with_different_files_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_processes_with_different_files_are_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     other = oracle.copy(folders["fp32"], tmp_path / "other")
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
     (other / "quantkit.json").unlink()
     reported = _run_apart(*(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
-    assert reported.startswith("quantkit: error: the processes differ in contents of model.safetensors (found")
+    assert reported.startswith(
+        "quantkit: error: the processes differ in contents of model.safetensors (found"
+    )
 
 
-def test_processes_with_different_seeds_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_processes_with_different_seeds_are_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     (tmp_path / "text").write_text(excerpt())
     arguments = ["--scheme", "int8", "--method", "gptq", "--calibration", tmp_path / "text"]
     command = ["quantize", folders["fp32"], tmp_path / "out", *arguments]
     reported = _run_apart(*([*command, "--seed", seed] for seed in ("1", "2")))
     assert (
         reported
-        == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1 as in process 0)"
+        == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1"
+        " as in process 0)"
     )
     assert not (tmp_path / "out").exists()
 
@@ -278,14 +336,18 @@ def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
 def test_a_lost_process_and_an_interruption_end_the_job(
     how: signal.Signals, count: int, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One of the processes is killed while they generate; or all are interrupted, as a terminal does."""
+    """One of the processes is killed while they generate; or all are interrupted, as a terminal
+    does.
+    """
     out, err = tmp_path / "out", tmp_path / "err"
     drawn = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "1000"]
     with out.open("w") as stdout, err.open("w") as stderr:
         job = subprocess.Popen(
             forked.launched(count, "generate", folders["fp32"], "--prompt", "My fellow", *drawn),
-            stdout=stdout, stderr=stderr, start_new_session=True,
-        )  # fmt: skip
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
     try:
         while not out.stat().st_size and job.poll() is None:
             time.sleep(0.05)
@@ -309,4 +371,8 @@ def test_a_lost_process_and_an_interruption_end_the_job(
 
 
 def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if Path(f"/proc/{pid}").exists() else []
+    return (
+        Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if Path(f"/proc/{pid}").exists()
+        else []
+    )

@@ -1,4 +1,6 @@
-"""Models of all families shared by processes: experts, sinks, norms over whole widths; the same tokens as from one."""
+"""Models of all families shared by processes: experts, sinks, norms over whole widths; the same
+tokens as from one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.processes
 
 @dataclass(frozen=True)
 class Case:
-    """A case of `test_architectures`, rounded or not, and how often its processes meet in a step."""
+    """A case of `test_architectures`, rounded or not, and how often its processes meet in a
+    step.
+    """
 
     architecture: str
     sums: int
@@ -56,10 +60,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, case in CASES.items():
         kind, settings = ARCHITECTURES[case.architecture]
-        folder = found[name] = oracle.save(oracle.make(kind, **{**settings, **case.changes}), base / name)
+        folder = found[name] = oracle.save(
+            oracle.make(kind, **{**settings, **case.changes}), base / name
+        )
         if case.scheme is not None:
             found[name] = base / f"{name}-rounded"
-            quantkit.quantize(folder, found[name], case.scheme, method="rtn", accept_quality_loss=True)
+            quantkit.quantize(
+                folder, found[name], case.scheme, method="rtn", accept_quality_loss=True
+            )
     return found
 
 
@@ -73,7 +81,11 @@ _AMONG_FOUR = ("qwen3-moe-int4", "qwen2-moe", "gpt-oss", "gemma2", "olmo2")
 
 @pytest.mark.parametrize(("count", "names"), [(2, tuple(CASES)), (4, _AMONG_FOUR)], ids=["2", "4"])
 def test_the_tokens_and_logits_are_those_of_one_process(
-    count: int, names: tuple[str, ...], folders: dict[str, Path], alone: dict[str, Decoder], tmp_path: Path
+    count: int,
+    names: tuple[str, ...],
+    folders: dict[str, Path],
+    alone: dict[str, Decoder],
+    tmp_path: Path,
 ) -> None:
     cases = [
         {
@@ -95,7 +107,10 @@ def test_the_tokens_and_logits_are_those_of_one_process(
         expected = worker.greedy(worker.Step(alone[name]))
         for process in each:
             assert process[name]["steps"] == expected, name
-            assert process[name]["collectives"] == {"all_reduce": case.sums, "all_gather_into_tensor": 1}, name
+            assert process[name]["collectives"] == {
+                "all_reduce": case.sums,
+                "all_gather_into_tensor": 1,
+            }, name
             assert process[name]["logits"] == each[0][name]["logits"]
         logits = worker.batch_logits(alone[name])
         close = 1e-4 if case.scheme is None else 3e-3

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, LayerConfig, ModelConfig
+from quantkit.architectures.config import (
+    ExpertsConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    ModelConfig,
+)
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.shard import CheckpointShard, split_model
@@ -31,7 +36,12 @@ def _config(**changes: Any) -> ModelConfig:
     return config_from_hf({**oracle.SIZES, **own, **changes}, "config.json")
 
 
-LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 
 
 def _schemes(config: ModelConfig, scheme: str) -> dict[str, QuantScheme]:
@@ -50,7 +60,9 @@ def _schemes(config: ModelConfig, scheme: str) -> dict[str, QuantScheme]:
         (64, 8, 16, 15, [7]),
     ],
 )
-def test_the_kv_heads_of_a_process(heads: int, kv_heads: int, size: int, rank: int, expected: list[int]) -> None:
+def test_the_kv_heads_of_a_process(
+    heads: int, kv_heads: int, size: int, rank: int, expected: list[int]
+) -> None:
     config = _config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
     found = split_model(config, {}, rank, size)
     rows = [row for start, stop in found.ranges["kv"] for row in range(start, stop)]
@@ -68,7 +80,9 @@ def test_the_kv_heads_of_a_process(heads: int, kv_heads: int, size: int, rank: i
         ("int4-g128", 32, {2 * 128, 3 * 128}),
     ],
 )
-def test_the_feed_forward_width_goes_by_whole_groups(scheme: str | None, size: int, widths: set[int]) -> None:
+def test_the_feed_forward_width_goes_by_whole_groups(
+    scheme: str | None, size: int, widths: set[int]
+) -> None:
     config = _config(**LLAMA_7B)
     schemes = {} if scheme is None else _schemes(config, scheme)
     found = [split_model(config, schemes, rank, size) for rank in range(size)]
@@ -122,7 +136,10 @@ def test_every_expert_is_split_by_whole_groups() -> None:
 
 def test_too_many_processes_for_experts_are_refused() -> None:
     config = _with_experts(64)
-    with pytest.raises(RequestError, match=r"width of an expert \(found 4, expected at most 2: 64 in groups of 32\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"width of an expert \(found 4, expected at most 2: 64 in groups of 32\)",
+    ):
         split_model(config, _schemes(config, "int4-g32"), 0, 4)
     shared = _with_experts(shared_size=64)
     with pytest.raises(RequestError, match="width of the shared experts"):
@@ -131,39 +148,64 @@ def test_too_many_processes_for_experts_are_refused() -> None:
 
 def test_latent_attention_is_refused() -> None:
     latent = LatentAttentionConfig(query_rank=None, kv_rank=8, rope_dim=4, plain_dim=8, value_dim=8)
-    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.self"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"cannot share this architecture \(found tensor 'model.layers.0.self",
+    ):
         split_model(replace(_config(), latent_attention=latent), {}, 0, 2)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen2_moe", "olmoe"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_slices_of_experts_and_sinks_are_the_checkpoint(kind: str, size: int, tmp_path: Path) -> None:
-    experts = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+def test_the_slices_of_experts_and_sinks_are_the_checkpoint(
+    kind: str, size: int, tmp_path: Path
+) -> None:
+    experts = {
+        "num_experts": 3,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    }
     widths = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "head_dim": 8}
-    folder = oracle.save(oracle.make(kind, **experts, **(widths if kind != "olmoe" else {})), tmp_path / "model")
+    folder = oracle.save(
+        oracle.make(kind, **experts, **(widths if kind != "olmoe" else {})), tmp_path / "model"
+    )
     whole, shards = open_checkpoint(folder), _shards(folder, size)
     for name in whole.names():
         expected, parts = _dense(whole.load(name)), [_dense(shard.load(name)) for shard in shards]
         if name.endswith(("o_proj.bias", "down_proj.bias")):
             found = torch.stack(parts).sum(0)
-        elif "layernorm" in name or "mlp.gate." in name or "shared_expert_gate" in name or name == "model.norm.weight":
+        elif (
+            "layernorm" in name
+            or "mlp.gate." in name
+            or "shared_expert_gate" in name
+            or name == "model.norm.weight"
+        ):
             assert all(torch.equal(part, expected) for part in parts), name
             continue
         else:
-            found = torch.cat(parts, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)
+            found = torch.cat(
+                parts, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            )
         assert torch.equal(found, expected), name
 
 
 def test_a_kv_head_on_several_processes_counts_once() -> None:
     config = _config(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
-    assert [split_model(config, {}, rank, 2).kv_shares for rank in range(2)] == [(0.5, 0.5, 0.5), (0.5, 0.5, 0.5)]
+    assert [split_model(config, {}, rank, 2).kv_shares for rank in range(2)] == [
+        (0.5, 0.5, 0.5),
+        (0.5, 0.5, 0.5),
+    ]
     assert split_model(_config(num_key_value_heads=2), {}, 3, 4).kv_shares == (0.5,)
     assert split_model(_config(num_key_value_heads=4), {}, 1, 2).kv_shares == (1, 1)
 
 
 def _shards(folder: Path, size: int) -> list[CheckpointShard]:
     whole = open_checkpoint(folder)
-    return [CheckpointShard(whole, split_model(whole.config, schemes(whole), rank, size)) for rank in range(size)]
+    return [
+        CheckpointShard(whole, split_model(whole.config, schemes(whole), rank, size))
+        for rank in range(size)
+    ]
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:
@@ -173,11 +215,15 @@ def _dense(value: Tensor | QuantTensor) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "int4-g32-asym"])
 def test_the_slices_are_the_checkpoint(scheme: str | None, size: int, tmp_path: Path) -> None:
-    """The vocabulary of 97 is no multiple of anything; a head is half a group, a fourth at 8 processes."""
+    """The vocabulary of 97 is no multiple of anything; a head is half a group, a fourth at 8
+    processes.
+    """
     changes = {"attention_bias": True, "mlp_bias": True, "vocab_size": 97, "intermediate_size": 256}
     folder = oracle.save(oracle.make("llama", **changes), tmp_path / "model")
     if scheme is not None:
-        quantkit.quantize(folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True
+        )
         folder = tmp_path / "quantized"
     whole, shards = open_checkpoint(folder), _shards(folder, size)
     for name in whole.names():
@@ -187,8 +233,15 @@ def test_the_slices_are_the_checkpoint(scheme: str | None, size: int, tmp_path: 
             assert tuple(part.shape) == info.shape
             assert (part.scheme if isinstance(part, QuantTensor) else None) == info.scheme
             last = part.shape[0]
-            for rows in (TensorSlice(0, ((0, 5),)), TensorSlice(0, ((7, last),)), TensorSlice(0, ((last - 1, last),))):
-                assert torch.equal(_dense(shard.load(name, rows)), _dense(rows.of_weight(part))), (name, rows)
+            for rows in (
+                TensorSlice(0, ((0, 5),)),
+                TensorSlice(0, ((7, last),)),
+                TensorSlice(0, ((last - 1, last),)),
+            ):
+                assert torch.equal(_dense(shard.load(name, rows)), _dense(rows.of_weight(part))), (
+                    name,
+                    rows,
+                )
         dense = [_dense(part) for part in parts]
         if "k_proj" in name or "v_proj" in name:  # two KV heads
             dense = dense[:: size // 2]

@@ -1,4 +1,6 @@
-"""The doctor: each rule finds the folder that was broken for it, and nothing else; sound folders have nothing."""
+"""The doctor: each rule finds the folder that was broken for it, and nothing else; sound folders
+have nothing.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _reencode(modules: list[str], encode: Callable[[torch.Tensor], build.Tensors
         for module in modules:
             for name in [name for name in tensors if name.startswith(f"{module}.")]:
                 del tensors[name]
-            tensors |= {f"{module}.{leaf}": one for leaf, one in encode(source[f"{module}.weight"]).items()}
+            tensors |= {
+                f"{module}.{leaf}": one for leaf, one in encode(source[f"{module}.weight"]).items()
+            }
 
     return change
 
@@ -163,7 +167,11 @@ def _added(number: int) -> dict[str, Any]:
 
 def _words(*words: str) -> dict[str, Any]:
     """The model of a tokenizer.json."""
-    return {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": words[0]}
+    return {
+        "type": "WordLevel",
+        "vocab": {word: index for index, word in enumerate(words)},
+        "unk_token": words[0],
+    }
 
 
 def _json_changed(name: str, *keys: str, value: Any) -> Callable[[Path], None]:
@@ -232,7 +240,9 @@ def _mixture(tensors: build.Tensors, config: dict[str, Any]) -> None:
                 weight = source[f"{prefix}mlp.{other}.weight"]
                 bits = 8 if (layer, expert) == (1, 1) else 4
                 module = f"{prefix}block_sparse_moe.experts.{expert}.{own}"
-                tensors |= {f"{module}.{leaf}": one for leaf, one in build.packed(weight, bits).items()}
+                tensors |= {
+                    f"{module}.{leaf}": one for leaf, one in build.packed(weight, bits).items()
+                }
 
 
 def _mixed_experts(tensors: build.Tensors, config: dict[str, Any]) -> None:
@@ -259,7 +269,9 @@ CASES = [
     Case("no-weights", damage=_removed("model.safetensors")),
     Case("adapter", damage=_adapter),
     Case("placeholder", shards=3, damage=_written(FIRST, _LFS)),
-    Case("placeholder", damage=_written("model.safetensors", b"<!DOCTYPE html><html>sign in</html>")),
+    Case(
+        "placeholder", damage=_written("model.safetensors", b"<!DOCTYPE html><html>sign in</html>")
+    ),
     Case("empty-file", shards=3, damage=_written(FIRST, b"")),
     Case("truncated-file", shards=3, damage=lambda folder: _cut(folder / FIRST)),
     Case("damaged-file", damage=_written("model.safetensors", struct.pack("<Q", 5) + b"[1,2]")),
@@ -276,7 +288,10 @@ CASES = [
     Case("not-a-file", damage=_linked("tokenizer.json")),
     Case("not-a-file", damage=_linked("model.safetensors")),
     Case("not-a-file", damage=lambda folder: (folder / "added_tokens.json").symlink_to("nowhere")),
-    Case("not-a-file", damage=lambda folder: (folder / "preprocessor_config.json").symlink_to("nowhere")),
+    Case(
+        "not-a-file",
+        damage=lambda folder: (folder / "preprocessor_config.json").symlink_to("nowhere"),
+    ),
     Case("damaged-side-file", damage=_written("LICENSE", _LFS)),
     Case("damaged-side-file", damage=_written("chat_template.json", b"{")),
     Case("link-outside", damage=lambda folder: (folder / "LICENSE").symlink_to("/etc/hostname")),
@@ -284,8 +299,15 @@ CASES = [
     Case("tensor-twice", damage=_second_file),
     Case("no-index", shards=3, damage=_removed(INDEX)),
     Case("no-index", shards=3, damage=_removed(INDEX), requested={"runtime": "transformers"}),
-    Case("no-index", damage=lambda folder: (folder / "model.safetensors").rename(folder / _ONE_OF_ONE)),
-    Case("stray-file", shards=3, damage=lambda folder: save_file({"x": torch.zeros(1)}, folder / "old.safetensors")),
+    Case(
+        "no-index",
+        damage=lambda folder: (folder / "model.safetensors").rename(folder / _ONE_OF_ONE),
+    ),
+    Case(
+        "stray-file",
+        shards=3,
+        damage=lambda folder: save_file({"x": torch.zeros(1)}, folder / "old.safetensors"),
+    ),
     Case("no-config", damage=_removed("config.json")),
     Case("damaged-json", damage=_written("config.json", b'{"model_type": ')),
     # tensors
@@ -294,27 +316,38 @@ CASES = [
     Case("bad-config", change=_configured(rope_parameters=_ROPE, rope_theta=0)),
     Case("rope-conflict", change=_configured(rope_parameters={**_ROPE, "rope_theta": 5e5})),
     Case("not-read-here", "awq", change=_setting(version="gemv")),
-    Case("not-read-here", "mlx", change=lambda _, config: config["quantization"].update(mode="mxfp4")),
+    Case(
+        "not-read-here", "mlx", change=lambda _, config: config["quantization"].update(mode="mxfp4")
+    ),
     Case("unknown-setting", change=_configured(hidden_act="relu2")),
     Case("two-forms", "packed", change=_two_forms),
     Case("missing-tensor", change=_without(f"{DOWN}.weight")),
     Case("missing-tensor", change=_without("lm_head.weight")),
     Case("extra-tensor", change=_configured(num_hidden_layers=2)),
-    Case("extra-tensor", change=lambda tensors, _: tensors.update({f"{Q}.bias": torch.zeros(HIDDEN)})),
+    Case(
+        "extra-tensor", change=lambda tensors, _: tensors.update({f"{Q}.bias": torch.zeros(HIDDEN)})
+    ),
     Case("wrong-shape", change=_changed(f"{DOWN}.weight", lambda weight: weight[:, :-1])),
     Case("wrong-type", change=_changed("model.norm.weight", lambda weight: weight.int())),
     Case("dropped-prediction", change=_configured(num_nextn_predict_layers=1)),
     Case("dropped-tower", change=_configured(vision_config={"depth": 2})),
     # quantized weights
-    Case("bad-settings", "packed", change=_setting(config_groups={"group_0": {"targets": "Linear"}})),
+    Case(
+        "bad-settings", "packed", change=_setting(config_groups={"group_0": {"targets": "Linear"}})
+    ),
     Case("bad-settings", "packed", change=_setting(ignore=["re:("])),
     Case("two-schemes", "packed", change=_second_group(["Linear"], num_bits=4, symmetric=False)),
     Case("names-nothing", "packed", change=_second_group(["model.layers.9.self_attn.q_proj"])),
     Case("not-quantized", "packed", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-quantized", "gptq", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-quantized", "awq", change=_reencode([DOWN], lambda weight: {"weight": weight})),
-    Case("not-quantized", "awq", change=_both(
-        _configured(model_type="other"), _reencode([DOWN], lambda weight: {"weight": weight}))),
+    Case(
+        "not-quantized",
+        "awq",
+        change=_both(
+            _configured(model_type="other"), _reencode([DOWN], lambda weight: {"weight": weight})
+        ),
+    ),
     Case("not-quantized", "fp8", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-in-config", "packed", change=_setting(ignore=["lm_head", DOWN])),
     Case("not-in-config", "awq", change=_setting(modules_to_not_convert=["1.mlp.down_proj"])),
@@ -323,31 +356,59 @@ CASES = [
     Case("bad-settings", "awq", change=_setting(quant_method=5)),
     Case("other-kind", "awq", change=_setting(quant_method="bitsandbytes")),
     Case("codes-type", "gptq", change=_changed(f"{DOWN}.qweight", lambda codes: codes.float())),
-    Case("codes-type", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale.short())),
+    Case(
+        "codes-type", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale.short())
+    ),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_scale")),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_packed")),
     Case("incomplete", "packed-asym", change=_without(f"{DOWN}.weight_zero_point")),
     Case("incomplete", "gptq", change=_without(f"{DOWN}.qzeros")),
     Case("incomplete", "mlx", change=_without(f"{DOWN}.scales")),
     Case("incomplete", "fp8", change=_without(f"{DOWN}.weight_scale_inv")),
-    Case("codes-shape", "packed", change=_changed(f"{DOWN}.weight_packed", lambda codes: codes[:, :-1])),
+    Case(
+        "codes-shape",
+        "packed",
+        change=_changed(f"{DOWN}.weight_packed", lambda codes: codes[:, :-1]),
+    ),
     Case("codes-shape", "mlx", change=_changed(f"{DOWN}.weight", lambda codes: codes[:-1])),
-    Case("scale-shape", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale[:, :-1])),
+    Case(
+        "scale-shape",
+        "packed",
+        change=_changed(f"{DOWN}.weight_scale", lambda scale: scale[:, :-1]),
+    ),
     Case("scale-shape", "fp8", change=_changed(f"{DOWN}.weight_scale_inv", torch.t)),
     Case("scale-shape", "awq", change=_changed(f"{DOWN}.scales", lambda scale: scale[:-1])),
-    Case("scale-shape", "gptq-asym", change=_changed(f"{DOWN}.qzeros", lambda zeros: zeros[:, :-1])),
+    Case(
+        "scale-shape", "gptq-asym", change=_changed(f"{DOWN}.qzeros", lambda zeros: zeros[:, :-1])
+    ),
     Case("uneven-groups", "gptq", change=_setting(group_size=48)),
-    Case("fused-schemes", "packed", change=_both(
-        _reencode([_UP], lambda weight: build.packed(weight, 8)), _second_group([_UP], num_bits=8))),
-    Case("fused-schemes", "packed", change=_both(
-        _reencode([Q], lambda weight: {"weight": weight}), _setting(ignore=["lm_head", Q]))),
+    Case(
+        "fused-schemes",
+        "packed",
+        change=_both(
+            _reencode([_UP], lambda weight: build.packed(weight, 8)),
+            _second_group([_UP], num_bits=8),
+        ),
+    ),
+    Case(
+        "fused-schemes",
+        "packed",
+        change=_both(
+            _reencode([Q], lambda weight: {"weight": weight}), _setting(ignore=["lm_head", Q])
+        ),
+    ),
     Case("expert-schemes", "packed", change=_mixed_experts),
     Case("tp-groups", "packed", requested={"tp": 4}),
     Case("tp-groups", "fp8", requested={"tp": 4}),
     Case("tp-heads", requested={"tp": 3}),
     Case("act-order", "packed", change=lambda _, config: _weights(config).update(actorder="group")),
-    Case("quantized-embedding", "packed", change=_both(
-        _reencode(["model.embed_tokens"], build.packed), _second_group(["model.embed_tokens"]))),
+    Case(
+        "quantized-embedding",
+        "packed",
+        change=_both(
+            _reencode(["model.embed_tokens"], build.packed), _second_group(["model.embed_tokens"])
+        ),
+    ),
     Case("low-bit-state", "packed", change=_linear_attention),
     Case("low-bit-state", "gptq", change=_linear_attention),
     Case("low-bit-state", "mlx", change=_linear_attention),
@@ -355,7 +416,11 @@ CASES = [
     Case("zero-version", "gptq-v2", change=_setting(checkpoint_format="gptq")),
     Case("zero-version", "gptq-asym", change=_setting(checkpoint_format="gptq_v2"), requested=DEEP),
     Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE)),
-    Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE, _V_SCALE.replace("v_scale", "k_scale"))),
+    Case(
+        "kv-scales-missing",
+        "packed-kv",
+        change=_without(_V_SCALE, _V_SCALE.replace("v_scale", "k_scale")),
+    ),
     Case("kv-no-scales", "packed", change=_setting(kv_cache_scheme=build.KV_SCHEME)),
     Case("kv-no-scales", "fp8", change=_setting(kv_cache_scheme="static")),
     Case("kv-no-scheme", "packed-kv", change=_setting(kv_cache_scheme=None)),
@@ -366,14 +431,28 @@ CASES = [
     Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, -0.1)),
     Case("kv-scale-value", "packed-kv", change=_changed(_V_SCALE, lambda scale: scale.short())),
     Case("kv-scale-value", "packed-kv", change=_added_tensor(_Q_SCALE, torch.tensor([-0.1]))),
-    Case("kv-scale-value", "packed-kv", change=_added_tensor(_Q_SCALE, torch.tensor([float("nan")]))),
-    Case("kv-scale-value", "packed-kv", change=_added_tensor(_V_ZERO, torch.tensor([float("nan")]))),
+    Case(
+        "kv-scale-value", "packed-kv", change=_added_tensor(_Q_SCALE, torch.tensor([float("nan")]))
+    ),
+    Case(
+        "kv-scale-value", "packed-kv", change=_added_tensor(_V_ZERO, torch.tensor([float("nan")]))
+    ),
     Case("kv-scale-shape", "packed-kv", change=_changed(_V_SCALE, lambda scale: scale.repeat(2))),
     Case("kv-scale-shape", "packed-kv", change=_added_tensor(_V_ZERO, torch.zeros(2))),
     Case("kv-scale-shape", "packed-kv", change=_added_tensor(_Q_SCALE, torch.ones(4))),
-    Case("kv-no-zero-points", "packed-kv", change=_setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False})),
-    Case("kv-no-zero-points", "packed-kv", change=_both(
-        _setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False}), _added_tensor(_V_ZERO, torch.zeros(1)))),
+    Case(
+        "kv-no-zero-points",
+        "packed-kv",
+        change=_setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False}),
+    ),
+    Case(
+        "kv-no-zero-points",
+        "packed-kv",
+        change=_both(
+            _setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False}),
+            _added_tensor(_V_ZERO, torch.zeros(1)),
+        ),
+    ),
     Case("bad-settings", "packed-kv", change=_setting(kv_cache_scheme=[8])),
     Case("bad-settings", "packed-kv", change=_setting(kv_cache_scheme={"num_bits": "x"})),
     # text
@@ -381,29 +460,55 @@ CASES = [
     Case("damaged-tokenizer", damage=_written("tokenizer.json", b'{"model": {}}')),
     Case("damaged-tokenizer", damage=_written("tokenizer_config.json", b"{")),
     Case("damaged-tokenizer", damage=_edited("tokenizer.json", pre_tokenizer={"type": "Foo"})),
-    Case("damaged-tokenizer", damage=_edited("tokenizer.json", model={**_words("<unk>"), "type": "Foo"})),
-    Case("damaged-tokenizer", damage=_json_changed("tokenizer.json", "model", "vocab", "w3", value=-1)),
-    Case("damaged-tokenizer", damage=_edited("tokenizer.json", added_tokens=[{"id": 1e999, "content": "<x>"}])),
+    Case(
+        "damaged-tokenizer",
+        damage=_edited("tokenizer.json", model={**_words("<unk>"), "type": "Foo"}),
+    ),
+    Case(
+        "damaged-tokenizer",
+        damage=_json_changed("tokenizer.json", "model", "vocab", "w3", value=-1),
+    ),
+    Case(
+        "damaged-tokenizer",
+        damage=_edited("tokenizer.json", added_tokens=[{"id": 1e999, "content": "<x>"}]),
+    ),
     Case("damaged-tokenizer", damage=_written("tokenizer.model", _LFS)),
     Case("damaged-tokenizer", damage=_written("tokenizer.model", b"no model")),
     Case("damaged-tokenizer", damage=_written("added_tokens.json", b"")),
     Case("damaged-tokenizer", damage=_edited("tokenizer_config.json", additional_special_tokens=5)),
     Case("tokenizer-conflict", damage=_edited("tokenizer_config.json", split_special_tokens=True)),
-    Case("tokenizer-conflict", damage=_edited("tokenizer_config.json", extra_special_tokens=["w3"])),
-    Case("tokenizer-conflict", damage=_edited(
-        "tokenizer_config.json", added_tokens_decoder={"3": {"content": "w3", "special": True}})),
+    Case(
+        "tokenizer-conflict", damage=_edited("tokenizer_config.json", extra_special_tokens=["w3"])
+    ),
+    Case(
+        "tokenizer-conflict",
+        damage=_edited(
+            "tokenizer_config.json", added_tokens_decoder={"3": {"content": "w3", "special": True}}
+        ),
+    ),
     Case("unknown-token", damage=_edited("tokenizer_config.json", bos_token="nowhere")),
     Case("unknown-token", damage=_edited("tokenizer_config.json", sep_token="<sep>")),
-    Case("tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])),
+    Case(
+        "tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])
+    ),
     Case("tokenizer-too-small", damage=_edited("tokenizer.json", model=_words("<s>", "</s>"))),
     Case("vocabulary", "mlx", change=_configured(vocab_size=VOCABULARY + 1)),
     Case("token-out-of-range", damage=_edited("generation_config.json", pad_token_id=VOCABULARY)),
     Case("end-tokens", damage=_edited("tokenizer_config.json", eos_token="w7")),
-    Case("no-chat-template", damage=lambda folder: [_instruct(folder), _removed("chat_template.jinja")(folder)]),
+    Case(
+        "no-chat-template",
+        damage=lambda folder: [_instruct(folder), _removed("chat_template.jinja")(folder)],
+    ),
     Case("damaged-template", damage=_written("chat_template.jinja", b"{% for m in %}")),
     Case("damaged-template", damage=_written("chat_template.jinja", b"")),
-    Case("no-generation-config", damage=lambda folder: [_instruct(folder), _removed("generation_config.json")(folder)]),
-    Case("bad-generation-config", damage=_edited("generation_config.json", do_sample=True, top_p="high")),
+    Case(
+        "no-generation-config",
+        damage=lambda folder: [_instruct(folder), _removed("generation_config.json")(folder)],
+    ),
+    Case(
+        "bad-generation-config",
+        damage=_edited("generation_config.json", do_sample=True, top_p="high"),
+    ),
     Case("bad-generation-config", damage=_edited("generation_config.json", max_new_tokens=0)),
     # one runtime
     Case("other-container", requested={"runtime": "llama.cpp"}),
@@ -411,33 +516,71 @@ CASES = [
     Case("other-method", "packed", requested={"runtime": "mlx"}),
     Case("gptq-zeros", "gptq-asym", requested={"runtime": "vllm"}),
     Case("gptq-order", "gptq", change=_setting(desc_act=True), requested={"runtime": "vllm"}),
-    Case("vllm-settings", "packed", change=_setting(sparsity_config={"targets": ["Linear"]}),
-        requested={"runtime": "vllm"}),
-    Case("vllm-names", "gptq", change=_both(
-        _reencode(_ATTENTION, lambda weight: build.gptq(weight, 8)),
-        _setting(dynamic={rf"+:^{re.escape(name)}$": {"bits": 8} for name in _ATTENTION})),
-        requested={"runtime": "vllm"}),
-    Case("vllm-head", "gptq", change=_both(
-        _reencode(["lm_head"], build.gptq), _setting(lm_head=True)), requested={"runtime": "vllm"}),
+    Case(
+        "vllm-settings",
+        "packed",
+        change=_setting(sparsity_config={"targets": ["Linear"]}),
+        requested={"runtime": "vllm"},
+    ),
+    Case(
+        "vllm-names",
+        "gptq",
+        change=_both(
+            _reencode(_ATTENTION, lambda weight: build.gptq(weight, 8)),
+            _setting(dynamic={rf"+:^{re.escape(name)}$": {"bits": 8} for name in _ATTENTION}),
+        ),
+        requested={"runtime": "vllm"},
+    ),
+    Case(
+        "vllm-head",
+        "gptq",
+        change=_both(_reencode(["lm_head"], build.gptq), _setting(lm_head=True)),
+        requested={"runtime": "vllm"},
+    ),
     Case("packed-zeros", "packed-asym", requested={"runtime": "transformers"}),
     Case("column-groups", "gptq", requested={"runtime": "mlx"}),
     Case("no-cpu-kernel", "packed-8", requested={"runtime": "vllm"}),
     Case("unknown-family", change=_configured(model_type="other"), requested={"runtime": "vllm"}),
     # numbers
     Case("nan", change=_filled(f"{DOWN}.weight", float("nan"), slice(3, 4)), requested=DEEP),
-    Case("nan", "packed", change=_filled(f"{DOWN}.weight_scale", float("inf"), slice(1)), requested=DEEP),
+    Case(
+        "nan",
+        "packed",
+        change=_filled(f"{DOWN}.weight_scale", float("inf"), slice(1)),
+        requested=DEEP,
+    ),
     Case("never-written", change=_filled(f"{DOWN}.weight", 0), requested=DEEP),
     Case("never-written", change=_filled("model.norm.weight", 0), requested=DEEP),
-    Case("never-written", "packed", change=_filled(f"{DOWN}.weight_packed", 0x77777777), requested=DEEP),
+    Case(
+        "never-written",
+        "packed",
+        change=_filled(f"{DOWN}.weight_packed", 0x77777777),
+        requested=DEEP,
+    ),
     Case("never-written", "awq", change=_filled(f"{DOWN}.scales", 0), requested=DEEP),
     Case("partly-written", change=_filled(f"{DOWN}.weight", 0, slice(40, None)), requested=DEEP),
     Case("equal-scales", "packed", change=_filled(f"{DOWN}.weight_scale", 0.01), requested=DEEP),
     Case("zero-scales", "gptq", change=_filled(f"{DOWN}.scales", 0, slice(3)), requested=DEEP),
-    Case("absurd-scale", "packed", change=_filled(f"{DOWN}.weight_scale", 1e9, slice(1)), requested=DEEP),
-    Case("negative-scales", "packed", change=_changed(f"{DOWN}.weight_scale", torch.neg), requested=DEEP),
+    Case(
+        "absurd-scale",
+        "packed",
+        change=_filled(f"{DOWN}.weight_scale", 1e9, slice(1)),
+        requested=DEEP,
+    ),
+    Case(
+        "negative-scales",
+        "packed",
+        change=_changed(f"{DOWN}.weight_scale", torch.neg),
+        requested=DEEP,
+    ),
     Case("tied-head", change=_configured(tie_word_embeddings=True), requested=DEEP),
-    Case("column-order", "gptq", change=_changed(f"{DOWN}.g_idx", lambda order: order.flip(0)), requested=DEEP),
-]  # fmt: skip
+    Case(
+        "column-order",
+        "gptq",
+        change=_changed(f"{DOWN}.g_idx", lambda order: order.flip(0)),
+        requested=DEEP,
+    ),
+]
 
 
 def _named(case: Case) -> str:
@@ -449,7 +592,9 @@ def _names(found: quantkit.Diagnosis) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_named)
-def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(case: Case, tmp_path: Path) -> None:
+def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(
+    case: Case, tmp_path: Path
+) -> None:
     tensors, config = build.tensors(case.form), json.loads(json.dumps(build.FORMATS[case.form][1]))
     case.change(tensors, config)
     folder = build.write(tmp_path / "model", tensors, config, case.shards)
@@ -488,9 +633,21 @@ GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
     ("gguf-pre", lambda _, metadata: metadata.pop("tokenizer.ggml.pre"), {}),
     ("gguf-tokenizer", lambda _, metadata: metadata.update({"tokenizer.ggml.model": "foo"}), {}),
     ("no-tokenizer", lambda _, metadata: metadata.pop("tokenizer.ggml.tokens"), {}),
-    ("token-out-of-range", lambda _, metadata: metadata.update({"tokenizer.ggml.eos_token_id": VOCABULARY}), {}),
-    ("no-chat-template", lambda _, metadata: metadata.update({"general.name": "Tiny Instruct"}), {}),
-    ("damaged-template", lambda _, metadata: metadata.update({"tokenizer.chat_template": "{% if"}), {}),
+    (
+        "token-out-of-range",
+        lambda _, metadata: metadata.update({"tokenizer.ggml.eos_token_id": VOCABULARY}),
+        {},
+    ),
+    (
+        "no-chat-template",
+        lambda _, metadata: metadata.update({"general.name": "Tiny Instruct"}),
+        {},
+    ),
+    (
+        "damaged-template",
+        lambda _, metadata: metadata.update({"tokenizer.chat_template": "{% if"}),
+        {},
+    ),
     ("missing-tensor", lambda tensors, _: tensors.pop("blk.1.ffn_down.weight"), {}),
     ("extra-tensor", lambda _, metadata: metadata.update({"llama.block_count": 2}), {}),
     ("wrong-shape", _changed("blk.1.ffn_up.weight", lambda weight: weight[:-32]), {}),
@@ -500,7 +657,9 @@ GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "change", "requested"), GGUF_CASES, ids=[rule for rule, _, _ in GGUF_CASES])
+@pytest.mark.parametrize(
+    ("rule", "change", "requested"), GGUF_CASES, ids=[rule for rule, _, _ in GGUF_CASES]
+)
 def test_a_gguf_file_that_is_broken_for_a_rule_is_found_by_it_alone(
     rule: str, change: Change, requested: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -528,8 +687,12 @@ AGAINST: list[tuple[str, Change, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "of_source", "change"), AGAINST, ids=[rule for rule, _, _ in AGAINST])
-def test_how_far_a_folder_is_from_its_source(rule: str, of_source: Change, change: Change, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rule", "of_source", "change"), AGAINST, ids=[rule for rule, _, _ in AGAINST]
+)
+def test_how_far_a_folder_is_from_its_source(
+    rule: str, of_source: Change, change: Change, tmp_path: Path
+) -> None:
     before, config = build.tensors("floats"), build.config()
     of_source(before, config)
     source = build.write(tmp_path / "source", before, config)
@@ -561,15 +724,25 @@ def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None
 
 
 def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
-    tensors = {name.removeprefix("model."): one for name, one in build.floats().items() if name != "lm_head.weight"}
-    found = quantkit.diagnose(build.write(tmp_path / "model", tensors, build.config(architectures=["LlamaModel"])))
+    tensors = {
+        name.removeprefix("model."): one
+        for name, one in build.floats().items()
+        if name != "lm_head.weight"
+    }
+    found = quantkit.diagnose(
+        build.write(tmp_path / "model", tensors, build.config(architectures=["LlamaModel"]))
+    )
     assert _names(found) == set()
     assert any("LlamaModel is not known here" in one for one in found.left_out)
 
 
 def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
-    folder = build.write(tmp_path / "model", build.floats(), build.config(model_type="a\ud800\x1b[31m"))
-    assert r"a\ud800\x1b[31m" in " ".join(quantkit.diagnose(folder).lines()[:2])  # the path may be long
+    folder = build.write(
+        tmp_path / "model", build.floats(), build.config(model_type="a\ud800\x1b[31m")
+    )
+    assert r"a\ud800\x1b[31m" in " ".join(
+        quantkit.diagnose(folder).lines()[:2]
+    )  # the path may be long
 
 
 def test_every_rule_has_a_case() -> None:
@@ -589,7 +762,9 @@ def test_names_in_settings_may_have_long_numbers(tmp_path: Path) -> None:
     _settings(config)["ignore"] += [f"model.layers.{'9' * 5000}.mlp.down_proj", "*.gate"]
     folder = build.write(tmp_path / "model", tensors, config)
     diagnosis = quantkit.diagnose(folder, runtime="vllm")
-    assert [finding for finding in diagnosis.findings if diagnosis.severity(finding) == "error"] == []
+    assert [
+        finding for finding in diagnosis.findings if diagnosis.severity(finding) == "error"
+    ] == []
 
 
 def test_scalars_of_other_bits_and_groups_are_reported_for_vllm(tmp_path: Path) -> None:
@@ -639,11 +814,20 @@ def test_the_command_reports_and_ends_with_its_code(tmp_path: Path, capfd: Captu
     code, out, _ = run(capfd, "doctor", folder)
     assert code == 0
     assert "nothing found" in out
-    assert "not looked at: the weights themselves, and what it predicts (--deep)" in " ".join(out.split())
+    assert "not looked at: the weights themselves, and what it predicts (--deep)" in " ".join(
+        out.split()
+    )
     code, out, _ = run(capfd, "doctor", folder, "--for", "vllm", "--json", tmp_path / "found.json")
     assert code == 12
     (reported,) = [line for line in out.splitlines() if line.strip().startswith("error ")]
-    assert reported.split() == ["error", "gptq-zeros", "model.layers.0.mlp.down_proj", "and", "20", "more"]
+    assert reported.split() == [
+        "error",
+        "gptq-zeros",
+        "model.layers.0.mlp.down_proj",
+        "and",
+        "20",
+        "more",
+    ]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["broken"]
     assert found["findings"][0]["remedy"] == ALL["gptq-zeros"].remedy
@@ -677,11 +861,16 @@ def test_mistrals_own_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "is_instruct"),
     [
-        ("base_model: someone/Tiny-Instruct", True), ("  - someone/Tiny-Chat  ", True), ("- base_model: a/b-it", True),
-        ("base_model: Tiny-Instruct and more", True), ("see someone/Tiny-Instruct", False), ("base_model:", False),
-        ("base_model: someone/Tiny", False), ("Tiny-Instruct", False),
+        ("base_model: someone/Tiny-Instruct", True),
+        ("  - someone/Tiny-Chat  ", True),
+        ("- base_model: a/b-it", True),
+        ("base_model: Tiny-Instruct and more", True),
+        ("see someone/Tiny-Instruct", False),
+        ("base_model:", False),
+        ("base_model: someone/Tiny", False),
+        ("Tiny-Instruct", False),
     ],
-)  # fmt: skip
+)
 def test_a_model_card_names_the_base_model(line: str, is_instruct: bool, tmp_path: Path) -> None:
     """Thousands of blanks make no difference."""
     folder = build.make(tmp_path / "model")
@@ -691,25 +880,44 @@ def test_a_model_card_names_the_base_model(line: str, is_instruct: bool, tmp_pat
 
 
 SOUND = {
-    "llama-biases": None, "qwen2": "int8", "qwen3": "int4-g32", "gemma": None, "gemma2": "int4-g32-asym",
-    "gemma3": None, "phi3": "int4-g32", "granite": None, "glm4": "int8", "mixtral": "int4-g32",
-    "qwen3-moe": None, "gpt-oss": None,
-    "deepseek-v3": None, "olmo2": None, "smollm3": "int4-g64",
-}  # fmt: skip
+    "llama-biases": None,
+    "qwen2": "int8",
+    "qwen3": "int4-g32",
+    "gemma": None,
+    "gemma2": "int4-g32-asym",
+    "gemma3": None,
+    "phi3": "int4-g32",
+    "granite": None,
+    "glm4": "int8",
+    "mixtral": "int4-g32",
+    "qwen3-moe": None,
+    "gpt-oss": None,
+    "deepseek-v3": None,
+    "olmo2": None,
+    "smollm3": "int4-g64",
+}
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_families_as_transformers_and_quantkit_write_them_have_nothing(case: str, tmp_path: Path) -> None:
+def test_families_as_transformers_and_quantkit_write_them_have_nothing(
+    case: str, tmp_path: Path
+) -> None:
     changes = {"num_hidden_layers": 2} if case not in ("qwen3-moe", "gemma2") else {}
     folder = oracle.save(families.make(case, **changes), tmp_path / case)
     build.put(folder, "tokenizer.json", build.tokenizer())
-    build.edit(folder, "config.json", num_nextn_predict_layers=None)  # which transformers drops, and counts
+    build.edit(
+        folder, "config.json", num_nextn_predict_layers=None
+    )  # which transformers drops, and counts
     assert _names(quantkit.diagnose(folder, deep=True, runtime="transformers")) == set()
     if (scheme := SOUND[case]) is not None:
         made = tmp_path / "quantized"
-        quantkit.quantize(folder, made, scheme, method="rtn", source_check=False, accept_quality_loss=True)
+        quantkit.quantize(
+            folder, made, scheme, method="rtn", source_check=False, accept_quality_loss=True
+        )
         found = quantkit.diagnose(made, deep=True, against=folder)
-        assert {finding.rule.name for finding in found.findings if finding.rule.severity != "note"} == set()
+        assert {
+            finding.rule.name for finding in found.findings if finding.rule.severity != "note"
+        } == set()
         assert found.layers
 
 
@@ -733,14 +941,23 @@ def test_docs_list_every_rule() -> None:
 
 
 def test_all_rules_that_are_reported_are_listed() -> None:
-    code = "".join(path.read_text() for path in (Path(quantkit.__file__).parent / "doctor").glob("*.py"))
+    code = "".join(
+        path.read_text() for path in (Path(quantkit.__file__).parent / "doctor").glob("*.py")
+    )
     passed_on = (vllm, vllm_settings)
     code += "".join(Path(module.__file__).read_text() for module in passed_on)
-    assert set(re.findall(r'finding\(\s*"([^"]+)"', code)) <= set(ALL) <= set(re.findall(r'"([a-z0-9-]+)"', code))
+    assert (
+        set(re.findall(r'finding\(\s*"([^"]+)"', code))
+        <= set(ALL)
+        <= set(re.findall(r'"([a-z0-9-]+)"', code))
+    )
 
 
 def test_rules_are_named_and_reported_for_people() -> None:
-    assert all(len(rule.name) <= 22 and rule.remedy and not rule.checks.endswith(".") for rule in ALL.values())
+    assert all(
+        len(rule.name) <= 22 and rule.remedy and not rule.checks.endswith(".")
+        for rule in ALL.values()
+    )
     assert all(set(rule.breaks) <= set(RUNTIMES) for rule in ALL.values())
     assert Finding(ALL["nan"], "a", "b").to_json()["severity"] == "error"
     assert isinstance(ALL["nan"], Rule)

@@ -26,9 +26,16 @@ def test_a_model_is_looked_at_by_the_class_of_transformers(hybrid: Path, hybrid_
         assert not any("its family is not known here" in one for one in found.left_out)
 
 
-def test_stacked_experts_that_were_quantized_are_all_there(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_stacked_experts_that_were_quantized_are_all_there(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     made = quantkit.quantize(
-        tiny_model("zaya"), tmp_path / "dst", "int4-g32", method="rtn", source_check=False, accept_quality_loss=True
+        tiny_model("zaya"),
+        tmp_path / "dst",
+        "int4-g32",
+        method="rtn",
+        source_check=False,
+        accept_quality_loss=True,
     )
     found = quantkit.diagnose(made.path)
     assert not found.findings
@@ -50,9 +57,13 @@ def test_what_it_predicts_is_measured(hybrid: Path) -> None:
     assert [one.rule.name for one in found.findings] == ["no-prediction"]  # its weights are random
 
 
-def test_without_transformers_its_family_is_not_known(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_its_family_is_not_known(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else there(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else there(name)
+    )
     (note,) = quantkit.diagnose(hybrid, runtime="transformers").findings
     assert note.rule.name == "unknown-family"
     found = quantkit.diagnose(hybrid)

@@ -1,4 +1,6 @@
-"""The doctor's rules that need a trained model, or many layers: a well-formed folder that is damaged all the same."""
+"""The doctor's rules that need a trained model, or many layers: a well-formed folder that is
+damaged all the same.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def _randomize(tensors: dict[str, Tensor]) -> None:
 
 def _set_rope_base(base: float) -> Damage:
     settings = {"rope_type": "default", "rope_theta": base}
-    return lambda folder: oracle.edit_json(folder / "config.json", rope_theta=base, rope_parameters=settings)
+    return lambda folder: oracle.edit_json(
+        folder / "config.json", rope_theta=base, rope_parameters=settings
+    )
 
 
 def _set_heads(heads: int, kv: int, size: int) -> Damage:
@@ -85,7 +89,11 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     "swapped layers": (_edit_weights(_swap_layers), "no-prediction", "uniform guess"),
     "overflow": (_scale("model.layers.1.mlp.up_proj.weight", 1e38), "no-prediction", "NaN or Inf"),
     "no embedding": (_edit_weights(_repeat_row), "no-prediction", "do not depend on its input"),
-    "faint head": (_scale("lm_head.weight", 0.05), "poor-prediction", "the frequencies of tokens alone"),
+    "faint head": (
+        _scale("lm_head.weight", 0.05),
+        "poor-prediction",
+        "the frequencies of tokens alone",
+    ),
     "pairs": (_reorder(to_interleaved), "other-reading", "from pairs to halves"),
     "halves": (_reorder(to_rotate_half), "other-reading", "from halves to pairs"),
     "large rope base": (_set_rope_base(1e6), "other-reading", "a rope base of 10000;"),
@@ -116,7 +124,9 @@ def test_a_sound_model_has_nothing_and_its_perplexity_is_reported(
         folder = tmp_path / "quantized"
         quantkit.quantize(sound, folder, scheme, method="rtn")
     found = quantkit.diagnose(folder, deep=True)
-    notes = {"negative-scales"} if scheme == "int4-g32" else set()  # which the search for scales may choose
+    notes = (
+        {"negative-scales"} if scheme == "int4-g32" else set()
+    )  # which the search for scales may choose
     assert {finding.rule.name for finding in found.findings} == notes
     assert any(one.startswith("perplexity ") for one in found.looked_at)
     assert not any("predicts" in one for one in found.left_out)
@@ -135,8 +145,9 @@ def test_a_model_is_compared_with_its_manifest(sound: Path, tmp_path: Path) -> N
     _scale("model.layers.2.mlp.down_proj.weight", 2)(folder)
     found = quantkit.diagnose(folder, deep=True)
     assert {finding.rule.name: finding.where for finding in found.findings} == {
-        "not-as-written": WEIGHTS, "worse-than-source": "model",
-    }  # fmt: skip
+        "not-as-written": WEIGHTS,
+        "worse-than-source": "model",
+    }
     assert not found.broken
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"].clear()
@@ -144,7 +155,9 @@ def test_a_model_is_compared_with_its_manifest(sound: Path, tmp_path: Path) -> N
     names = {finding.rule.name for finding in quantkit.diagnose(folder, deep=True).findings}
     assert "not-as-written" in names  # files that the manifest does not list
     (folder / MANIFEST).write_text("{")
-    assert {finding.where for finding in quantkit.diagnose(folder, deep=True).findings} == {MANIFEST}
+    assert {finding.where for finding in quantkit.diagnose(folder, deep=True).findings} == {
+        MANIFEST
+    }
 
 
 def test_a_model_that_is_not_trained_predicts_nothing(sound: Path, tmp_path: Path) -> None:
@@ -152,14 +165,25 @@ def test_a_model_that_is_not_trained_predicts_nothing(sound: Path, tmp_path: Pat
     (folder / MANIFEST).unlink()
     _edit_weights(_randomize)(folder)
     (found,) = quantkit.diagnose(folder, deep=True).findings
-    assert found.rule.name in ("no-prediction", "poor-prediction")  # it may be a little better than a guess
+    assert found.rule.name in (
+        "no-prediction",
+        "poor-prediction",
+    )  # it may be a little better than a guess
 
 
-def test_what_is_not_run_is_listed(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_run_is_listed(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def left_out(folder: Path) -> list[str]:
-        return [one for one in quantkit.diagnose(folder, deep=True).left_out if one.startswith("what it predicts")]
+        return [
+            one
+            for one in quantkit.diagnose(folder, deep=True).left_out
+            if one.startswith("what it predicts")
+        ]
 
-    assert left_out(build.make(tmp_path / "words")) == ["what it predicts: the tokenizer makes no tokens of English"]
+    assert left_out(build.make(tmp_path / "words")) == [
+        "what it predicts: the tokenizer makes no tokens of English"
+    ]
     broken = oracle.copy(sound, tmp_path / "broken")
     _scale("model.layers.1.mlp.up_proj.weight", float("nan"))(broken)
     assert left_out(broken) == ["what it predicts: it is not run because of the errors"]
@@ -176,7 +200,11 @@ def _tall(form: str, layer: int, factor: float) -> tuple[build.Tensors, dict[str
     for number in range(LAYERS):
         for name, one in build.floats().items():
             if name.startswith("model.layers.0."):
-                own = one if one.dim() == 1 else torch.randn(one.shape, generator=generator).mul_(0.1).bfloat16()
+                own = (
+                    one
+                    if one.dim() == 1
+                    else torch.randn(one.shape, generator=generator).mul_(0.1).bfloat16()
+                )
                 floats[name.replace(".0.", f".{number}.")] = own
     floats[f"model.layers.{layer}.mlp.down_proj.weight"].mul_(factor)
     encode, config = build.FORMATS[form]
@@ -187,7 +215,9 @@ def _tall(form: str, layer: int, factor: float) -> tuple[build.Tensors, dict[str
     return floats, {**config, "num_hidden_layers": LAYERS}
 
 
-@pytest.mark.parametrize(("form", "leaf"), [("floats", "weight"), ("packed", "weight_scale"), ("awq", "scales")])
+@pytest.mark.parametrize(
+    ("form", "leaf"), [("floats", "weight"), ("packed", "weight_scale"), ("awq", "scales")]
+)
 @pytest.mark.parametrize(("layer", "factor"), [(5, 2.0), (2, 0.5), (5, 1.3), (0, 2.0)])
 def test_a_weight_out_of_line_with_its_neighbours(
     form: str, leaf: str, layer: int, factor: float, tmp_path: Path
@@ -202,7 +232,9 @@ def test_a_weight_out_of_line_with_its_neighbours(
 def test_roles_that_vary_by_nature_have_nothing() -> None:
     rising = {f"layers.{layer}.up.weight": 1.5**layer for layer in range(24)}
     windows = {f"layers.{layer}.up.weight": 3.0 if layer % 6 == 5 else 1.0 for layer in range(24)}
-    experts = {f"layers.{layer}.experts.3.up.weight": 4.0 if layer == 9 else 1.0 for layer in range(24)}
+    experts = {
+        f"layers.{layer}.experts.3.up.weight": 4.0 if layer == 9 else 1.0 for layer in range(24)
+    }
     shallow = {f"layers.{layer}.up.weight": 2.0 if layer == 3 else 1.0 for layer in range(7)}
     for sizes in (rising, windows, experts, shallow):
         assert list(values.unusual_norms(sizes)) == []

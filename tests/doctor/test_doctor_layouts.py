@@ -1,4 +1,6 @@
-"""The doctor on quantized modules whose tensors belong to several layouts, or of which a part is missing."""
+"""The doctor on quantized modules whose tensors belong to several layouts, or of which a part is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +30,41 @@ def _int8_of_bitsandbytes(weight: torch.Tensor) -> Tensors:
 def _torchao(weight: torch.Tensor) -> Tensors:
     scale = weight.float().abs().amax(-1, keepdim=True) / 127
     codes = (weight.float() / scale).round().char()
-    return {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": torch.zeros(len(weight), 1).char()}
+    return {
+        "_weight_qdata": codes,
+        "_weight_scale": scale,
+        "_weight_zero_point": torch.zeros(len(weight), 1).char(),
+    }
 
 
 def _encoded(encode: Callable[[torch.Tensor], Tensors]) -> Tensors:
     found = build.floats()
     for module in LINEARS:
-        found |= {f"{module}.{suffix}": one for suffix, one in encode(found.pop(f"{module}.weight")).items()}
+        found |= {
+            f"{module}.{suffix}": one
+            for suffix, one in encode(found.pop(f"{module}.weight")).items()
+        }
     return found
 
 
-def _diagnosed(folder: Path, found: Tensors, config: dict[str, Any], **requested: Any) -> set[tuple[str, str]]:
+def _diagnosed(
+    folder: Path, found: Tensors, config: dict[str, Any], **requested: Any
+) -> set[tuple[str, str]]:
     """The rules that find something in a folder with these tensors, and where."""
     build.write(folder, found, config)
     return {(one.rule.name, one.where) for one in quantkit.diagnose(folder, **requested).findings}
 
 
-def _torchao_folder(folder: Path, change: Callable[[Tensors], object], **requested: Any) -> set[tuple[str, str]]:
+def _torchao_folder(
+    folder: Path, change: Callable[[Tensors], object], **requested: Any
+) -> set[tuple[str, str]]:
     found = _encoded(_torchao)
     change(found)
     build.write(folder, found, build.config(TORCHAO))
     header = {
-        f"{module}.weight": json.dumps({"_type": "Int8Tensor", "_data": {"block_size": [1, shape[1]]}})
+        f"{module}.weight": json.dumps(
+            {"_type": "Int8Tensor", "_data": {"block_size": [1, shape[1]]}}
+        )
         for module, shape in LINEARS.items()
     }
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", header)
@@ -72,7 +87,9 @@ def test_tensors_of_another_layout_in_a_quantized_module(
     form: str, suffix: str, tensor: torch.Tensor, changes: dict[str, str], tmp_path: Path
 ) -> None:
     config = build.FORMATS[form][1] | changes
-    found = _diagnosed(tmp_path / "model", {**build.tensors(form), f"{DOWN}.{suffix}": tensor}, config)
+    found = _diagnosed(
+        tmp_path / "model", {**build.tensors(form), f"{DOWN}.{suffix}": tensor}, config
+    )
     known = suffix != "SCB2" or not changes  # of other names only known families tell
     assert found == ({("extra-tensor", f"{DOWN}.{suffix}")} if known else set())
 
@@ -93,16 +110,29 @@ def test_int8_of_bitsandbytes_in_a_folder_of_another_method(form: str, tmp_path:
 def test_a_state_of_bitsandbytes_without_codes(tmp_path: Path) -> None:
     """In a family that is not known, no other rule misses the weight."""
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    tensors = {**build.floats(), f"{DOWN}.weight.quant_state.bitsandbytes__int4": torch.zeros(8, dtype=torch.uint8)}
+    tensors = {
+        **build.floats(),
+        f"{DOWN}.weight.quant_state.bitsandbytes__int4": torch.zeros(8, dtype=torch.uint8),
+    }
     del tensors[f"{DOWN}.weight"]
-    assert ("incomplete", DOWN) in _diagnosed(tmp_path / "model", tensors, build.config(settings, **UNKNOWN))
+    assert ("incomplete", DOWN) in _diagnosed(
+        tmp_path / "model", tensors, build.config(settings, **UNKNOWN)
+    )
 
 
 def _experts(folder: Path, config: dict[str, Any]) -> quantkit.Diagnosis:
     """A folder with stacked experts in MXFP4, whose codes lie in a file that is missing."""
     name = "model.layers.0.mlp.experts.down_proj"
-    codes, scales = torch.zeros(2, 64, 4, 16, dtype=torch.uint8), torch.zeros(2, 64, 4, dtype=torch.uint8)
-    build.write(folder, {**build.floats(), f"{name}_scales": scales, f"{name}_blocks": codes}, config, shards=2)
+    codes, scales = (
+        torch.zeros(2, 64, 4, 16, dtype=torch.uint8),
+        torch.zeros(2, 64, 4, dtype=torch.uint8),
+    )
+    build.write(
+        folder,
+        {**build.floats(), f"{name}_scales": scales, f"{name}_blocks": codes},
+        config,
+        shards=2,
+    )
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert index[f"{name}_scales"] != index[f"{name}_blocks"]
     (folder / index[f"{name}_blocks"]).unlink()
@@ -110,17 +140,26 @@ def _experts(folder: Path, config: dict[str, Any]) -> quantkit.Diagnosis:
 
 
 def test_codes_in_a_file_that_is_missing(tmp_path: Path) -> None:
-    found = {one.rule.name for one in _experts(tmp_path / "named", build.config({"quant_method": "mxfp4"})).findings}
+    found = {
+        one.rule.name
+        for one in _experts(tmp_path / "named", build.config({"quant_method": "mxfp4"})).findings
+    }
     assert "missing-file" in found
     assert "incomplete" not in found
-    assert "not-in-config" in {one.rule.name for one in _experts(tmp_path / "unnamed", build.config()).findings}
+    assert "not-in-config" in {
+        one.rule.name for one in _experts(tmp_path / "unnamed", build.config()).findings
+    }
 
 
 @pytest.mark.parametrize("form", ["packed", "int8", "gptq", "mlx", "fp8"])
 def test_scales_without_codes_lack_the_codes_of_the_format(form: str, tmp_path: Path) -> None:
     tensors = build.tensors(form)
     suffix = {"packed": "weight_packed", "gptq": "qweight"}.get(form, "weight")
-    build.write(tmp_path / "model", {n: t for n, t in tensors.items() if n != f"{Q}.{suffix}"}, build.FORMATS[form][1])
+    build.write(
+        tmp_path / "model",
+        {n: t for n, t in tensors.items() if n != f"{Q}.{suffix}"},
+        build.FORMATS[form][1],
+    )
     (found,) = quantkit.diagnose(tmp_path / "model").findings
     assert (found.rule.name, found.where) == ("incomplete", Q)
     assert found.what.startswith(f"lacks {suffix}; has")
@@ -131,12 +170,16 @@ def test_a_sound_folder_of_torchao(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["_weight_qdata", "_weight_scale", "_weight_zero_point"])
-@pytest.mark.parametrize("damage", [torch.t, lambda tensor: tensor.to(torch.int16)], ids=["turned", "retyped"])
+@pytest.mark.parametrize(
+    "damage", [torch.t, lambda tensor: tensor.to(torch.int16)], ids=["turned", "retyped"]
+)
 def test_tensors_of_torchao_that_do_not_fit(
     suffix: str, damage: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     name = f"{DOWN}.{suffix}"
-    found = _torchao_folder(tmp_path / "model", lambda tensors: tensors.update({name: damage(tensors[name])}))
+    found = _torchao_folder(
+        tmp_path / "model", lambda tensors: tensors.update({name: damage(tensors[name])})
+    )
     assert ("codes-shape", DOWN) in found
 
 
@@ -145,7 +188,10 @@ def test_modules_of_torchao_that_lack_tensors_or_are_of_another_method(tmp_path:
         del tensors[f"{Q}._weight_scale"]
         for suffix in _torchao(torch.ones(1, 1)):
             del tensors[f"{DOWN}.{suffix}"]
-        tensors |= {f"{DOWN}.{suffix}": one for suffix, one in build.gptq(build.floats()[f"{DOWN}.weight"]).items()}
+        tensors |= {
+            f"{DOWN}.{suffix}": one
+            for suffix, one in build.gptq(build.floats()[f"{DOWN}.weight"]).items()
+        }
 
     found = _torchao_folder(tmp_path / "model", change)
     assert found == {("incomplete", Q), ("other-kind", DOWN)}
@@ -158,5 +204,7 @@ def test_single_values_of_any_type_are_read(tmp_path: Path) -> None:
 
 def test_bits_that_are_null_are_not_the_usual_ones(tmp_path: Path) -> None:
     settings = {**build.AWQ, "bits": None}
-    found = _diagnosed(tmp_path / "model", build.tensors("awq"), build.config(settings), runtime="vllm")
+    found = _diagnosed(
+        tmp_path / "model", build.tensors("awq"), build.config(settings), runtime="vllm"
+    )
     assert {("other-scheme", module) for module in LINEARS} <= found

@@ -37,9 +37,25 @@ from quantkit.tensors.qtensor import QuantTensor
 
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(
-    "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, None, 10**9, 2e10,
-    10**9, "bfloat16", 11 * 10**8,
-)  # fmt: skip
+    "a",
+    True,
+    ["cpu-exact"],
+    "bfloat16",
+    "cpu",
+    2,
+    2,
+    0.1,
+    1.0,
+    (0.2, 0.1),
+    {16: RATE},
+    {1: RATE},
+    None,
+    10**9,
+    2e10,
+    10**9,
+    "bfloat16",
+    11 * 10**8,
+)
 
 
 # What is measured
@@ -49,18 +65,41 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
     quantkit.convert(demo_model, tmp_path / "float")
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
     code, out, errors = command.run(
-        capfd, "bench", f"original={tmp_path / 'float'}", tmp_path / "int8", "--prompt-lengths", "8,16",
-        "--batch", "1,2", "--runs", "2", "--threads", "1", "--json", tmp_path / "bench.json",
-        "--plot", tmp_path / "bench.png",
-    )  # fmt: skip
+        capfd,
+        "bench",
+        f"original={tmp_path / 'float'}",
+        tmp_path / "int8",
+        "--prompt-lengths",
+        "8,16",
+        "--batch",
+        "1,2",
+        "--runs",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+        tmp_path / "bench.json",
+        "--plot",
+        tmp_path / "bench.png",
+    )
     assert code == 0, errors
     speed = out.split("\n\n")[0].splitlines()
     head = next(place for place, line in enumerate(speed) if line.startswith("model "))
-    assert re.split("  +", speed[head]) == ["model", "prefill 8", "prefill 16", "decode 1", "decode 2"]
+    assert re.split("  +", speed[head]) == [
+        "model",
+        "prefill 8",
+        "prefill 16",
+        "decode 1",
+        "decode 2",
+    ]
     assert [line.split()[0] for line in speed[head + 2 :]] == ["original", "int8"]
     first, second = json.loads((tmp_path / "bench.json").read_text())
     assert (first["name"], first["quantized"], first["backends"]) == ("original", False, [])
-    assert (second["name"], second["quantized"], second["backends"]) == ("int8", True, ["cpu-exact"])
+    assert (second["name"], second["quantized"], second["backends"]) == (
+        "int8",
+        True,
+        ["cpu-exact"],
+    )
     assert set(second["prefill"]) == {"8", "16"}
     assert set(second["decode"]) == {"1", "2"}
     assert (second["device"], second["threads"]) == ("cpu", 1)
@@ -81,7 +120,9 @@ def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd:
     with torch.no_grad():
         model.model.norm.weight[3] = torch.nan
     folder = oracle.save(model, tmp_path / "model")
-    code, out, err = command.run(capfd, "bench", folder, "--prompt-lengths", "4", "--batch", "1", "--runs", "1")
+    code, out, err = command.run(
+        capfd, "bench", folder, "--prompt-lengths", "4", "--batch", "1", "--runs", "1"
+    )
     assert (code, out) == (7, "")
     assert "logits are NaN or Inf" in err
 
@@ -91,7 +132,9 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
         bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="no-such-device")
 
 
-def test_one_thread_is_tried_where_the_weights_are_few(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_is_tried_where_the_weights_are_few(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
     monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
@@ -102,7 +145,11 @@ def test_one_thread_is_tried_where_the_weights_are_few(demo_model: Path, monkeyp
         for model, bytes_, expected in ((shape, 10**12, Rate(1, 1, 2)), (demo_model, 1, None)):
             monkeypatch.setattr("quantkit.evals.bench.SMALL_BYTES", bytes_)
             (found,) = bench(model, prompt_lengths=(), batches=(1,), runs=1)
-            assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
+            assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (
+                expected,
+                2,
+                2,
+            )
     finally:
         torch.set_num_threads(threads)
 
@@ -129,11 +176,18 @@ def test_short_calls_are_repeated_until_a_run_is_long() -> None:
     assert not list(calls)
 
 
-def test_processes_that_share_a_model_make_as_many_calls_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_share_a_model_make_as_many_calls_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group, counts = ProcessGroup(), []
-    for times in ([0.06] * 9, [0.02] * 9):  # of the first process, and of one whose clock runs slower
+    for times in (
+        [0.06] * 9,
+        [0.02] * 9,
+    ):  # of the first process, and of one whose clock runs slower
         first, calls = iter([0.06] * 9), iter(times)
-        monkeypatch.setattr(ProcessGroup, "broadcast_from_rank0", lambda _, value, first=first: next(first))
+        monkeypatch.setattr(
+            ProcessGroup, "broadcast_from_rank0", lambda _, value, first=first: next(first)
+        )
         assert rate(12, lambda calls=calls: next(calls), 2, group).median == pytest.approx(200)
         counts.append(9 - len(list(calls)))
     assert counts == [5, 5]
@@ -150,8 +204,13 @@ def test_cores_that_others_use_are_all_that_are_used_but_our_own(
     stat.write_text(f"cpu  {5 * ticks} 0 0 {99 * ticks} {7 * ticks} 0 0 0 0 0\ncpu0 1 1\n")
     others = OtherProcesses()
     clock |= {"now": 10.0, "own": 12.0}
-    stat.write_text(f"cpu  {18 * ticks} 0 {3 * ticks} {150 * ticks} {9 * ticks} 0 {ticks} {ticks} 0 0\ncpu0 1 1\n")
-    assert others.cores() == pytest.approx(0.6)  # 13 of users, 3 + 1 of the system, 1 stolen, less 12
+    stat.write_text(
+        f"cpu  {18 * ticks} 0 {3 * ticks} {150 * ticks} {9 * ticks} 0 {ticks} {ticks} 0 0\ncpu0"
+        " 1 1\n"
+    )
+    assert others.cores() == pytest.approx(
+        0.6
+    )  # 13 of users, 3 + 1 of the system, 1 stolen, less 12
     clock["own"] = 30.0
     assert others.cores() == 0
     stat.unlink()
@@ -163,12 +222,24 @@ def test_cores_that_others_use_are_all_that_are_used_but_our_own(
 
 
 def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
-    fast = replace(FOUND, name="b", backends=[], decode={1: Rate(12345.6, 12000.0, 12888.0)}, load_seconds=0.01234)
+    fast = replace(
+        FOUND,
+        name="b",
+        backends=[],
+        decode={1: Rate(12345.6, 12000.0, 12888.0)},
+        load_seconds=0.01234,
+    )
     speed, start, memory = bench_report.tables([FOUND, fast])
     assert speed.head == ("model", "prefill 16", "decode 1")
     assert speed.rows == [("a", "10 ± 10%", "10 ± 10%"), ("b", "10 ± 10%", "12300 ± 4%")]
-    assert [row[:4] for row in start.rows] == [("a", "1", "200", "100"), ("b", "0.0123", "200", "100")]
-    assert [(row[0], row[3], row[-1]) for row in memory.rows] == [("a", "50%", "cpu-exact"), ("b", "61728%", "torch")]
+    assert [row[:4] for row in start.rows] == [
+        ("a", "1", "200", "100"),
+        ("b", "0.0123", "200", "100"),
+    ]
+    assert [(row[0], row[3], row[-1]) for row in memory.rows] == [
+        ("a", "50%", "cpu-exact"),
+        ("b", "61728%", "torch"),
+    ]
     printed = render([speed, start, memory], "terminal")
     assert max(map(len, printed)) <= 100
     assert any("share of memory bandwidth" in line for line in printed)
@@ -188,9 +259,13 @@ def test_tables_of_default_lengths_fit_a_terminal() -> None:
             assert sum(line.startswith("model ") for line in printed) == 1, table.head
             assert max(map(len, printed)) <= width
     rates = {size: Rate(12345.6, 1.0, 99999.0) for size in (1, 4, 8)}
-    one = replace(FOUND, name="Qwen2.5-0.5B-int4", prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates)
+    one = replace(
+        FOUND, name="Qwen2.5-0.5B-int4", prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates
+    )
     for table in bench_report.tables([one]):
-        assert sum(line.startswith("model ") for line in render([table], "terminal")) == 1, table.head
+        assert sum(line.startswith("model ") for line in render([table], "terminal")) == 1, (
+            table.head
+        )
 
 
 def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
@@ -202,7 +277,9 @@ def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
 
 def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
     floats = replace(FOUND, name="b", quantized=False, decode={1: Rate(12.0, 11.0, 13.0)})
-    assert bench_report.warnings([FOUND, floats]) == ["a decodes slower than b, which is not quantized"]
+    assert bench_report.warnings([FOUND, floats]) == [
+        "a decodes slower than b, which is not quantized"
+    ]
     assert bench_report.warnings([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
     assert bench_report.warnings([floats]) == []
 
@@ -212,18 +289,26 @@ def test_runs_that_differ_widely_are_named() -> None:
     (line,) = bench_report.warnings([replace(FOUND, prefill={16: wide}, decode={1: steady})])
     assert line.startswith("a figure spreads by 40% (prefill 16 of a): measure again")
     wider = Rate(10.0, 8.0, 15.0)
-    (line,) = bench_report.warnings([replace(FOUND, prefill={1: wide, 2: wider, 3: wide}, decode={1: steady})])
+    (line,) = bench_report.warnings(
+        [replace(FOUND, prefill={1: wide, 2: wider, 3: wide}, decode={1: steady})]
+    )
     assert line.startswith("3 figures spread by up to 50% (prefill 2 of a): measure again")
 
 
 @pytest.mark.parametrize(
     ("device", "threads", "load", "busy"),
     [
-        ("cpu", 2, 7.2, True), ("cpu", 2, 0.2, False), ("cpu", 2, None, False), ("cpu", 1, 0.9, False),
-        ("cpu", 1, 1.4, True), ("NVIDIA H200", 2, 0.9, False),
+        ("cpu", 2, 7.2, True),
+        ("cpu", 2, 0.2, False),
+        ("cpu", 2, None, False),
+        ("cpu", 1, 0.9, False),
+        ("cpu", 1, 1.4, True),
+        ("NVIDIA H200", 2, 0.9, False),
     ],
-)  # fmt: skip
-def test_a_busy_machine_is_reported(device: str, threads: int, load: float | None, busy: bool) -> None:
+)
+def test_a_busy_machine_is_reported(
+    device: str, threads: int, load: float | None, busy: bool
+) -> None:
     one = replace(FOUND, device=device, threads=threads, other_load=load)
     assert one.busy is one.to_json()["busy"] is busy
     line = f"the machine is busy: other processes used {load} of its 2 cores; figures are low"
@@ -232,22 +317,36 @@ def test_a_busy_machine_is_reported(device: str, threads: int, load: float | Non
 
 def test_threads_that_lose_are_reported() -> None:
     line = "one thread decodes a faster (812 tokens a second, not 340): try `threads=1`"
-    one = replace(FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0))
+    one = replace(
+        FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0)
+    )
     assert bench_report.notes([one, FOUND]) == [line]
     assert bench_report.notes([replace(one, one_thread=Rate(350.0, 340.0, 360.0))]) == []
 
 
-def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+def test_warnings_and_notes_are_on_stderr(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
     lost = replace(FOUND, other_load=2.0, one_thread=Rate(20.0, 20.0, 20.0))
     monkeypatch.setattr("quantkit.evals.bench.bench", lambda *_, **__: BenchResult([lost]))
     code, out, err = command.run(capfd, "bench", demo_model, "--table", "csv")
     head, row = csv.reader(out.splitlines())  # one table
     assert code == 0
-    assert dict(zip(head, row, strict=True)).items() >= {
-        "model": "a", "decode_1": "10", "decode_1_spread_percent": "10", "load_s": "1", "mb_a_token": "1000",
-    }.items()  # fmt: skip
+    assert (
+        dict(zip(head, row, strict=True)).items()
+        >= {
+            "model": "a",
+            "decode_1": "10",
+            "decode_1_spread_percent": "10",
+            "load_s": "1",
+            "mb_a_token": "1000",
+        }.items()
+    )
     assert err.splitlines() == [
-        "quantkit: warning: the machine is busy: other processes used 2.0 of its 2 cores; figures are low",
+        (
+            "quantkit: warning: the machine is busy: other processes used 2.0 of its 2 cores;"
+            " figures are low"
+        ),
         "quantkit: note: one thread decodes a faster (20 tokens a second, not 10): try --threads 1",
     ]
 
@@ -258,11 +357,17 @@ def test_folders_of_one_name_get_distinct_names(
     requested: list[BenchModel] = []
     for name in ("a", "b"):
         shutil.copytree(demo_model, tmp_path / name / "int4")
-    monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", lambda one, *_: requested.append(one) or FOUND)
-    assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
+    monkeypatch.setattr(
+        "quantkit.evals.bench._measure_in_new_process",
+        lambda one, *_: requested.append(one) or FOUND,
+    )
+    assert (
+        command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
+    )
     assert [(model.name, model.path) for model in requested] == [
-        ("a/int4", tmp_path / "a" / "int4"), ("x", tmp_path / "b" / "int4")
-    ]  # fmt: skip
+        ("a/int4", tmp_path / "a" / "int4"),
+        ("x", tmp_path / "b" / "int4"),
+    ]
 
 
 @pytest.mark.parametrize("measured", [{}, {"decode": {}}, {"prefill": {}}])
@@ -277,24 +382,32 @@ def test_a_picture_has_a_panel_for_each_kind(measured: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("models", "options", "problem"),
     [
-        ([], {}, "no model to measure"), (3, {}, "`models` is of the wrong type"),
-        ("x", {"batches": "1,4"}, "`batches` is of"), ("x", {"batches": 4}, "expected integers in a list"),
-        ("x", {"runs": "5"}, "`runs` is of the wrong type"), ("x", {"runs": 0}, "at least 1"),
+        ([], {}, "no model to measure"),
+        (3, {}, "`models` is of the wrong type"),
+        ("x", {"batches": "1,4"}, "`batches` is of"),
+        ("x", {"batches": 4}, "expected integers in a list"),
+        ("x", {"runs": "5"}, "`runs` is of the wrong type"),
+        ("x", {"runs": 0}, "at least 1"),
         ("x", {"int8_cache": "no"}, "`int8_cache` is of the wrong type"),
     ],
-)  # fmt: skip
-def test_arguments_are_checked_before_a_model_is_opened(models: Any, options: dict[str, Any], problem: str) -> None:
+)
+def test_arguments_are_checked_before_a_model_is_opened(
+    models: Any, options: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(RequestError, match=problem):
         quantkit.bench(models, **options)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "head"), [(None, None), ("int8", None), ("int4-g32", "int4-g64"), ("int4-g128-asym", None)]
+    ("scheme", "head"),
+    [(None, None), ("int8", None), ("int4-g32", "int4-g64"), ("int4-g128-asym", None)],
 )
 def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str | None) -> None:
     made = synthetic("llama-160m", scheme, head)
     require_tensors(
-        {name: made.info(name) for name in made.names()}, {p.name: p.shape for p in parameters(made.config)}, made.path
+        {name: made.info(name) for name in made.names()},
+        {p.name: p.shape for p in parameters(made.config)},
+        made.path,
     )
     first = made.load("model.layers.0.mlp.up_proj.weight")
     again = made.load("model.layers.0.mlp.up_proj.weight")
@@ -338,10 +451,15 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
         (["--synthetic", "llama-160m", "--threads", "-1"], "threads"),
         (["--synthetic", "llama-160m", "--threads", "9999999999"], "threads"),
         (["--synthetic", "llama-160m", "--prompt-lengths", "100000"], "context is too short"),
-        (["--synthetic", "llama-160m", "--json", "/nowhere/at/all.json"], "cannot be written there"),
+        (
+            ["--synthetic", "llama-160m", "--json", "/nowhere/at/all.json"],
+            "cannot be written there",
+        ),
     ],
 )
-def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], reason: str, capfd: Capture) -> None:
+def test_requests_that_make_no_sense_end_before_the_work(
+    arguments: list[str], reason: str, capfd: Capture
+) -> None:
     code, _, errors = command.run(capfd, "bench", *arguments)
     assert code in (2, 5)
     assert reason in errors
@@ -351,14 +469,19 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
 def test_errors_of_the_other_process_are_raised_here() -> None:
     with pytest.raises(RequestError, match="unknown backend"):
         bench(
-            BenchModel(shape="llama-160m", scheme="int8"), prompt_lengths=(4,), batches=(), runs=1, backend="cuda-magic"
+            BenchModel(shape="llama-160m", scheme="int8"),
+            prompt_lengths=(4,),
+            batches=(),
+            runs=1,
+            backend="cuda-magic",
         )
 
 
 def test_one_kind_of_measurement_is_enough() -> None:
     for prompts, batches in (((), (1,)), ((4,), ())):
         require_room(
-            BenchModel(shape="llama-160m"), BenchArguments((), prompt_lengths=prompts, batches=batches, runs=1)
+            BenchModel(shape="llama-160m"),
+            BenchArguments((), prompt_lengths=prompts, batches=batches, runs=1),
         )
 
 

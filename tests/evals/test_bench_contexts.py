@@ -1,4 +1,7 @@
-"""`quantkit bench` with contexts and a price: what is decoded, what is left out. No figure of speed is asserted."""
+"""`quantkit bench` with contexts and a price: what is decoded, what is left out.
+
+No figure of speed is asserted.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,47 @@ from quantkit.runtime.engine import Engine
 STEADY = Rate(20.0, 20.0, 20.0)
 AT = AtContext(1024, 1, 100.0, STEADY, 24 * 10**6, 13 * 10**8)
 FOUND = Bench(
-    "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: Rate(200.0, 190.0, 210.0)},
-    {1: STEADY}, None, 10**9, 2e10, 10**9, "bfloat16", 11 * 10**8,
-    [AT, replace(AT, batch=4, prompt_rate=126.0, together=Rate(60.0, 54.0, 61.0), cache_bytes=96 * 10**6,
-                 peak_bytes=None)],
-)  # fmt: skip
+    "a",
+    True,
+    ["cpu-exact"],
+    "bfloat16",
+    "cpu",
+    2,
+    2,
+    0.1,
+    1.0,
+    (0.2, 0.1),
+    {16: Rate(200.0, 190.0, 210.0)},
+    {1: STEADY},
+    None,
+    10**9,
+    2e10,
+    10**9,
+    "bfloat16",
+    11 * 10**8,
+    [
+        AT,
+        replace(
+            AT,
+            batch=4,
+            prompt_rate=126.0,
+            together=Rate(60.0, 54.0, 61.0),
+            cache_bytes=96 * 10**6,
+            peak_bytes=None,
+        ),
+    ],
+)
 PRICED = replace(FOUND, price_per_hour=3.6)
 
 
 def _bench(path: Path, **changes: Any) -> list[Bench]:
-    options: dict[str, Any] = {"prompt_lengths": (), "batches": (1,), "threads": 1, "runs": 1, "device": "cpu"}
+    options: dict[str, Any] = {
+        "prompt_lengths": (),
+        "batches": (1,),
+        "threads": 1,
+        "runs": 1,
+        "device": "cpu",
+    }
     return bench(path, **{**options, **changes})
 
 
@@ -54,36 +88,68 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is measured
 
 
-def test_each_context_is_measured_with_each_batch(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_each_context_is_measured_with_each_batch(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
     code, out, errors = command.run(
-        capfd, "bench", tmp_path / "int8", "--prompt-lengths", "8", "--batch", "1,3", "--contexts", "64,300,100000",
-        "--runs", "2", "--threads", "1", "--price-per-hour", "7.2", "--json", tmp_path / "bench.json",
-        "--plot", tmp_path / "bench.svg",
-    )  # fmt: skip
+        capfd,
+        "bench",
+        tmp_path / "int8",
+        "--prompt-lengths",
+        "8",
+        "--batch",
+        "1,3",
+        "--contexts",
+        "64,300,100000",
+        "--runs",
+        "2",
+        "--threads",
+        "1",
+        "--price-per-hour",
+        "7.2",
+        "--json",
+        tmp_path / "bench.json",
+        "--plot",
+        tmp_path / "bench.svg",
+    )
     assert code == 0, errors
     assert "quantkit: note: int8 is not measured at context 100000: the model's is 4096" in errors
     (found,) = json.loads((tmp_path / "bench.json").read_text())
     rows = found["at_contexts"]
-    assert [(row["context"], row["batch"]) for row in rows] == [(64, 1), (64, 3), (300, 1), (300, 3)]
+    assert [(row["context"], row["batch"]) for row in rows] == [
+        (64, 1),
+        (64, 3),
+        (300, 1),
+        (300, 3),
+    ]
     config = load_model(tmp_path / "int8").config
     for row in rows:
         together = row["together"]
         assert 0 < together["least"] <= together["median"] <= together["most"]
         assert row["each"] == pytest.approx(together["median"] / row["batch"])
         assert row["cost_of_thousand_tokens"] == pytest.approx(2 / together["median"])
-        assert row["cache_bytes"] == cache_bytes(config, row["batch"], row["context"], torch.bfloat16)
+        assert row["cache_bytes"] == cache_bytes(
+            config, row["batch"], row["context"], torch.bfloat16
+        )
         assert found["loaded_bytes"] < row["peak_bytes"] <= found["peak_bytes"]
     assert set(found["prefill_at_contexts"]) == {"64", "300"}
     assert set(found["cost_of_thousand_tokens"]) == {"prefill", "decode", "prefill_at_contexts"}
-    assert found["left_out"] == [{"context": 100000, "batch": None, "reason": "the model's is 4096"}]
+    assert found["left_out"] == [
+        {"context": 100000, "batch": None, "reason": "the model's is 4096"}
+    ]
     lines = out.splitlines()
     (head,) = (line for line in lines if line.startswith("model  context  sequences"))
     assert "cost" in head
-    first = next(at for at in range(lines.index(head), len(lines)) if lines[at].startswith("---")) + 1
+    first = (
+        next(at for at in range(lines.index(head), len(lines)) if lines[at].startswith("---")) + 1
+    )
     assert [line.split()[1:3] for line in lines[first : first + 4]] == [
-        ["64", "1"], ["64", "3"], ["300", "1"], ["300", "3"],
-    ]  # fmt: skip
+        ["64", "1"],
+        ["64", "3"],
+        ["300", "1"],
+        ["300", "3"],
+    ]
     assert (tmp_path / "bench.svg").read_text().count("<!-- context -->") == 1
 
 
@@ -92,7 +158,9 @@ def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
     (found,) = _bench(demo_model, contexts=(64,), int8_cache=True)
     config = load_model(demo_model).config
     assert (found.dtype, found.cache_dtype) == ("bfloat16", "int8")
-    assert [one.cache_bytes for one in found.at_contexts] == [cache_bytes(config, 1, 64, torch.int8)]
+    assert [one.cache_bytes for one in found.at_contexts] == [
+        cache_bytes(config, 1, 64, torch.int8)
+    ]
     assert bench_report.tables([found])[2].rows[0][4] == "bfloat16, cache int8"
 
 
@@ -116,10 +184,20 @@ def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
     run = Engine.step
 
     def step(
-        engine: Engine, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int]
+        engine: Engine,
+        tokens: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
     ) -> Tensor:
         steps.append(
-            (tokens, list(slots), list(positions), list(wanted), run(engine, tokens, slots, positions, wanted))
+            (
+                tokens,
+                list(slots),
+                list(positions),
+                list(wanted),
+                run(engine, tokens, slots, positions, wanted),
+            )
         )
         return steps[-1][-1]
 
@@ -127,7 +205,9 @@ def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
     for _ in range(2):  # repeatedly, with the same tokens
         steps.clear()
         decoding.run()
-        assert [one[1:4] for one in steps] == [([0, 1, 2], [at] * 3, [0, 1, 2]) for at in range(300 - CONTEXT_NEW, 300)]
+        assert [one[1:4] for one in steps] == [
+            ([0, 1, 2], [at] * 3, [0, 1, 2]) for at in range(300 - CONTEXT_NEW, 300)
+        ]
         tokens = torch.cat([prompts, torch.stack([one[0] for one in steps], 1)], 1)
         logits = model(tokens, torch.arange(300))
         assert torch.equal(tokens[:, -CONTEXT_NEW:], logits[:, -CONTEXT_NEW - 1 : -1].argmax(-1))
@@ -147,21 +227,31 @@ def test_the_peak_of_memory_begins_again() -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_in_memory_is_left_out(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + timing.SPARE_BYTES
     monkeypatch.setattr(timing, "free_bytes", lambda _: enough)
     (found,) = _bench(demo_model, contexts=(64, 128), batches=(1, 2))
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]
     (line,) = map(str, found.left_out)
-    assert line == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
+    assert (
+        line
+        == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
+    )
     assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
     monkeypatch.setattr(timing, "free_bytes", lambda _: 0)
-    with pytest.raises(RequestError, match="no context could be measured: context 64 of 1 sequence: keys and values"):
+    with pytest.raises(
+        RequestError,
+        match="no context could be measured: context 64 of 1 sequence: keys and values",
+    ):
         _bench(demo_model, contexts=(64,))
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_running_out_of_memory_leaves_out_the_row(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_leaves_out_the_row(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill = Decoding.fill
 
     def fails(decoding: Decoding) -> float:
@@ -176,7 +266,9 @@ def test_running_out_of_memory_leaves_out_the_row(demo_model: Path, monkeypatch:
 
 
 def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> None:
-    with pytest.raises(RequestError, match=r"mini-en: the model's context is too short \(found 4096, .* 8192\)"):
+    with pytest.raises(
+        RequestError, match=r"mini-en: the model's context is too short \(found 4096, .* 8192\)"
+    ):
         _bench(demo_model, contexts=(9000, 8192))
 
 
@@ -196,7 +288,9 @@ def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> Non
         (["--price-per-hour", "free"], "not a valid float"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_work(arguments: list[str], reason: str, capfd: Capture) -> None:
+def test_what_makes_no_sense_is_refused_before_the_work(
+    arguments: list[str], reason: str, capfd: Capture
+) -> None:
     code, out, errors = command.run(capfd, "bench", "--synthetic", "llama-160m", *arguments)
     assert (code, out) == (2, "")
     assert reason in errors
@@ -210,23 +304,39 @@ def test_a_thousand_tokens_cost_the_time_that_they_take() -> None:
     assert PRICED.cost(20.0) == pytest.approx(0.05)  # 50 s
     values = PRICED.to_json()
     assert values["cost_of_thousand_tokens"] == {
-        "prefill": {16: pytest.approx(0.005)}, "decode": {1: pytest.approx(0.05)},
+        "prefill": {16: pytest.approx(0.005)},
+        "decode": {1: pytest.approx(0.05)},
         "prefill_at_contexts": {1024: pytest.approx(1 / 113)},
-    }  # fmt: skip
-    assert [row["cost_of_thousand_tokens"] for row in values["at_contexts"]] == pytest.approx([0.05, 1 / 60])
+    }
+    assert [row["cost_of_thousand_tokens"] for row in values["at_contexts"]] == pytest.approx(
+        [0.05, 1 / 60]
+    )
     assert not any("cost" in key for key in (*FOUND.to_json(), *FOUND.to_json()["at_contexts"][0]))
 
 
 def test_tables_have_each_and_together_memory_and_cost() -> None:
     *_, decoding, prefill = bench_report.tables([FOUND])
-    assert decoding.head == ("model", "context", "sequences", "each", "together", "weights MB", "cache MB", "peak MB")
+    assert decoding.head == (
+        "model",
+        "context",
+        "sequences",
+        "each",
+        "together",
+        "weights MB",
+        "cache MB",
+        "peak MB",
+    )
     assert decoding.rows == [
-        ("a", "1024", "1", "20", "20", "1100", "24", "1300"), ("a", "1024", "4", "15", "60 ± 10%", "1100", "96", "-"),
-    ]  # fmt: skip
+        ("a", "1024", "1", "20", "20", "1100", "24", "1300"),
+        ("a", "1024", "4", "15", "60 ± 10%", "1100", "96", "-"),
+    ]
     assert prefill.head == ("model", "context", "tokens a second", "seconds")
     assert prefill.rows == [("a", "1024", "113 ± 12%", "8.92")]
     *_, cost, decoding, prefill = bench_report.tables([PRICED])
-    assert (cost.head, cost.rows) == (("model", "prefill 16 cost", "decode 1 cost"), [("a", "0.00500", "0.0500")])
+    assert (cost.head, cost.rows) == (
+        ("model", "prefill 16 cost", "decode 1 cost"),
+        [("a", "0.00500", "0.0500")],
+    )
     assert [row[-1] for row in decoding.rows] == ["0.0500", "0.0167"]
     assert [row[-1] for row in prefill.rows] == ["0.00885"]
     for table in (cost, decoding, prefill):
@@ -257,9 +367,13 @@ def test_one_sheet_has_a_row_for_each_context_and_batch(found: Bench) -> None:
     head, *rows = csv.reader(render([bench_report.sheet([found, without])], "csv"))
     assert len(set(head)) == len(head)
     found_rows = [dict(zip(head, row, strict=True)) for row in rows]
-    assert [(row["model"], row["context"], row["sequences"], row["together"]) for row in found_rows] == [
-        ("a", "1024", "1", "20"), ("a", "1024", "4", "60"), ("b", "", "", ""),
-    ]  # fmt: skip
+    assert [
+        (row["model"], row["context"], row["sequences"], row["together"]) for row in found_rows
+    ] == [
+        ("a", "1024", "1", "20"),
+        ("a", "1024", "4", "60"),
+        ("b", "", "", ""),
+    ]
     assert [row["prefill_tokens_a_second"] for row in found_rows] == ["113", "113", ""]
     assert [row["decode_1"] for row in found_rows] == ["20"] * 3
     assert ("cost" in head) is ("decode_1_cost" in head) is (found is PRICED)

@@ -23,7 +23,9 @@ def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
     assert rows["bf16"].kl == rows["bf16"].largest_logit_difference == 0
     # int4 costs more than int8, and larger groups more than smaller ones, in bits saved and in KL
     ranked = [rows[name] for name in ("bf16", "int8", "int4-g32", "int4-g64", "int4-g128")]
-    assert [row.bits_per_weight for row in ranked] == sorted((row.bits_per_weight for row in ranked), reverse=True)
+    assert [row.bits_per_weight for row in ranked] == sorted(
+        (row.bits_per_weight for row in ranked), reverse=True
+    )
     assert [row.kl for row in ranked] == sorted(row.kl for row in ranked)
     assert rows["int8"].perplexity == pytest.approx(rows["bf16"].perplexity, rel=0.005)
     value = json.loads(json.dumps(report.to_json(), allow_nan=False))
@@ -36,12 +38,18 @@ def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
         lines = report.lines(width)
         assert max(map(len, lines)) <= width
         assert all(any(line.startswith(f"{name} ") for line in lines) for name in rows)
-        assert any(line.startswith("model ") and "verified" in line for line in lines)  # in one table, not split
+        assert any(
+            line.startswith("model ") and "verified" in line for line in lines
+        )  # in one table, not split
         assert not any("Left out" in line for line in lines)
 
 
-def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(tmp_path: Path, capfd: Capture) -> None:
-    code, out, err = run(capfd, "demo", "--quick", "--output", tmp_path / "my demo", "--json", tmp_path / "found")
+def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(
+    tmp_path: Path, capfd: Capture
+) -> None:
+    code, out, err = run(
+        capfd, "demo", "--quick", "--output", tmp_path / "my demo", "--json", tmp_path / "found"
+    )
     assert (code, err) == (0, "")
     assert "Left out by --quick: int8, int4-g32, int4-g128." in out
     found = json.loads((tmp_path / "found").read_text())
@@ -71,29 +79,42 @@ def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
 @pytest.mark.parametrize(("during", "again"), [("tensors", "new/demo"), ("steps", "demo")])
 @pytest.mark.parametrize("name", ["demo", "new/demo"])
 def test_an_interrupted_demo_leaves_nothing_and_the_next_reports_each_step(
-    name: str, during: str, again: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    during: str,
+    again: str,
+    tmp_path: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither under its name, nor what a run could go on with: the next one begins anew."""
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    place = {"tensors": "quantkit.jobs.convert._value", "steps": "quantkit.evals.demo.compare"}[during]
+    place = {"tensors": "quantkit.jobs.convert._value", "steps": "quantkit.evals.demo.compare"}[
+        during
+    ]
     with monkeypatch.context() as patched:
         patched.setattr(place, stop)
         code, _, err = run(capfd, "demo", "--quick", "--output", tmp_path / name)
     kept = "; nothing was written yet" if during == "tensors" else ""
     assert (code, err) == (130, f"quantkit: interrupted{kept}\n")
     assert list((tmp_path / name).parent.iterdir()) == []
-    if name != again:  # a run to the end after each kind of interruption, and with each kind of folder
+    if (
+        name != again
+    ):  # a run to the end after each kind of interruption, and with each kind of folder
         return
     reported: list[tuple[str, int, int, str]] = []
     run_demo(tmp_path / name, quick=True, progress=lambda *now: reported.append(now))
     steps = [(phase, done) for phase, done, _, unit in reported if unit == "steps"]
     assert steps == [
-        ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
-        ("generate with bf16", 4), ("generate with int4-g64", 5),
-    ]  # fmt: skip
+        ("convert", 0),
+        ("quantize to int4-g64", 1),
+        ("verify bf16", 2),
+        ("verify int4-g64", 3),
+        ("generate with bf16", 4),
+        ("generate with int4-g64", 5),
+    ]
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == ["demo"]
     made = tmp_path / "as any other"
     made.mkdir()

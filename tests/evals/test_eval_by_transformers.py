@@ -1,4 +1,6 @@
-"""`evaluate` of models that transformers runs: the same figures as transformers' own, and what is refused."""
+"""`evaluate` of models that transformers runs: the same figures as transformers' own, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +43,35 @@ def test_perplexity_and_kl_are_those_of_transformers(hybrid: Path, hybrid_int4: 
     measured = found.rows[1].texts["speech"]
     assert measured.token_perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     assert measured.divergence is not None
-    assert measured.divergence.kl == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-3)
+    assert measured.divergence.kl == pytest.approx(
+        (p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-3
+    )
     assert [f"{row.name}: {RUN_BY}" for row in found.rows] == found.notes[:2]
     assert "transformers" in found.versions
 
 
 def test_a_known_family_has_the_same_figures_both_ways(demo_model: Path, tmp_path: Path) -> None:
     folder = quantkit.convert(demo_model, tmp_path / "hf").path
-    alone = [quantkit.evaluate(folder, texts=TEXT, window=64, backend=way) for way in ("own", "transformers", None)]
+    alone = [
+        quantkit.evaluate(folder, texts=TEXT, window=64, backend=way)
+        for way in ("own", "transformers", None)
+    ]
     rows = [one.rows[0].texts["speech"] for one in alone]
     assert rows[1].token_perplexity == pytest.approx(rows[0].token_perplexity, rel=1e-4)
-    assert rows[1].documents.word_perplexity == pytest.approx(rows[0].documents.word_perplexity, rel=1e-4)
+    assert rows[1].documents.word_perplexity == pytest.approx(
+        rows[0].documents.word_perplexity, rel=1e-4
+    )
     assert [f"hf: {RUN_BY}" in one.notes for one in alone] == [False, True, False]
-    other, kept = quantkit.convert(demo_model, tmp_path / "fp32", dtype="fp32").path, tmp_path / "kept"
-    for count, way in enumerate(("own", "transformers"), 1):  # states of one are never used for the other
-        quantkit.evaluate(other, against=folder, texts=TEXT, window=64, backend=way, cache_logits=kept)
+    other, kept = (
+        quantkit.convert(demo_model, tmp_path / "fp32", dtype="fp32").path,
+        tmp_path / "kept",
+    )
+    for count, way in enumerate(
+        ("own", "transformers"), 1
+    ):  # states of one are never used for the other
+        quantkit.evaluate(
+            other, against=folder, texts=TEXT, window=64, backend=way, cache_logits=kept
+        )
         assert len(list(kept.iterdir())) == count
 
 
@@ -80,18 +96,33 @@ def test_what_needs_our_decoder_is_refused_by_name(
 
 def test_several_processes_are_refused(hybrid: Path) -> None:
     group: Any = SimpleNamespace(size=2)
-    with pytest.raises(RequestError, match="several processes cannot share a model that transformers runs"):
+    with pytest.raises(
+        RequestError, match="several processes cannot share a model that transformers runs"
+    ):
         open_models([hybrid], None, None, group)
 
 
-def test_a_page_shows_where_the_two_differ(hybrid: Path, hybrid_int4: Path, tmp_path: Path, capfd: Capture) -> None:
-    given = ("--against", hybrid, "--window", "64", "--report", tmp_path / "page.html", "--json", tmp_path / "out.json")
+def test_a_page_shows_where_the_two_differ(
+    hybrid: Path, hybrid_int4: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    given = (
+        "--against",
+        hybrid,
+        "--window",
+        "64",
+        "--report",
+        tmp_path / "page.html",
+        "--json",
+        tmp_path / "out.json",
+    )
     assert run(capfd, "eval", hybrid_int4, *given)[0] == 0
     assert RUN_BY in (tmp_path / "page.html").read_text()
     assert "transformers" in json.loads((tmp_path / "out.json").read_text())["versions"]
 
 
-def test_a_backend_that_is_named_is_the_one_that_runs(hybrid: Path, hybrid_int4: Path, demo_model: Path) -> None:
+def test_a_backend_that_is_named_is_the_one_that_runs(
+    hybrid: Path, hybrid_int4: Path, demo_model: Path
+) -> None:
     for folder in (hybrid, hybrid_int4):
         with pytest.raises(UnsupportedError, match=r'backend="transformers"'):
             quantkit.evaluate(folder, texts=TEXT, backend="own")

@@ -34,10 +34,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-BATCHES = [Batch.from_start(oracle.random_tokens(20, batch=2)), Batch.from_start(oracle.random_tokens(7))]
+BATCHES = [
+    Batch.from_start(oracle.random_tokens(20, batch=2)),
+    Batch.from_start(oracle.random_tokens(7)),
+]
 
 
-def test_states_are_computed_once_and_are_the_same(source: Path, tmp_path: Path, runs: list[int]) -> None:
+def test_states_are_computed_once_and_are_the_same(
+    source: Path, tmp_path: Path, runs: list[int]
+) -> None:
     expected = layerwise_hidden(open_checkpoint(source), BATCHES)
     for _ in range(3):
         found = StateCache(tmp_path / "cache")(open_checkpoint(source), BATCHES)
@@ -49,7 +54,9 @@ def test_states_are_computed_once_and_are_the_same(source: Path, tmp_path: Path,
     assert files[0].stat().st_size < sum(state.nbytes for state in expected) + 1000
 
 
-def test_another_text_or_model_is_never_given_for_this_one(source: Path, tmp_path: Path, runs: list[int]) -> None:
+def test_another_text_or_model_is_never_given_for_this_one(
+    source: Path, tmp_path: Path, runs: list[int]
+) -> None:
     kept = StateCache(tmp_path / "cache")
     kept(open_checkpoint(source), BATCHES)
     moved = [Batch(batch.tokens, batch.positions + 1) for batch in BATCHES]
@@ -64,7 +71,9 @@ def test_another_text_or_model_is_never_given_for_this_one(source: Path, tmp_pat
     assert len(runs) == 5
 
 
-def test_a_damaged_or_renamed_file_is_not_used(source: Path, tmp_path: Path, runs: list[int]) -> None:
+def test_a_damaged_or_renamed_file_is_not_used(
+    source: Path, tmp_path: Path, runs: list[int]
+) -> None:
     kept = StateCache(tmp_path / "cache")
     expected = kept(open_checkpoint(source), BATCHES)[0].clone()
     (file,) = (tmp_path / "cache").iterdir()
@@ -79,7 +88,9 @@ def test_a_damaged_or_renamed_file_is_not_used(source: Path, tmp_path: Path, run
     assert len(runs) == 4
 
 
-def test_a_write_that_fails_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -44,11 +44,18 @@ def test_the_table_is_printed_and_the_files_are_written(
     outputs = {option: tmp_path / f"out{option}" for option in ("--report", "--json", "--plot")}
     given = ["eval", tmp_path / "q", "--text", text, "--against", demo_model, "--window", "128"]
     cached = ["--cache-logits", tmp_path / "cache"]
-    code, out, err = run(capfd, *given, *cached, *(part for pair in outputs.items() for part in pair))
+    code, out, err = run(
+        capfd, *given, *cached, *(part for pair in outputs.items() for part in pair)
+    )
     assert (code, err) == (0, "")
     first, second = out.strip().split("\n\n")
     assert re.match(r"On speech \(\d+ tokens\); token ppl in windows of 128\.\n", first)
-    assert [line.split()[0] for line in first.splitlines()[1:]] == ["model", "-------", "mini-en", "q"]
+    assert [line.split()[0] for line in first.splitlines()[1:]] == [
+        "model",
+        "-------",
+        "mini-en",
+        "q",
+    ]
     assert [line.split()[0] for line in second.splitlines()[-3:]] == ["model", "-----", "q"]
     assert re.match(r"Against mini-en, on speech \(\d+ tokens\) in windows of 128: ", second)
     assert "±" in second.splitlines()[-1]
@@ -63,11 +70,15 @@ def test_the_table_is_printed_and_the_files_are_written(
     assert printed.strip() in outputs["--report"].read_text()
 
 
-def test_tables_for_papers_and_programs_have_stdout_alone(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_tables_for_papers_and_programs_have_stdout_alone(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     given = ["eval", f"a_b={demo_model}", "--window", "64", "--tasks", ""]
     code, out, err = run(capfd, *given, "--table", "latex")
     assert code == 0
-    assert out.startswith("% \\usepackage{booktabs}\n\\begin{table}\n\\centering\n\\caption{On excerpt (")
+    assert out.startswith(
+        "% \\usepackage{booktabs}\n\\begin{table}\n\\centering\n\\caption{On excerpt ("
+    )
     assert "\n\\begin{tabular}{lrrrrr}\n" in out
     assert "\na\\_b & " in out
     assert err.startswith("quantkit: note: No text was given")
@@ -79,25 +90,36 @@ def test_tables_for_papers_and_programs_have_stdout_alone(demo_model: Path, tmp_
     assert err.startswith("model,text,")
 
 
-def test_a_misspelt_task_is_reported_as_such_before_anything_else(tmp_path: Path, capfd: Capture) -> None:
+def test_a_misspelt_task_is_reported_as_such_before_anything_else(
+    tmp_path: Path, capfd: Capture
+) -> None:
     """Before the model is looked for, and before the hub is."""
     pytest.importorskip("lm_eval")
     code, out, err = run(capfd, "eval", tmp_path / "none", "--tasks", "hellaswag,winogrand")
     assert (code, out) == (2, "")
-    assert err.startswith("quantkit: error: unknown task (found winogrand); did you mean winogrande")
+    assert err.startswith(
+        "quantkit: error: unknown task (found winogrand); did you mean winogrande"
+    )
     code, _, err = run(capfd, "eval", tmp_path / "none", "--tasks", "xyzzy!")
     assert code == 2
-    assert err == "quantkit: error: unknown task (found xyzzy!); python -m lm_eval ls tasks lists all of them\n"
+    assert (
+        err
+        == "quantkit: error: unknown task (found xyzzy!); python -m lm_eval ls tasks lists all of"
+        " them\n"
+    )
 
 
 def test_trequests_without_data_or_network_are_one_line_at_once(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     pytest.importorskip("lm_eval")
-    code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag,winogrande", "--task-data", tmp_path)
+    code, out, err = run(
+        capfd, "eval", demo_model, "--tasks", "hellaswag,winogrande", "--task-data", tmp_path
+    )
     assert (code, out) == (2, "")
-    assert err == (
-        "quantkit: error: the data of task 'hellaswag' are not here, and the hub cannot be reached;"
+    assert (
+        err == "quantkit: error: the data of task 'hellaswag' are not here, and the hub cannot be"
+        " reached;"
         " give them as hellaswag.jsonl in a folder named with --task-data\n"
     )
 
@@ -108,7 +130,10 @@ def test_without_the_harness_the_way_to_it_is_reported(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag")
     assert (code, out) == (2, "")
-    assert err == "quantkit: error: lm_eval is not installed; pip install '.[evals]', from quantkit's folder\n"
+    assert (
+        err == "quantkit: error: lm_eval is not installed; pip install '.[evals]', from quantkit's"
+        " folder\n"
+    )
 
 
 def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
@@ -118,7 +143,10 @@ def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
     code, _, err = run(capfd, "eval", demo_model, "--plot", tmp_path / "out.png")
     assert (code, err) == (
         2,
-        "quantkit: error: matplotlib is not installed; pip install '.[plot]', from quantkit's folder\n",
+        (
+            "quantkit: error: matplotlib is not installed; pip install '.[plot]', from quantkit's"
+            " folder\n"
+        ),
     )
 
 
@@ -128,21 +156,31 @@ def test_a_damaged_matplotlib_is_reported_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     code, _, err = run(capfd, "bench", demo_model, "--plot", tmp_path / "out.png")
     assert code == 2
-    assert err.startswith("quantkit: error: matplotlib cannot be imported (found ModuleNotFoundError: import of")
+    assert err.startswith(
+        "quantkit: error: matplotlib cannot be imported (found ModuleNotFoundError: import of"
+    )
 
 
 @pytest.mark.parametrize("tasks", [[], ["--tasks", "winogrande", "--against"]])
 def test_a_picture_of_nothing_is_refused_before_the_work(
-    tasks: list[str], demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    tasks: list[str],
+    demo_model: Path,
+    tmp_path: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("quantkit.evals.evaluate.open_models", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(
+        "quantkit.evals.evaluate.open_models", lambda *_: pytest.fail("the work began")
+    )
     models = [demo_model, *tasks, *([oracle.copy(demo_model, tmp_path / "same")] if tasks else [])]
     code, _, err = run(capfd, "eval", *models, "--plot", tmp_path / "out.png")
     assert (code, err) == (
         2,
-        "quantkit: error: nothing to draw (expected two models and a text, or up to 3 models that quantkit quantized"
-        " by one method)\n",
+        (
+            "quantkit: error: nothing to draw (expected two models and a text, or up to 3 models"
+            " that quantkit quantized by one method)\n"
+        ),
     )
 
 
@@ -150,11 +188,20 @@ def test_local_data_are_requested_a_task(demo_model: Path, tmp_path: Path, capfd
     pytest.importorskip("lm_eval")
     (tmp_path / "winogrande.jsonl").write_text(
         "\n".join(
-            json.dumps({"sentence": f"The _ of the {thing}.", "option1": "people", "option2": "horse", "answer": "1"})
+            json.dumps(
+                {
+                    "sentence": f"The _ of the {thing}.",
+                    "option1": "people",
+                    "option2": "horse",
+                    "answer": "1",
+                }
+            )
             for thing in ("world", "country", "union")
         )
     )
-    code, out, err = run(capfd, "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path)
+    code, out, err = run(
+        capfd, "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path
+    )
     assert (code, err) == (0, "")
     title, head, _, row = out.splitlines()
     assert title == "Tasks: ± is one standard error over the questions."

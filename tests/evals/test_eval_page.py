@@ -51,9 +51,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> dict[
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path]) -> Evaluation:
     return quantkit.evaluate(
-        [folders["int8"], folders["int4-g64"]], texts=[folders["short.txt"], folders["long.txt"]],
-        against=f"whole={folders['whole']}", window=WINDOW, positions=300, details=True,
-    )  # fmt: skip
+        [folders["int8"], folders["int4-g64"]],
+        texts=[folders["short.txt"], folders["long.txt"]],
+        against=f"whole={folders['whole']}",
+        window=WINDOW,
+        positions=300,
+        details=True,
+    )
 
 
 class _Read(HTMLParser):
@@ -119,23 +123,36 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     assert {f"By position on {text}, as a table" for text in ("short", "long")} <= set(read.texts)
     for table in tables(found):
         assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
-    kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
+    kls = sorted(
+        one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None
+    )
     ratio = found.rows[0].megabytes / found.rows[2].megabytes
     title = next(text for text in read.texts if "int4-g64 is" in text)
-    said = re.fullmatch(r"int4-g64 is (\S+)\s\S smaller \(.* MB\); per token it diverges by (\S+) to (\S+) nats", title)
+    said = re.fullmatch(
+        r"int4-g64 is (\S+)\s\S smaller \(.* MB\); per token it diverges by (\S+) to (\S+) nats",
+        title,
+    )
     assert said is not None
     assert [float(one) for one in said.groups()] == pytest.approx([ratio, *kls], rel=0.05)
-    columns = [dict(zip(table.head, row, strict=True)) for table in side_by_side(found) for row in table.rows]
+    columns = [
+        dict(zip(table.head, row, strict=True))
+        for table in side_by_side(found)
+        for row in table.rows
+    ]
     assert {said[2], said[3]} <= {row["KL, nats/token"].split(" ")[0] for row in columns}
     for line in ("sha256 " + found.texts["long"].sha256, "torch " + found.versions["torch"]):
         assert any(line in text for text in read.texts)
 
 
-def test_details_change_no_figure_and_stay_out_of_the_data(found: Evaluation, folders: dict[str, Path]) -> None:
+def test_details_change_no_figure_and_stay_out_of_the_data(
+    found: Evaluation, folders: dict[str, Path]
+) -> None:
     plain = quantkit.evaluate(
-        [folders["int8"], folders["int4-g64"]], texts=[folders["short.txt"]], against=f"whole={folders['whole']}",
+        [folders["int8"], folders["int4-g64"]],
+        texts=[folders["short.txt"]],
+        against=f"whole={folders['whole']}",
         window=WINDOW,
-    )  # fmt: skip
+    )
     assert plain.details == {}
     for one, other in zip(plain.rows, found.rows, strict=True):
         assert one.texts["short"].divergence == other.texts["short"].divergence
@@ -147,7 +164,7 @@ def test_details_change_no_figure_and_stay_out_of_the_data(found: Evaluation, fo
 
 def test_what_is_kept_of_a_token_is_what_the_models_expect_there(
     found: Evaluation, folders: dict[str, Path]
-) -> None:  # fmt: skip
+) -> None:
     (sample,) = found.details["short"].samples
     assert sample.start == 0
     tokens = found.rows[0].texts["short"].tokens
@@ -162,7 +179,9 @@ def test_what_is_kept_of_a_token_is_what_the_models_expect_there(
         likeliest = expected[place - 1].topk(LIKELIEST)
         assert guess.tokens == tuple(likeliest.indices.tolist())
         assert guess.probabilities == pytest.approx(likeliest.values.tolist(), rel=1e-3)
-        assert guess.right == pytest.approx(expected[place - 1, sample.tokens[place]].item(), rel=1e-3)
+        assert guess.right == pytest.approx(
+            expected[place - 1, sample.tokens[place]].item(), rel=1e-3
+        )
     assert [place for place, one in enumerate(sample.reference) if one is None] == list(
         range(0, tokens - WINDOW, WINDOW)
     )
@@ -174,10 +193,17 @@ def test_by_position_the_whole_is_the_mean(found: Evaluation) -> None:
         whole = row.texts["long"].divergence
         assert whole is not None
         assert sum(one.tokens for one in buckets) == whole.tokens
-        assert sum(one.tokens * one.kl for one in buckets) / whole.tokens == pytest.approx(whole.kl, rel=1e-9)
+        assert sum(one.tokens * one.kl for one in buckets) / whole.tokens == pytest.approx(
+            whole.kl, rel=1e-9
+        )
         agreed = sum(one.tokens * one.top1_agreement for one in buckets) / whole.tokens
         assert agreed == pytest.approx(whole.top1_agreement)
-        assert [(one.start, one.stop) for one in buckets] == [(0, 16), (16, 32), (32, 64), (64, 128)]
+        assert [(one.start, one.stop) for one in buckets] == [
+            (0, 16),
+            (16, 32),
+            (32, 64),
+            (64, 128),
+        ]
 
 
 def test_a_long_text_is_shown_from_its_beginning_and_where_it_is_worst(found: Evaluation) -> None:
@@ -213,24 +239,41 @@ def test_a_listener_gets_all_tokens_in_their_order(folders: dict[str, Path]) -> 
 
 
 def _spelled(found: Evaluation, pieces: list[bytes | str]) -> Evaluation:
-    """With other pieces for the tokens, one after the other, and other names of models and texts."""
+    """With other pieces for the tokens, one after the other, and other names of models and
+    texts.
+    """
     samples = []
     for sample in found.details["short"].samples:
         named = {token: pieces[index % len(pieces)] for index, token in enumerate(sample.pieces)}
         models = {f"{HOSTILE} {name}": of_model for name, of_model in sample.models.items()}
         samples.append(replace(sample, pieces=named, models=models))
-    positions = {f"{HOSTILE} {name}": of_model for name, of_model in found.details["short"].positions.items()}
+    positions = {
+        f"{HOSTILE} {name}": of_model for name, of_model in found.details["short"].positions.items()
+    }
     rows = [
-        replace(row, name=f"{HOSTILE} {row.name}", texts={HOSTILE: row.texts["short"]}) for row in found.rows
-    ]  # fmt: skip
+        replace(row, name=f"{HOSTILE} {row.name}", texts={HOSTILE: row.texts["short"]})
+        for row in found.rows
+    ]
     return replace(
-        found, rows=rows, reference=rows[0].name, texts={HOSTILE: found.texts["short"]}, notes=[HOSTILE],
+        found,
+        rows=rows,
+        reference=rows[0].name,
+        texts={HOSTILE: found.texts["short"]},
+        notes=[HOSTILE],
         details={HOSTILE: replace(found.details["short"], samples=samples, positions=positions)},
-    )  # fmt: skip
+    )
 
 
 def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
-    pieces: list[bytes | str] = [HOSTILE.encode(), HOSTILE, b"\xf0\x9f", b"\x98\x80", b"</script>", b"\x00", b"<!--"]
+    pieces: list[bytes | str] = [
+        HOSTILE.encode(),
+        HOSTILE,
+        b"\xf0\x9f",
+        b"\x98\x80",
+        b"</script>",
+        b"\x00",
+        b"<!--",
+    ]
     page = _spelled(found, pieces).to_html()
     read = _Read(page)
     assert not [tag for tag, _ in read.tags if tag == "img"]
@@ -240,10 +283,19 @@ def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
     ]
     assert not [name for _, attributes in read.tags for name in attributes if name.startswith("on")]
     assert HOSTILE in read.texts
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0])
-    assert {HOSTILE.replace(" ", "·"), f"⟨{HOSTILE}⟩", "⟨F0 9F⟩", "⟨98 80⟩", "⟨U+0000⟩"} <= set(data["pieces"])
-    strange = replace(found, rows=[replace(row, name=f"{row.name}\udcff") for row in found.rows], reference="x\udcff",
-                      details={}, notes=[])  # fmt: skip
+    data = json.loads(
+        re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0]
+    )
+    assert {HOSTILE.replace(" ", "·"), f"⟨{HOSTILE}⟩", "⟨F0 9F⟩", "⟨98 80⟩", "⟨U+0000⟩"} <= set(
+        data["pieces"]
+    )
+    strange = replace(
+        found,
+        rows=[replace(row, name=f"{row.name}\udcff") for row in found.rows],
+        reference="x\udcff",
+        details={},
+        notes=[],
+    )
     assert strange.to_html().encode()
 
 
@@ -264,17 +316,21 @@ def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
         ("\u00a0".encode(), "⟨U+00A0⟩", "<b>⟨U+00A0⟩</b>"),
         ("BOS", "⟨BOS⟩", "<b>BOS</b>"),
     ],
-)  # fmt: skip
+)
 def test_every_token_can_be_seen(piece: bytes | str, alone: str, within: str) -> None:
     assert in_list(piece) == alone
     assert in_text(piece) == within
 
 
 def test_steps_of_colour_begin_at_round_values() -> None:
-    assert log_scale([0.3, 0.001]).limits == pytest.approx((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
+    assert log_scale([0.3, 0.001]).limits == pytest.approx(
+        (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    )
     assert log_scale([]).limits[-1] < math.inf
     scale = error_scale([0.11, 0.12])
-    assert {scale.color(0.11), scale.color(0.12)} <= set(range(3, 7))  # close: neither pale nor dark
+    assert {scale.color(0.11), scale.color(0.12)} <= set(
+        range(3, 7)
+    )  # close: neither pale nor dark
     wide = error_scale([0.02, 0.05, 0.1])
     assert wide.color(0.02) == 1
     assert wide.color(0.1) > 6
@@ -301,7 +357,9 @@ def test_labels_of_an_axis_are_distinct_and_true() -> None:
         values = axis.ticks()
         labels = [tick_label(value) for value in values]
         assert len(labels) == len(set(labels)) >= 2, labels
-        assert [_label_value(label) for label in labels] == pytest.approx(values, rel=1e-9, abs=1e-12 * high)
+        assert [_label_value(label) for label in labels] == pytest.approx(
+            values, rel=1e-9, abs=1e-12 * high
+        )
         assert max(map(len, labels)) <= 11, labels
 
 
@@ -333,17 +391,32 @@ def test_everything_can_be_read_on_its_ground(dark: bool) -> None:
 def test_errors_stand_by_kind_and_layer_and_experts_are_summed_up(found: Evaluation) -> None:
     assert list(heat_maps(found)[0].rows) == ["q", "k", "v", "o", "gate", "up", "down"]
     page = found.to_html()
-    assert re.findall(r'<th scope="row">([a-z]+)</th>', page)[:7] == ["q", "k", "v", "o", "gate", "up", "down"]
+    assert re.findall(r'<th scope="row">([a-z]+)</th>', page)[:7] == [
+        "q",
+        "k",
+        "v",
+        "o",
+        "gate",
+        "up",
+        "down",
+    ]
     bank = {f"model.layers.1.mlp.experts.{index}.up_proj": 0.01 * (index + 1) for index in range(4)}
     errors = {**bank, "model.layers.0.self_attn.q_proj": 0.02, "lm_head": 0.005}
-    rows = [replace(found.rows[1], layer_errors=dict(sorted(errors.items(), key=lambda item: -item[1])))]
+    rows = [
+        replace(found.rows[1], layer_errors=dict(sorted(errors.items(), key=lambda item: -item[1])))
+    ]
     read = _Read(replace(found, rows=rows, reference=None, texts={}, details={}).to_html())
     titles = [attributes["title"] for _, attributes in read.tags if "title" in attributes]
-    assert titles == ["layer 0, q: 2.0 %", "layer 1, expert up: 2.5 % on average of 4; expert 3 4.0 %"]
+    assert titles == [
+        "layer 0, q: 2.0 %",
+        "layer 1, expert up: 2.5 % on average of 4; expert 3 4.0 %",
+    ]
     assert "worst: layer 1, expert up 3: 4.0 %" in read.texts
     assert "Outside the layers: head 0.50 %." in read.texts
     mixed = [found.rows[0], found.rows[1], replace(found.rows[2], method="gptq")]
-    assert "errors of weights do not compare between the two" in replace(found, rows=mixed).to_html()
+    assert (
+        "errors of weights do not compare between the two" in replace(found, rows=mixed).to_html()
+    )
     assert "errors of weights do not compare between the two" not in page
     for rows in (mixed, found.rows):
         assert len({map.scale for map in heat_maps(replace(found, rows=rows))}) == 1
@@ -358,7 +431,9 @@ def _exact(found: Evaluation) -> Evaluation:
         assert one.divergence is not None
         zeros = [replace(bucket, kl=0.0, kl_error=0.0) for bucket in one.positions["float"]]
         texts[name] = replace(
-            one, divergence=replace(one.divergence, kl=0.0, kl_error=0.0), positions={**one.positions, "float": zeros}
+            one,
+            divergence=replace(one.divergence, kl=0.0, kl_error=0.0),
+            positions={**one.positions, "float": zeros},
         )
     return replace(found, rows=[found.rows[0], replace(row, texts=texts), found.rows[2]])
 
@@ -372,31 +447,50 @@ def test_a_model_without_any_divergence_is_in_the_charts(found: Evaluation) -> N
     exact = _exact(found)
     page = exact.to_html()
     # Each name in both widths of the scatter and of the two texts' charts.
-    assert {name: _names(page).count(name) for name in ("int8: 0", "int4-g64")} == {"int8: 0": 6, "int4-g64": 6}
+    assert {name: _names(page).count(name) for name in ("int8: 0", "int4-g64")} == {
+        "int8: 0": 6,
+        "int4-g64": 6,
+    }
     alone = replace(exact, rows=exact.rows[:2], details={})
     assert _names(alone.to_html()).count("int8: 0") == 6
     assert axis_range([0.0, 0.001, 1.0])[2]
 
 
-def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(found: Evaluation) -> None:
+def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(
+    found: Evaluation,
+) -> None:
     buckets = found.rows[1].texts["short"].positions["int8"]
     chart = position_chart([Line(1, "one", True, buckets), Line(2, "two", True, buckets)], "KL")
     assert chart is not None
     for drawing in chart.drawings:
-        assert len({shape.attributes["d"] for shape in drawing.shapes if "transform" in shape.attributes}) == 2
+        assert (
+            len(
+                {
+                    shape.attributes["d"]
+                    for shape in drawing.shapes
+                    if "transform" in shape.attributes
+                }
+            )
+            == 2
+        )
         names = [shape.text for shape in drawing.shapes if shape.attributes.get("class") == "name"]
         assert names == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", ["世界模型量化" * 4, "👩‍🚀" * 9, "WWWWMMMMWWWWMMMMWWWW", "مرحبا بالعالم كله" * 2])
-def test_names_fit_whatever_their_script(name: str, found: Evaluation, tmp_path: Path, browser: chromium.Page) -> None:
+@pytest.mark.parametrize(
+    "name", ["世界模型量化" * 4, "👩‍🚀" * 9, "WWWWMMMMWWWWMMMMWWWW", "مرحبا بالعالم كله" * 2]
+)
+def test_names_fit_whatever_their_script(
+    name: str, found: Evaluation, tmp_path: Path, browser: chromium.Page
+) -> None:
     rows = [found.rows[0], replace(found.rows[1], name=name), found.rows[2]]
     path = tmp_path / "names.html"
     path.write_text(replace(found, rows=rows, details={}).to_html(), encoding="utf-8")
     out = (
-        "[...document.querySelectorAll('svg text')].filter(one => { const at = one.getBoundingClientRect(),"
-        " whole = one.ownerSVGElement.getBoundingClientRect();"
-        " return at.width && (at.right > whole.right + 1 || at.left < whole.left - 1) }).map(one => one.textContent)"
+        "[...document.querySelectorAll('svg text')].filter(one => { const at ="
+        " one.getBoundingClientRect(), whole = one.ownerSVGElement.getBoundingClientRect(); return"
+        " at.width && (at.right > whole.right + 1 || at.left < whole.left - 1) }).map(one =>"
+        " one.textContent)"
     )
     for width in (360, 1180):
         browser.open(path, width=width, phone=width == 360)
@@ -421,7 +515,10 @@ def test_the_headline_is_the_model_that_diverges_least(found: Evaluation) -> Non
 
 
 def test_without_a_reference_there_is_no_divergence(found: Evaluation) -> None:
-    texts = {name: replace(one, divergence=None, positions={}) for name, one in found.rows[1].texts.items()}
+    texts = {
+        name: replace(one, divergence=None, positions={})
+        for name, one in found.rows[1].texts.items()
+    }
     rows = [replace(found.rows[1], texts=texts), replace(found.rows[2], texts=texts)]
     alone = replace(found, rows=rows, reference=None, details={})
     page = alone.to_html()
@@ -444,17 +541,24 @@ def test_a_page_of_many_models_and_texts_stays_small(found: Evaluation) -> None:
         if "layers.0." in name
     }
     details = found.details["long"]
-    samples = [replace(one, models=dict.fromkeys(names, one.models["int4-g64"])) for one in details.samples]
+    samples = [
+        replace(one, models=dict.fromkeys(names, one.models["int4-g64"])) for one in details.samples
+    ]
     buckets = [PositionDivergence(2**at, 2 ** (at + 1), 9, 0.001, 1e-4, 0.9) for at in range(4, 15)]
     row = found.rows[2]
     rows = [replace(found.rows[0], texts=dict.fromkeys(texts, found.rows[0].texts["long"]))]
     rows += [
-        replace(row, name=name, texts=dict.fromkeys(texts, row.texts["long"]), layer_errors=layers) for name in names
+        replace(row, name=name, texts=dict.fromkeys(texts, row.texts["long"]), layer_errors=layers)
+        for name in names
     ]
     many = replace(
-        found, rows=rows, texts=dict.fromkeys(texts, found.texts["long"]),
-        details=dict.fromkeys(texts, replace(details, samples=samples, positions=dict.fromkeys(names, buckets))),
-    )  # fmt: skip
+        found,
+        rows=rows,
+        texts=dict.fromkeys(texts, found.texts["long"]),
+        details=dict.fromkeys(
+            texts, replace(details, samples=samples, positions=dict.fromkeys(names, buckets))
+        ),
+    )
     page = many.to_html()
     _Read(page)
     assert len(page.encode()) < 1_500_000
@@ -462,8 +566,17 @@ def test_a_page_of_many_models_and_texts_stays_small(found: Evaluation) -> None:
 
 def test_the_suffix_decides_the_kind_of_report(
     folders: dict[str, Path], tmp_path: Path, capfd: Capture
-) -> None:  # fmt: skip
-    given = ["eval", folders["int8"], "--text", folders["short.txt"], "--against", folders["whole"], "--window", "64"]
+) -> None:
+    given = [
+        "eval",
+        folders["int8"],
+        "--text",
+        folders["short.txt"],
+        "--against",
+        folders["whole"],
+        "--window",
+        "64",
+    ]
     code, _, err = run(capfd, *given, "--report", tmp_path / "out.html")
     assert (code, err) == (0, "")
     page = (tmp_path / "out.html").read_text(encoding="utf-8")
@@ -472,7 +585,9 @@ def test_the_suffix_decides_the_kind_of_report(
     assert run(capfd, *given, "--report", tmp_path / "out.md")[0] == 0
     assert (tmp_path / "out.md").read_text().startswith("# Evaluation\n")
     assert Outputs(None, report=tmp_path / "OUT.HTM").wants_page
-    with pytest.raises(RequestError, match=r"out\.pdf: no such report \(found \.pdf, expected \.md or \.html\)"):
+    with pytest.raises(
+        RequestError, match=r"out\.pdf: no such report \(found \.pdf, expected \.md or \.html\)"
+    ):
         Outputs(None, report=tmp_path / "out.pdf")
 
 
@@ -496,7 +611,9 @@ _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.cli
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1180])
-def test_the_page_opens_on_phones_and_desks(width: int, dark: bool, written: Path, browser: chromium.Page) -> None:
+def test_the_page_opens_on_phones_and_desks(
+    width: int, dark: bool, written: Path, browser: chromium.Page
+) -> None:
     browser.errors.clear()
     browser.requests.clear()
     browser.open(written, width=width, dark=dark, phone=width == 360)
@@ -507,15 +624,24 @@ def test_the_page_opens_on_phones_and_desks(width: int, dark: bool, written: Pat
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     if width == 360:
         low = "one => (at => at && at.width && at.height < 23.9)(one.getClientRects()[0])"
-        assert browser.value(f"[...document.querySelectorAll('label, summary, .map td')].filter({low}).length") == 0
+        assert (
+            browser.value(
+                f"[...document.querySelectorAll('label, summary, .map td')].filter({low}).length"
+            )
+            == 0
+        )
     # Of each chart one drawing is shown.
-    shown = "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
-    assert 2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0
+    shown = (
+        "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
+    )
+    assert (
+        2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0
+    )
 
 
 def test_pointing_at_a_token_shows_what_both_models_expected(
     found: Evaluation, written: Path, browser: chromium.Page
-) -> None:  # fmt: skip
+) -> None:
     browser.errors.clear()
     browser.open(written, width=1180, height=900)
     (sample,) = found.details["short"].samples
@@ -552,15 +678,21 @@ def test_without_scripts_the_page_can_be_read(written: Path, browser: chromium.P
     finally:
         browser.send("Emulation.setScriptExecutionDisabled", value=False)
     visible = (
-        "[...document.querySelectorAll('.stretch, .figures, .map, .chart')].filter(one => one.checkVisibility()).length"
+        "[...document.querySelectorAll('.stretch, .figures, .map, .chart')].filter(one =>"
+        " one.checkVisibility()).length"
     )
     assert browser.value(visible) > 6
     assert browser.value("document.querySelector('.guess').checkVisibility()") is False
 
 
-def test_hostile_names_run_nothing_and_fit(found: Evaluation, tmp_path: Path, browser: chromium.Page) -> None:
+def test_hostile_names_run_nothing_and_fit(
+    found: Evaluation, tmp_path: Path, browser: chromium.Page
+) -> None:
     path = tmp_path / "hostile.html"
-    path.write_text(_spelled(found, [HOSTILE.encode(), "\u202e".encode(), b"\xf0\x9f"]).to_html(), encoding="utf-8")
+    path.write_text(
+        _spelled(found, [HOSTILE.encode(), "\u202e".encode(), b"\xf0\x9f"]).to_html(),
+        encoding="utf-8",
+    )
     browser.errors.clear()
     browser.open(path, width=360, phone=True)
     assert browser.value("document.querySelectorAll('img').length") == 0

@@ -50,7 +50,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> dict[
 
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path]) -> Evaluation:
-    models, texts = [folders["int8"], folders["int4-g64"]], [folders["first.txt"], folders["wiki.txt"]]
+    models, texts = (
+        [folders["int8"], folders["int4-g64"]],
+        [folders["first.txt"], folders["wiki.txt"]],
+    )
     return evaluate(models, texts=texts, against=folders["bf16"], window=WINDOW, speed=True)
 
 
@@ -73,26 +76,39 @@ def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[
     assert int8.divergence is not None
     assert int4.divergence is not None
     assert 0 < int8.divergence.kl < int4.divergence.kl
-    assert found.perplexity_ratio(found.rows[2], "first") == int4.token_perplexity / whole.token_perplexity
+    assert (
+        found.perplexity_ratio(found.rows[2], "first")
+        == int4.token_perplexity / whole.token_perplexity
+    )
     assert found.rows[2].bits_per_weight == quantkit.inspect(folders["int4-g64"]).bits_per_weight
     facts = found.texts["first"]
     assert facts.sha256 == SourceFile(folders["first.txt"]).sha256()
     score = whole.documents
-    assert math.log(score.word_perplexity) * facts.words == pytest.approx(math.log(score.byte_perplexity) * facts.bytes)
+    assert math.log(score.word_perplexity) * facts.words == pytest.approx(
+        math.log(score.byte_perplexity) * facts.bytes
+    )
     assert 2**score.bits_per_byte == pytest.approx(score.byte_perplexity)
     assert [found.texts[name].is_wikitext for name in ("wiki", "first")] == [True, False]
     assert not any(one.in_template for one in found.texts.values())
     assert all(row.speed is not None and row.speed.tokens_per_second > 0 for row in found.rows)
 
 
-def test_a_meta_folder_is_read_as_its_conversion_is(folders: dict[str, Path], demo_model: Path) -> None:
-    """A text that spells a special token is the test: sentencepiece by itself takes it for letters."""
-    mini = evaluate([folders["bf16"]], texts=[folders["wiki.txt"]], against=demo_model, window=WINDOW)
+def test_a_meta_folder_is_read_as_its_conversion_is(
+    folders: dict[str, Path], demo_model: Path
+) -> None:
+    """A text that spells a special token is the test: sentencepiece by itself takes it for
+    letters.
+    """
+    mini = evaluate(
+        [folders["bf16"]], texts=[folders["wiki.txt"]], against=demo_model, window=WINDOW
+    )
     assert mini.rows[1].texts["wiki"].divergence is not None
     assert mini.rows[1].texts["wiki"].divergence.largest_logit_difference == 0
 
 
-def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: dict[str, Path]) -> None:
+def test_the_report_says_what_was_measured_and_how(
+    found: Evaluation, folders: dict[str, Path]
+) -> None:
     text = markdown(found)
     heads = [_cells(line) for line in text.splitlines() if line.startswith("| model")]
     shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl"]
@@ -103,17 +119,29 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
     assert rows[0][5] == f"{measured.token_perplexity:.4g}"
     assert len(rows) == 4
     assert measured.divergence is not None
-    assert rows[2][1:3] == ["first", str(Estimate(measured.divergence.kl, measured.divergence.kl_error))]
+    assert rows[2][1:3] == [
+        "first",
+        str(Estimate(measured.divergence.kl, measured.divergence.kl_error)),
+    ]
     ratio = found.perplexity_ratio(found.rows[2], "first")
     assert ratio is not None
     assert rows[2][6] == str(Estimate(ratio, measured.perplexity_ratio_error))
     assert all(" ± " in rows[2][place] for place in (2, 5, 6))
     for fact in (
-        SourceFile(folders["wiki.txt"]).sha256(), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}",
-        "float32", "backend reference", "bfloat16", "batch means", "delta method",
-        "another text may differ by several times", "WikiText, detokenized", "median of 3",
+        SourceFile(folders["wiki.txt"]).sha256(),
+        "nats",
+        "BOS",
+        f"windows of {WINDOW} tokens, stride {WINDOW}",
+        "float32",
+        "backend reference",
+        "bfloat16",
+        "batch means",
+        "delta method",
+        "another text may differ by several times",
+        "WikiText, detokenized",
+        "median of 3",
         f"torch {found.versions['torch']}",
-    ):  # fmt: skip
+    ):
         assert fact in text, fact
     assert "None" not in text
 
@@ -137,10 +165,12 @@ def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
 def test_errors_are_in_the_data_next_to_their_values(found: Evaluation) -> None:
     whole, _, int4 = (row["texts"]["first"] for row in found.to_json()["rows"])
     assert (whole["divergence"], whole["perplexity_ratio_error"]) == (None, None)
-    for value, error in ((int4["divergence"]["kl"], int4["divergence"]["kl_error"]),
-                         (int4["divergence"]["top1_agreement"], int4["divergence"]["top1_error"]),
-                         (int4["perplexity_ratio"], int4["perplexity_ratio_error"]),
-                         (int4["token_perplexity"], int4["token_perplexity_error"])):  # fmt: skip
+    for value, error in (
+        (int4["divergence"]["kl"], int4["divergence"]["kl_error"]),
+        (int4["divergence"]["top1_agreement"], int4["divergence"]["top1_error"]),
+        (int4["perplexity_ratio"], int4["perplexity_ratio_error"]),
+        (int4["token_perplexity"], int4["token_perplexity_error"]),
+    ):
         assert 0 < error < value
     # Token by token, most of what makes a text hard is the same for both.
     assert int4["perplexity_ratio_error"] < 0.1 * int4["token_perplexity_error"]
@@ -148,13 +178,17 @@ def test_errors_are_in_the_data_next_to_their_values(found: Evaluation) -> None:
 
 
 def test_several_texts_have_a_mean_with_the_error_of_their_spread(found: Evaluation) -> None:
-    """Errors on one text say nothing of the next; of fewer than three there is no spread to speak of."""
+    """Errors on one text say nothing of the next; of fewer than three there is no spread to
+    speak of.
+    """
     assert [row["over_texts"] for row in found.to_json()["rows"]] == [None, None, None]
     wide = []
     for row in found.rows:
         one = row.texts["first"]
         kls = (
-            (one.divergence, *(replace(one.divergence, kl=kl) for kl in (0.01, 0.02))) if one.divergence else [None] * 3
+            (one.divergence, *(replace(one.divergence, kl=kl) for kl in (0.01, 0.02)))
+            if one.divergence
+            else [None] * 3
         )
         texts = {name: replace(one, divergence=kl) for name, kl in zip("abc", kls, strict=True)}
         wide.append(replace(row, texts=texts))
@@ -163,11 +197,16 @@ def test_several_texts_have_a_mean_with_the_error_of_their_spread(found: Evaluat
     over = three.over_texts(three.rows[2])
     assert over is not None
     assert over.kl.value == pytest.approx(sum(kls) / 3)
-    assert over.kl.error == pytest.approx((sum((kl - sum(kls) / 3) ** 2 for kl in kls) / 2 / 3) ** 0.5)
+    assert over.kl.error == pytest.approx(
+        (sum((kl - sum(kls) / 3) ** 2 for kl in kls) / 2 / 3) ** 0.5
+    )
     assert over.perplexity_ratio.value == pytest.approx(three.perplexity_ratio(three.rows[2], "a"))
     assert over.perplexity_ratio.error == pytest.approx(0, abs=1e-12)
     assert three.over_texts(three.rows[0]) is None
-    assert three.to_json()["rows"][2]["over_texts"]["kl"] == {"value": over.kl.value, "error": over.kl.error}
+    assert three.to_json()["rows"][2]["over_texts"]["kl"] == {
+        "value": over.kl.value,
+        "error": over.kl.error,
+    }
     apart = tables(three)[-1]
     assert apart.rows[-1][:5] == ("int4-g64", "mean of 3", str(over.kl), "-", "-")
     assert [row[1] for row in apart.rows].count("mean of 3") == 2
@@ -185,9 +224,23 @@ def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
     assert apart is not None
     assert apart.kl_error is not None
     assert list(lines[0]) == [
-        "model", "text", "size_mb", "bits_per_weight", "word_ppl", "bits_per_byte", "token_ppl", "kl", "kl_error",
-        "kl_median", "kl_p99", "top1", "top1_error", "ppl_ratio", "ppl_ratio_error", "tokens_per_second",
-    ]  # fmt: skip
+        "model",
+        "text",
+        "size_mb",
+        "bits_per_weight",
+        "word_ppl",
+        "bits_per_byte",
+        "token_ppl",
+        "kl",
+        "kl_error",
+        "kl_median",
+        "kl_p99",
+        "top1",
+        "top1_error",
+        "ppl_ratio",
+        "ppl_ratio_error",
+        "tokens_per_second",
+    ]
     assert float(lines[2]["kl"]) == pytest.approx(apart.kl, rel=0.05)
     assert float(lines[2]["kl_error"]) == pytest.approx(apart.kl_error, rel=0.3)
     assert float(lines[2]["top1"]) == pytest.approx(apart.top1_agreement, rel=0.05)
@@ -196,30 +249,44 @@ def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
 
 
 def test_each_table_says_what_it_is_of(found: Evaluation) -> None:
-    """Text, tokens, window, reference, unit and what ± is, so that it can stand alone in a paper."""
+    """Text, tokens, window, reference, unit and what ± is, so that it can stand alone in a
+    paper.
+    """
     first, wiki, apart = tables(found)
     counts = {name: found.rows[0].texts[name].tokens for name in ("first", "wiki")}
     assert first.title == f"On first ({counts['first']} tokens); token ppl in windows of {WINDOW}."
     assert wiki.title == f"On wiki ({counts['wiki']} tokens); token ppl in windows of {WINDOW}."
     assert apart.title is not None
     for reported in (
-        f"on first ({counts['first']} tokens), wiki ({counts['wiki']} tokens) in windows of {WINDOW}",
-        "KL(bf16 || model)", "± is one standard error for these tokens", "another text may differ by several times",
-    ):  # fmt: skip
+        (
+            f"on first ({counts['first']} tokens), wiki ({counts['wiki']} tokens) in windows of"
+            f" {WINDOW}"
+        ),
+        "KL(bf16 || model)",
+        "± is one standard error for these tokens",
+        "another text may differ by several times",
+    ):
         assert reported in apart.title
     assert "nats/token" in apart.head[2]
     alone = tables(replace(found, texts={"first": found.texts["first"]}))
     assert alone[0].title == first.title
     measures = found.rows[2].texts["first"]
-    longer = replace(found.rows[2], texts={**found.rows[2].texts, "first": replace(measures, tokens=99999)})
+    longer = replace(
+        found.rows[2], texts={**found.rows[2].texts, "first": replace(measures, tokens=99999)}
+    )
     other = tables(replace(found, rows=[found.rows[0], longer]))[0]
-    assert other.title == f"On first ({counts['first']} to 99999 tokens); token ppl in windows of {WINDOW}."
+    assert (
+        other.title
+        == f"On first ({counts['first']} to 99999 tokens); token ppl in windows of {WINDOW}."
+    )
 
 
 def test_what_is_infinite_is_null_in_the_data(found: Evaluation) -> None:
     measures = found.rows[0].texts["first"]
     endless = replace(measures, documents=DocumentScore(math.inf, 2.0, 1.0))
-    changed = replace(found, rows=[replace(found.rows[0], texts={**found.rows[0].texts, "first": endless})])
+    changed = replace(
+        found, rows=[replace(found.rows[0], texts={**found.rows[0].texts, "first": endless})]
+    )
     assert changed.to_json()["rows"][0]["texts"]["first"]["documents"]["word_perplexity"] is None
 
 
@@ -246,7 +313,10 @@ def test_the_picture_is_as_high_as_what_there_is_to_show(found: Evaluation) -> N
     assert size(_named(found, list("abc"))) == whole
     assert size(_named(found, list("abcd"))) == costs  # too many to compare by their layers
     assert {row.method for row in found.rows[1:]} == {"rtn"}
-    mixed = [*found.rows[:2], replace(found.rows[2], method="gptq")]  # errors of weights mislead there
+    mixed = [
+        *found.rows[:2],
+        replace(found.rows[2], method="gptq"),
+    ]  # errors of weights mislead there
     assert size(replace(found, rows=mixed)) == costs
     with pytest.raises(RequestError, match="nothing to draw"):
         picture(replace(found, rows=bare[2:], reference=None))
@@ -261,7 +331,9 @@ def test_the_picture_names_each_model_once_and_knows_no_stray_texts(found: Evalu
         drawn = picture(found, "svg").decode()
     said = [html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", drawn)]
     assert said.count("int8") == said.count("int4-g64") == 2  # a label and the title of a panel
-    assert not [text for text in said if "bf16" in text and text != "KL from bf16 (16.0 bits a weight)"]
+    assert not [
+        text for text in said if "bf16" in text and text != "KL from bf16 (16.0 bits a weight)"
+    ]
     assert "KL from bf16 (16.0 bits a weight)" in said
     assert sum(text in said for text in ("first", "wiki")) == 2
     layers = [text for text in said if re.fullmatch(r"\d+ (mlp|self_attn)\.\w+", text)]
@@ -286,9 +358,12 @@ def test_models_that_do_not_differ_are_left_out_of_a_logarithm(found: Evaluation
 
 
 @pytest.mark.parametrize(
-    ("suffix", "start"), [("", b"\x89PNG"), (".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")]
+    ("suffix", "start"),
+    [("", b"\x89PNG"), (".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")],
 )
-def test_the_suffix_decides_the_kind_of_picture(suffix: str, start: bytes, found: Evaluation, tmp_path: Path) -> None:
+def test_the_suffix_decides_the_kind_of_picture(
+    suffix: str, start: bytes, found: Evaluation, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     Outputs(None, plot=tmp_path / f"out{suffix}").write({}, picture=partial(picture, found))
     assert (tmp_path / f"out{suffix}").read_bytes().startswith(start)
@@ -306,10 +381,15 @@ def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[
     assert alone.rows[0].texts["excerpt"].token_perplexity_error is not None
 
 
-def test_models_and_texts_of_one_name_get_distinct_names(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_models_and_texts_of_one_name_get_distinct_names(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     oracle.copy(folders["int8"], tmp_path / "int8")
     (tmp_path / "first.txt").write_text(folders["wiki.txt"].read_text())
-    models, texts = [folders["int8"], tmp_path / "int8"], [folders["first.txt"], tmp_path / "first.txt"]
+    models, texts = (
+        [folders["int8"], tmp_path / "int8"],
+        [folders["first.txt"], tmp_path / "first.txt"],
+    )
     both = evaluate(models, texts=texts, window=WINDOW)
     assert [row.name for row in both.rows] == [f"{path.parent.name}/int8" for path in models]
     assert list(both.texts) == [f"{path.parent.name}/first.txt" for path in texts]
@@ -318,7 +398,11 @@ def test_models_and_texts_of_one_name_get_distinct_names(folders: dict[str, Path
 def test_a_text_that_is_given_twice_is_refused(folders: dict[str, Path]) -> None:
     text = folders["first.txt"]
     with pytest.raises(RequestError, match=r"the same text is given twice \(found .*first\.txt\)"):
-        evaluate(folders["int8"], texts=[text, text.parent / ".." / text.parent.name / text.name], window=WINDOW)
+        evaluate(
+            folders["int8"],
+            texts=[text, text.parent / ".." / text.parent.name / text.name],
+            window=WINDOW,
+        )
 
 
 def test_the_lines_are_the_tables(found: Evaluation) -> None:
@@ -330,12 +414,16 @@ def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
     names = [
         [model.name for model in open_models(paths, against, WINDOW)]
         for paths, against in (
-            ([f"ours={int8}", bf16], None), ([f"ours={int8}"], f"theirs={bf16}"), ([int8, f"theirs={bf16}"], bf16),
+            ([f"ours={int8}", bf16], None),
+            ([f"ours={int8}"], f"theirs={bf16}"),
+            ([int8, f"theirs={bf16}"], bf16),
         )
-    ]  # fmt: skip
+    ]
     assert names == [["ours", "bf16"], ["theirs", "ours"], ["theirs", "int8"]]
     for paths in ([f"bf16={int8}", bf16], [int8, int8]):
-        with pytest.raises(RequestError, match=r"two models have one name \(found (bf16|int8)\); .*NAME=PATH"):
+        with pytest.raises(
+            RequestError, match=r"two models have one name \(found (bf16|int8)\); .*NAME=PATH"
+        ):
             open_models(paths, None, WINDOW)
 
 
@@ -349,19 +437,25 @@ def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
         ({"texts": [Path("absent.txt")]}, "absent.txt: the text cannot be read"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, object], problem: str, folders: dict[str, Path]) -> None:
+def test_what_makes_no_sense_is_refused(
+    options: dict[str, object], problem: str, folders: dict[str, Path]
+) -> None:
     with pytest.raises(RequestError, match=problem):
         evaluate([folders["int8"]], **options)  # type: ignore[arg-type]
 
 
-def test_a_reference_alone_or_one_that_reads_otherwise_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_reference_alone_or_one_that_reads_otherwise_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="no model but the reference"):
         evaluate([folders["int8"]], against=folders["int8"])
     other = oracle.copy(folders["int8"], tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(RequestError, match="other and bf16 do not read the text 'first' as the same tokens"):
+    with pytest.raises(
+        RequestError, match="other and bf16 do not read the text 'first' as the same tokens"
+    ):
         evaluate([other], texts=[folders["first.txt"]], against=folders["bf16"])
     (other / "tokenizer.json").unlink()
     for name in ("tokenizer.model", "tokenizer_config.json"):

@@ -17,7 +17,10 @@ from quantkit.errors import RequestError
 from quantkit.evals.texts import articles, detokenize, read_text, rolling
 from quantkit.quality.measures import NOT_SCORED
 
-WIKI = " \n = First = \n \n A well @-@ known text . \n \n = = Part = = \n \n More .\n = Second one = \n \n The end . \n"
+WIKI = (
+    " \n = First = \n \n A well @-@ known text . \n \n = = Part = = \n \n More .\n = Second one ="
+    " \n \n The end . \n"
+)
 PIECES = [
     " @-@ ",
     " @,@ ",
@@ -35,7 +38,25 @@ PIECES = [
     "[ ",
     " ]",
     "{ ",
-] + [" }", '" ', ' "', "' ", " '", " = = = = ", "= = =", "= =", " ° ", " \n", "\n ", " N ", "/' 5/", " ", "a", "é", "="]
+] + [
+    " }",
+    '" ',
+    ' "',
+    "' ",
+    " '",
+    " = = = = ",
+    "= = =",
+    "= =",
+    " ° ",
+    " \n",
+    "\n ",
+    " N ",
+    "/' 5/",
+    " ",
+    "a",
+    "é",
+    "=",
+]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +91,17 @@ def test_a_text_says_what_it_is(tmp_path: Path) -> None:
     assert wiki.is_wikitext
     assert len(wiki.documents) == 2
     assert wiki.readings[1] == " = Second one =\n\nThe end.\n"
-    assert wiki.bytes == len(WIKI) - 3  # neither the blank line at the top nor the break between the articles
+    assert (
+        wiki.bytes == len(WIKI) - 3
+    )  # neither the blank line at the top nor the break between the articles
     assert (plain.is_wikitext, plain.documents, plain.readings) == (False, [plain.raw], [plain.raw])
     assert plain.words == 7  # six, and the empty piece at the end
     assert plain.name == "plain"
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "not plain text")]
+    ("content", "problem"),
+    [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "not plain text")],
 )
 def test_what_is_no_text_is_refused(content: bytes | None, problem: str, tmp_path: Path) -> None:
     if content is not None:
@@ -119,7 +143,9 @@ def test_counts_are_the_harness_s(task: Any, tmp_path: Path) -> None:
     assert text.bytes == sum(one["bits_per_byte"][1] for one in counted)
 
 
-@pytest.mark.parametrize(("raw", "noted"), [("世界你好" * 30, True), ("The people of the world. " * 9, False)])
+@pytest.mark.parametrize(
+    ("raw", "noted"), [("世界你好" * 30, True), ("The people of the world. " * 9, False)]
+)
 def test_a_text_with_few_spaces_has_a_note(raw: str, noted: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(raw, encoding="utf-8")
     assert (read_text(tmp_path / "text.txt").note is not None) == noted
@@ -129,23 +155,38 @@ def test_texts_by_name_are_paths_datasets_or_strings(tmp_path: Path) -> None:
     documents = ["The people of the land. " * 9, "The world."]
     rows = [{"text": one} for one in documents]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = {"file": tmp_path / "a.jsonl", "rows": datasets.Dataset.from_list(rows), "strings": iter(documents)}
+    texts = {
+        "file": tmp_path / "a.jsonl",
+        "rows": datasets.Dataset.from_list(rows),
+        "strings": iter(documents),
+    }
     found = quantkit.evaluate(DEMO_MODEL, texts=texts, window=32)
     assert list(found.texts) == ["file", "rows", "strings"]
-    assert found.rows[0].texts["rows"] == found.rows[0].texts["strings"] == found.rows[0].texts["file"]
+    assert (
+        found.rows[0].texts["rows"] == found.rows[0].texts["strings"] == found.rows[0].texts["file"]
+    )
     with pytest.raises(RequestError, match="mine: the text of row 1 is of type int"):
         quantkit.evaluate(DEMO_MODEL, texts={"mine": [3]})
 
 
-@pytest.mark.parametrize("wrong", [["the people " * 50], datasets.Dataset.from_list([{"text": "a"}])])
+@pytest.mark.parametrize(
+    "wrong", [["the people " * 50], datasets.Dataset.from_list([{"text": "a"}])]
+)
 def test_texts_without_a_name_are_paths(wrong: Any) -> None:
-    with pytest.raises(RequestError, match=r'`texts` is .*; strings and datasets need a name: {"name": \["..."\]}'):
+    with pytest.raises(
+        RequestError, match=r'`texts` is .*; strings and datasets need a name: {"name": \["..."\]}'
+    ):
         quantkit.evaluate(DEMO_MODEL, texts=wrong)
 
 
-def test_rows_are_documents_by_their_column_and_conversations_in_the_models_format(tmp_path: Path) -> None:
+def test_rows_are_documents_by_their_column_and_conversations_in_the_models_format(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "chat.jsonl"
-    messages = [{"role": "user", "content": "Who are the people?"}, {"role": "assistant", "content": "All of us."}]
+    messages = [
+        {"role": "user", "content": "Who are the people?"},
+        {"role": "assistant", "content": "All of us."},
+    ]
     rows = [{"title": "a", "messages": messages}, {"title": " ", "messages": messages}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = "User: Who are the people?\n\nAssistant: All of us."
@@ -156,7 +197,10 @@ def test_rows_are_documents_by_their_column_and_conversations_in_the_models_form
     found = quantkit.evaluate(DEMO_MODEL, texts=path, window=32)
     assert found.texts["chat"].documents == 2
     assert found.notes == list(text.notes)
-    with pytest.raises(RequestError, match=r"`text_column=.body.` is not a column of line 1 \(found title, messages\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"`text_column=.body.` is not a column of line 1 \(found title, messages\)",
+    ):
         quantkit.evaluate(DEMO_MODEL, texts=path, text_column="body")
     with pytest.raises(RequestError, match="`text_column` goes with `texts`"):
         quantkit.evaluate(DEMO_MODEL, text_column="body")

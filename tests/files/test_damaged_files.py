@@ -1,4 +1,6 @@
-"""Weight files whose parts contradict each other, or change under our hands: refused by name, never read wrong."""
+"""Weight files whose parts contradict each other, or change under our hands: refused by name,
+never read wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from quantkit.jobs.convert import convert
 TENSORS = {"first": torch.arange(600.0).view(20, 30), "second": torch.arange(77).bfloat16()}
 
 
-def _saved(path: Path, value: object = TENSORS, *, legacy: bool = False, checksums: bool = True) -> Path:
+def _saved(
+    path: Path, value: object = TENSORS, *, legacy: bool = False, checksums: bool = True
+) -> Path:
     torch.serialization.set_crc32_options(checksums)
     try:
         torch.save(value, path, _use_new_zipfile_serialization=not legacy)
@@ -39,7 +43,9 @@ def _saved(path: Path, value: object = TENSORS, *, legacy: bool = False, checksu
     return path
 
 
-def _rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+def _rewritten(
+    path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED
+) -> Path:
     """The same records with other contents, in a zip file that is sound in itself."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -77,7 +83,9 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a ``.bin``."""
-    folder = oracle.save(oracle.make("llama", num_hidden_layers=1), tmp_path_factory.mktemp("saved") / "model")
+    folder = oracle.save(
+        oracle.make("llama", num_hidden_layers=1), tmp_path_factory.mktemp("saved") / "model"
+    )
     state = {name: tensor.clone() for name, tensor in _weights(folder).items()}
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
@@ -92,8 +100,12 @@ def pickled(saved: Path, tmp_path: Path) -> Path:
 # The records of a zip
 
 
-@pytest.mark.parametrize("cut", [lambda d: d[:-64], lambda d: d[: len(d) // 2], lambda d: b"", lambda d: d + bytes(64)])
-@pytest.mark.parametrize("command", [("inspect",), ("convert", "OUT"), ("quantize", "OUT", "--scheme", "int8")])
+@pytest.mark.parametrize(
+    "cut", [lambda d: d[:-64], lambda d: d[: len(d) // 2], lambda d: b"", lambda d: d + bytes(64)]
+)
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("convert", "OUT"), ("quantize", "OUT", "--scheme", "int8")]
+)
 def test_a_record_of_another_size_than_its_storage_is_refused(
     cut: Callable[[bytes], bytes], command: tuple[str, ...], pickled: Path, capfd: Capture
 ) -> None:
@@ -109,7 +121,9 @@ def test_a_record_of_another_size_than_its_storage_is_refused(
 def test_a_missing_record_is_named(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist() if not name.endswith("data/1")}
+        records = {
+            name: archive.read(name) for name in archive.namelist() if not name.endswith("data/1")
+        }
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
             archive.writestr(name, data)
@@ -141,11 +155,15 @@ def test_records_that_are_stored_by_another_program_are_read(tmp_path: Path) -> 
 def test_a_record_that_contradicts_the_directory_is_refused(field: str, tmp_path: Path) -> None:
     path = _rewritten(_saved(tmp_path / "a.pth"), lambda name, data: data)
     with zipfile.ZipFile(path) as archive:
-        start = next(info.header_offset for info in archive.infolist() if info.filename.endswith("data/0"))
+        start = next(
+            info.header_offset for info in archive.infolist() if info.filename.endswith("data/0")
+        )
     raw = bytearray(path.read_bytes())
     raw[start + {"signature": 0, "method": 8, "size": 22, "name": 30}[field]] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"record 'a/data/0' (is not where|differs from|has another name)"):
+    with pytest.raises(
+        CheckpointError, match=r"record 'a/data/0' (is not where|differs from|has another name)"
+    ):
         pth_io.open_file(path)
 
 
@@ -171,8 +189,9 @@ def test_bytes_cut_out_of_the_middle_are_noticed(tmp_path: Path) -> None:
 
 def test_a_file_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
     path = _rewritten(
-        _saved(tmp_path / "a.pth"), lambda name, data: b"big" if name.endswith("byteorder") else data
-    )  # fmt: skip
+        _saved(tmp_path / "a.pth"),
+        lambda name, data: b"big" if name.endswith("byteorder") else data,
+    )
     with pytest.raises(UnsupportedError, match="little-endian"):
         pth_io.open_file(path)
 
@@ -186,7 +205,9 @@ def test_a_record_outside_the_files_folder_is_refused(name: str, tmp_path: Path)
         pth_io.open_file(path)
 
 
-@pytest.mark.parametrize(("offset", "value"), [(32, 9), (34, 1), (38, 0x10)], ids=["comment", "disk", "folder"])
+@pytest.mark.parametrize(
+    ("offset", "value"), [(32, 9), (34, 1), (38, 0x10)], ids=["comment", "disk", "folder"]
+)
 def test_an_entry_of_the_directory_that_torch_does_not_write_is_refused(
     offset: int, value: int, tmp_path: Path
 ) -> None:
@@ -229,7 +250,9 @@ def test_bytes_after_the_directory_are_refused(tmp_path: Path) -> None:
         pth_io.open_file(path)
 
 
-def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(tmp_path: Path) -> None:
+def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(
+    tmp_path: Path,
+) -> None:
     path = _saved(tmp_path / "a.pth")
     _flip(path, "serialization_id")
     with pytest.raises(CheckpointError, match="serialization_id' is damaged"):
@@ -240,7 +263,9 @@ def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(tm
 
 
 @pytest.mark.parametrize("command", [("convert",), ("quantize", "--scheme", "int8")])
-def test_flipped_bits_are_reported_by_the_checksum(command: tuple[str, ...], pickled: Path, capfd: Capture) -> None:
+def test_flipped_bits_are_reported_by_the_checksum(
+    command: tuple[str, ...], pickled: Path, capfd: Capture
+) -> None:
     path = pickled / "pytorch_model.bin"
     _flip(path, "data/5")
     assert run(capfd, "inspect", pickled)[0] == 0  # which reads no data
@@ -257,7 +282,9 @@ def test_flipped_bits_in_the_pickle_are_reported_when_it_is_opened(tmp_path: Pat
         pth_io.open_file(path)
 
 
-def test_a_file_without_checksums_is_read_with_a_note(pickled: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_file_without_checksums_is_read_with_a_note(
+    pickled: Path, tmp_path: Path, capfd: Capture
+) -> None:
     path = pickled / "pytorch_model.bin"
     _saved(path, torch.load(path, weights_only=True), checksums=False)
     code, _, err = run(capfd, "convert", pickled, tmp_path / "out")
@@ -303,7 +330,10 @@ def test_a_file_cut_off_after_it_was_opened_is_an_error(kind: str, tmp_path: Pat
     path = _written(tmp_path / "a", kind)
     file, size = _opened(path, kind), path.stat().st_size
     os.truncate(path, 100)
-    with pytest.raises(CheckpointError, match=rf"{path}: was cut off while it was read \(found 100 bytes, .* {size} "):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{path}: was cut off while it was read \(found 100 bytes, .* {size} ",
+    ):
         file.read("second")
     with pytest.raises(CheckpointError, match="was cut off while it was read"):
         manifest.SourceHashes([file.source], tmp_path).result()
@@ -368,7 +398,9 @@ def test_a_pipe_in_place_of_weights_is_refused_at_once(name: str, tmp_path: Path
             opening(tmp_path / name)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list a process's files")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="this system does not list a process's files"
+)
 def test_files_are_closed_with_the_checkpoint(pickled: Path) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -383,16 +415,26 @@ def test_files_are_closed_with_the_checkpoint(pickled: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"shape": [2.0, 2]}, "2.0"), ({"shape": ["2", 2]}, "'2'"), ({"shape": [True, 4]}, "True"),
-        ({"shape": [-2, -2]}, "-2"), ({"shape": [10**400, 0]}, "1000"),
+        ({"shape": [2.0, 2]}, "2.0"),
+        ({"shape": ["2", 2]}, "'2'"),
+        ({"shape": [True, 4]}, "True"),
+        ({"shape": [-2, -2]}, "-2"),
+        ({"shape": [10**400, 0]}, "1000"),
         ({"shape": [1 << 63, 0]}, "9223372036854775808"),
-        ({"shape": 4}, "list"), ({"shape": [1] * 1000}, "list"), ({"shape": None}, "list"),
-        ({"data_offsets": [0.0, 16]}, "0.0"), ({"data_offsets": ["0", "16"]}, "'0'"),
-        ({"data_offsets": [False, 16]}, "False"), ({"data_offsets": [-16, 0]}, "-16"),
-        ({"data_offsets": [0, 16, 32]}, "unpack"), ({"data_offsets": [0, 10**5000]}, "header"),
+        ({"shape": 4}, "list"),
+        ({"shape": [1] * 1000}, "list"),
+        ({"shape": None}, "list"),
+        ({"data_offsets": [0.0, 16]}, "0.0"),
+        ({"data_offsets": ["0", "16"]}, "'0'"),
+        ({"data_offsets": [False, 16]}, "False"),
+        ({"data_offsets": [-16, 0]}, "-16"),
+        ({"data_offsets": [0, 16, 32]}, "unpack"),
+        ({"data_offsets": [0, 10**5000]}, "header"),
     ],
-)  # fmt: skip
-def test_a_header_holds_whole_numbers_only(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+)
+def test_a_header_holds_whole_numbers_only(
+    change: dict[str, Any], word: str, tmp_path: Path
+) -> None:
     entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **change}
     if change.get("data_offsets", [0])[-1] == 10**5000:
         text = '{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,1' + 5000 * "0" + "]}}"
@@ -428,13 +470,19 @@ def test_a_header_says_each_thing_once_in_valid_text(text: str, tmp_path: Path) 
 
 def test_a_legacy_file_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     whole = torch.randn(50, 40)
-    value = {"whole": whole, "turned": whole.T, "part": whole[3:9, 5:7], "number": torch.tensor(3), "none": whole[:0]}
+    value = {
+        "whole": whole,
+        "turned": whole.T,
+        "part": whole[3:9, 5:7],
+        "number": torch.tensor(3),
+        "none": whole[:0],
+    }
     _require_as_torch(_saved(tmp_path / "a.bin", value, legacy=True))
 
 
 def test_a_legacy_file_is_read_twice_at_most(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     folder = oracle.copy(saved, tmp_path / "bin")
     path = folder / "pytorch_model.bin"
     _saved(path, torch.load(path, weights_only=True), legacy=True)
@@ -454,7 +502,9 @@ def test_a_legacy_file_is_read_twice_at_most(
     size = path.stat().st_size
     assert 2 * size <= counted <= 2.2 * size
     found = _weights(tmp_path / "out")
-    assert all(torch.equal(found[n], t) for n, t in torch.load(path, weights_only=True, mmap=False).items())
+    assert all(
+        torch.equal(found[n], t) for n, t in torch.load(path, weights_only=True, mmap=False).items()
+    )
 
 
 def test_a_legacy_storage_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -462,7 +512,9 @@ def test_a_legacy_storage_of_another_size_is_refused(tmp_path: Path) -> None:
     raw = path.read_bytes()
     at = raw.rindex(struct.pack("<q", 1000))
     path.write_bytes(raw[:at] + struct.pack("<q", 999) + raw[at + 8 :])
-    with pytest.raises(CheckpointError, match=r"has the wrong size \(found 999 elements, expected 1000\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has the wrong size \(found 999 elements, expected 1000\)"
+    ):
         pth_io.open_file(path)
 
 
@@ -473,7 +525,9 @@ def test_a_tar_archive_is_refused_by_name(tmp_path: Path) -> None:
         pth_io.open_file(tmp_path / "a.pth")
 
 
-def test_damage_ends_a_job_before_its_end(pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_ends_a_job_before_its_end(
+    pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _flip(pickled / "pytorch_model.bin", "data/1")
     seen: list[str] = []
 
@@ -488,7 +542,9 @@ def test_damage_ends_a_job_before_its_end(pickled: Path, tmp_path: Path, monkeyp
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(("written", "instead"), [(b"norm.weight", b"norn.weight"), (b"F32", b"F99")])
+@pytest.mark.parametrize(
+    ("written", "instead"), [(b"norm.weight", b"norn.weight"), (b"F32", b"F99")]
+)
 def test_what_is_written_is_opened_before_it_gets_its_name(
     written: bytes, instead: bytes, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,7 +556,9 @@ def test_what_is_written_is_opened_before_it_gets_its_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_safetensors_library_has_a_say(pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_safetensors_library_has_a_say(
+    pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert(pickled, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     safetensors_io.require_readable(file)

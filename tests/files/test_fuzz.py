@@ -48,8 +48,12 @@ def test_an_input_depends_on_its_number_alone() -> None:
     files = {
         "src/config.json": json.dumps({**CONFIG, "vocab_size": 8}).encode(),
         "src/model.safetensors": save({"model.norm.weight": torch.randn(64)}),
-        "src/model.gguf": build_header({"a": "b", "c": ["d", "e"], "f": 0.5}, [GgufTensor("g", GgmlType.F32, (8,))]),
-        "dst.partial/.quantkit-journal.jsonl": b'{"fingerprint": {"job": "convert"}}\n{"tensors": 3}\n',
+        "src/model.gguf": build_header(
+            {"a": "b", "c": ["d", "e"], "f": 0.5}, [GgufTensor("g", GgmlType.F32, (8,))]
+        ),
+        "dst.partial/.quantkit-journal.jsonl": (
+            b'{"fingerprint": {"job": "convert"}}\n{"tensors": 3}\n'
+        ),
     }
     files["src/model.gguf"] += bytes(32)
     inputs = Inputs(0, [Base("tiny", files, ("convert-hf",))])
@@ -66,14 +70,22 @@ def test_an_input_depends_on_its_number_alone() -> None:
 
 
 def test_the_independent_reading_of_gguf_is_ours(tmp_path: Path) -> None:
-    source = HF.open(oracle_models.save(oracle_models.make("llama"), tmp_path / "hf"), "safetensors")
-    quantized = {"": gguf.GGMLQuantizationType.Q5_1, "blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0}
+    source = HF.open(
+        oracle_models.save(oracle_models.make("llama"), tmp_path / "hf"), "safetensors"
+    )
+    quantized = {
+        "": gguf.GGMLQuantizationType.Q5_1,
+        "blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0,
+    }
     tensors = gguf_files.tensors_of(oracle_models.load(tmp_path / "hf"))
     metadata = metadata_of(source.config)
     gguf_files.write(tmp_path / "model.gguf", metadata, tensors, quantized)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     values = {name: checkpoint.load(name) for name in checkpoint.names()}
-    floats = {name: one.dequantize() if isinstance(one, QuantTensor) else one for name, one in values.items()}
+    floats = {
+        name: one.dequantize() if isinstance(one, QuantTensor) else one
+        for name, one in values.items()
+    }
     assert oracle.same(floats, oracle.read(tmp_path)) is None
 
 
@@ -134,7 +146,11 @@ def test_a_rounding_passes_and_another_weight_and_scales_that_clip_too_much_do_n
     assert "beyond half a step" in str(oracle.rounded(quantized, {"a.weight": moved}))
     scale, groups = value.scale / 2, value.scale.shape[1]
     steps = (source.float().view(16, groups, -1) / scale.float().unsqueeze(-1)).round().view(16, 64)
-    zero = value.scheme.levels // 2 if value.zero is None else value.zero.repeat_interleave(64 // groups, 1)
+    zero = (
+        value.scheme.levels // 2
+        if value.zero is None
+        else value.zero.repeat_interleave(64 // groups, 1)
+    )
     codes = (steps + zero).clamp(0, value.scheme.levels - 1).to(torch.uint8)
     clipping = compressed_tensors(QuantTensor(codes, scale, value.zero, value.scheme))
     assert "the error of a group" in str(oracle.rounded(clipping, {"a.weight": source}))
@@ -144,4 +160,6 @@ def compressed_tensors(value: QuantTensor) -> dict[str, Tensor]:
     """A weight `a`, as stored."""
     codec = PackQuantized(value.scheme)
     spec = TensorSpec("a.weight", value.shape, DType.of(value.scale.dtype), value.scheme)
-    return dict(zip((tensor.name for tensor in codec.stored(spec)), codec.encode(value), strict=True))
+    return dict(
+        zip((tensor.name for tensor in codec.stored(spec)), codec.encode(value), strict=True)
+    )

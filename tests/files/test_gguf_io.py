@@ -11,21 +11,40 @@ import pytest
 
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.gguf_io import GgufHeader, build_header, padding, read_header
-from quantkit.files.gguf_types import GgmlType, GgufTensor, Split, Typed, ValueType, split_name, split_stem
+from quantkit.files.gguf_types import (
+    GgmlType,
+    GgufTensor,
+    Split,
+    Typed,
+    ValueType,
+    split_name,
+    split_stem,
+)
 
 TENSORS = [
-    GgufTensor("a.weight", GgmlType.Q4_0, (3, 64)), GgufTensor("b", GgmlType.F32, (5,)),
+    GgufTensor("a.weight", GgmlType.Q4_0, (3, 64)),
+    GgufTensor("b", GgmlType.F32, (5,)),
     GgufTensor("c", GgmlType.Q6_K, (2, 3, 256)),
-]  # fmt: skip
+]
 METADATA: dict[str, Any] = {
-    "general.architecture": "llama", "count": 7, "eps": 0.5, "flag": True, "tokens": ["a", "é", ""],
-    "scores": [0.5, -1.0], "kinds": [1, -2], "flags": [True, False],
-    "below": Typed(ValueType.INT32, -3), "far": Typed(ValueType.UINT64, 2**63), "none": Typed(ValueType.STRING, []),
+    "general.architecture": "llama",
+    "count": 7,
+    "eps": 0.5,
+    "flag": True,
+    "tokens": ["a", "é", ""],
+    "scores": [0.5, -1.0],
+    "kinds": [1, -2],
+    "flags": [True, False],
+    "below": Typed(ValueType.INT32, -3),
+    "far": Typed(ValueType.UINT64, 2**63),
+    "none": Typed(ValueType.STRING, []),
     "exact": Typed(ValueType.FLOAT64, 0.1),
-}  # fmt: skip
+}
 
 
-def _content(metadata: dict[str, Any] = METADATA, tensors: list[GgufTensor] = TENSORS, alignment: int = 32) -> bytes:
+def _content(
+    metadata: dict[str, Any] = METADATA, tensors: list[GgufTensor] = TENSORS, alignment: int = 32
+) -> bytes:
     data = b"".join(bytes(tensor.nbytes) + padding(tensor.nbytes, alignment) for tensor in tensors)
     return build_header(metadata, tensors, alignment) + data
 
@@ -39,17 +58,28 @@ def _read(content: bytes, folder: Path) -> GgufHeader:
 @pytest.mark.parametrize("alignment", [32, 8, 64])
 def test_what_is_written_is_read(alignment: int, tmp_path: Path) -> None:
     found = _read(_content(alignment=alignment), tmp_path)
-    expected = {key: value.value if isinstance(value, Typed) else value for key, value in METADATA.items()}
+    expected = {
+        key: value.value if isinstance(value, Typed) else value for key, value in METADATA.items()
+    }
     assert {key: found.metadata[key] for key in expected} == expected
     assert found.alignment == alignment
-    assert [(t.name, t.type, t.shape) for t in found.tensors.values()] == [(t.name, t.type, t.shape) for t in TENSORS]
+    assert [(t.name, t.type, t.shape) for t in found.tensors.values()] == [
+        (t.name, t.type, t.shape) for t in TENSORS
+    ]
     assert all(tensor.offset % alignment == 0 for tensor in found.tensors.values())
     assert found.split is None
 
 
 def test_values_have_the_kinds_that_readers_look_for() -> None:
     header = build_header(METADATA, [])
-    for key, kind in {"count": 4, "eps": 6, "flag": 7, "general.architecture": 8, "far": 10, "exact": 12}.items():
+    for key, kind in {
+        "count": 4,
+        "eps": 6,
+        "flag": 7,
+        "general.architecture": 8,
+        "far": 10,
+        "exact": 12,
+    }.items():
         assert header[header.index(key.encode()) + len(key) :][:4] == struct.pack("<I", kind)
     for key, kind in {"tokens": 8, "scores": 6, "kinds": 5, "flags": 7, "none": 8}.items():
         assert header[header.index(key.encode()) + len(key) :][:8] == struct.pack("<II", 9, kind)
@@ -102,32 +132,68 @@ def _named(name: bytes) -> bytes:
         (_patched(0, b"GGML"), CheckpointError, "is not a GGUF file"),
         (_patched(4, struct.pack(">I", 3)), UnsupportedError, "big-endian"),
         (_patched(4, struct.pack("<I", 1)), UnsupportedError, "version of GGUF"),
-        (_patched(8, struct.pack("<Q", 2**64 - 1)), CheckpointError, "18446744073709551615 tensors"),
+        (
+            _patched(8, struct.pack("<Q", 2**64 - 1)),
+            CheckpointError,
+            "18446744073709551615 tensors",
+        ),
         (_patched(8, struct.pack("<Q", 4)), CheckpointError, "a tensor is named ''"),
-        (_patched(16, struct.pack("<Q", 2**60)), CheckpointError, "1152921504606846976 metadata keys"),
-        (_patched(24, struct.pack("<Q", 2**63)), CheckpointError, "a metadata key of 9223372036854775808 bytes"),
+        (
+            _patched(16, struct.pack("<Q", 2**60)),
+            CheckpointError,
+            "1152921504606846976 metadata keys",
+        ),
+        (
+            _patched(24, struct.pack("<Q", 2**63)),
+            CheckpointError,
+            "a metadata key of 9223372036854775808 bytes",
+        ),
         (_patched(32, b"\xff"), CheckpointError, "not UTF-8"),
         (_patched(32, b"\n"), CheckpointError, "a metadata key is"),
         (_after(b"general.architecture", b"\x0d"), CheckpointError, "unknown type 13"),
         (_after(b"tokens", b"\x09", 4), CheckpointError, "array of arrays"),
         (_after(b"tokens", struct.pack("<Q", 2**40), 8), CheckpointError, "all arrays may have"),
-        (_after(b"tokens", struct.pack("<Q", 1_000_000), 8), CheckpointError, "the value of 'tokens'"),
+        (
+            _after(b"tokens", struct.pack("<Q", 1_000_000), 8),
+            CheckpointError,
+            "the value of 'tokens'",
+        ),
         (_after(b"flag", b"\x02", 4), CheckpointError, "neither true nor false"),
         (_after(b"a.weight", struct.pack("<I", 5)), CheckpointError, "5 dimensions"),
         (_after(b"a.weight", struct.pack("<I", 0)), CheckpointError, "0 dimensions"),
         (_after(b"a.weight", struct.pack("<Q", 63), 4), CheckpointError, "has the sizes"),
         (_after(b"a.weight", struct.pack("<Q", 2**62), 12), CheckpointError, "has the sizes"),
         (_after(b"a.weight", struct.pack("<Q", 4), 12), CheckpointError, "'b' overlaps another"),
-        (_after(b"a.weight", struct.pack("<Q", 1 << 50), 12), CheckpointError, "'b' overlaps another"),
+        (
+            _after(b"a.weight", struct.pack("<Q", 1 << 50), 12),
+            CheckpointError,
+            "'b' overlaps another",
+        ),
         (_after(b"a.weight", struct.pack("<I", 4), 20), UnsupportedError, "ggml's type 4"),
-        (_after(b"a.weight", struct.pack("<Q", 32), 24), CheckpointError, "leaves a hole before it"),
-        (_after(b"a.weight", struct.pack("<Q", 2**64 - 32), 24), CheckpointError, "leaves a hole before it"),
+        (
+            _after(b"a.weight", struct.pack("<Q", 32), 24),
+            CheckpointError,
+            "leaves a hole before it",
+        ),
+        (
+            _after(b"a.weight", struct.pack("<Q", 2**64 - 32), 24),
+            CheckpointError,
+            "leaves a hole before it",
+        ),
         (lambda content: content[:200], CheckpointError, "truncated"),
         (lambda content: content[:-300], CheckpointError, "is truncated"),
-        (lambda content: content.replace(b"count", b"flags", 1), CheckpointError, "'flags' comes twice"),
-        (lambda content: content.replace(_named(b"c"), _named(b"b")), CheckpointError, "comes twice"),
+        (
+            lambda content: content.replace(b"count", b"flags", 1),
+            CheckpointError,
+            "'flags' comes twice",
+        ),
+        (
+            lambda content: content.replace(_named(b"c"), _named(b"b")),
+            CheckpointError,
+            "comes twice",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(
     change: Callable[[bytes], bytes], error: type[QuantkitError], match: str, tmp_path: Path
 ) -> None:
@@ -144,9 +210,10 @@ def test_an_alignment_is_a_power_of_two(alignment: Any, tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_hold_is_not_written() -> None:
     for tensor in (
-        GgufTensor("a" * 64, GgmlType.F32, (1,)), GgufTensor("a", GgmlType.F32, (1, 1, 1, 1, 1)),
+        GgufTensor("a" * 64, GgmlType.F32, (1,)),
+        GgufTensor("a", GgmlType.F32, (1, 1, 1, 1, 1)),
         GgufTensor("a", GgmlType.Q8_0, (2, 33)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UnsupportedError, match="cannot hold tensor 'a"):
             build_header({}, [tensor])
     for value in ([], [1, "a"], None, 2**32, -1):

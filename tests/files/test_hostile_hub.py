@@ -1,4 +1,6 @@
-"""A hub whose answers are not as they should be: each ends in one line, and nothing is written outside the cache."""
+"""A hub whose answers are not as they should be: each ends in one line, and nothing is written
+outside the cache.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,12 @@ pytestmark = pytest.mark.processes
 FILES = {path.name: path.read_bytes() for path in Path(DEMO_MODEL).iterdir() if path.is_file()}
 OTHER = "2" * 40
 DEEP = "a/b/c/d/home"
-"""Where the cache lies below the test's folder: a path that climbs out of the cache stays in the folder."""
+"""Where the cache lies below the test's folder: a path that climbs out of the cache stays in the
+folder.
+"""
 
-# Runs a command for each name of a model or a dataset: its exit code, what it prints, and which files that makes.
+# Runs a command for each name of a model or a dataset: its exit code, what it prints, and which
+# files that makes.
 SCRIPT = """
 import contextlib, io, json, os, re, sys
 from pathlib import Path
@@ -63,7 +68,7 @@ for name in sys.argv[4:]:
     found = [path for path in new if not re.match(OURS, path)]
     results[name] = code, out.getvalue(), err.getvalue(), found, inside
 print(json.dumps(results))
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,22 @@ class Run:
 
 def _run(root: Path, address: str, *names: str, **environment: str) -> dict[str, Run]:
     env = {
-        **os.environ, "HF_HOME": str(root / DEEP), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1",
-        "HF_HUB_OFFLINE": "0", **environment,
-    }  # fmt: skip
+        **os.environ,
+        "HF_HOME": str(root / DEEP),
+        "HF_ENDPOINT": address,
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_OFFLINE": "0",
+        **environment,
+    }
     (root / DEEP).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        forked.command("-c", SCRIPT, root, DEEP, DEMO_MODEL, *names), capture_output=True, text=True, env=env,
-        check=False, cwd=root / DEEP,
-    )  # fmt: skip
+        forked.command("-c", SCRIPT, root, DEEP, DEMO_MODEL, *names),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        cwd=root / DEEP,
+    )
     assert done.returncode == 0, done.stderr
     return {name: Run(*result) for name, result in json.loads(done.stdout).items()}
 
@@ -104,9 +117,11 @@ def _of(file: str, **changes: object) -> Hostile:
 
     def changed(info: Any) -> object:
         siblings = [
-            {key: value for key, value in {**one, **changes}.items() if value is not None}
-            if one["rfilename"] == file
-            else one
+            (
+                {key: value for key, value in {**one, **changes}.items() if value is not None}
+                if one["rfilename"] == file
+                else one
+            )
             for one in info["siblings"]
         ]
         return {**info, "siblings": siblings}
@@ -217,17 +232,22 @@ HOSTILE: dict[str, tuple[Hostile, str]] = {
     "siblings_numbers": (_info(siblings=[7]), "cannot be read"),
     "answer_list": (Hostile(info=lambda info: [info]), "cannot be read"),
     "answer_null": (Hostile(info=lambda info: None), "cannot be read"),
-}  # fmt: skip
+}
 
 
 def _placed(hostile: Hostile, root: Path, name: str) -> Hostile:
-    """ROOT in an answer stands for the folder of the test, EVIL for a name that no other case has."""
+    """ROOT in an answer stands for the folder of the test, EVIL for a name that no other case
+    has.
+    """
 
     def placed(answer: object) -> Any:
-        return json.loads(json.dumps(answer).replace("ROOT", str(root)).replace("EVIL", f"evil-{name}"))
+        return json.loads(
+            json.dumps(answer).replace("ROOT", str(root)).replace("EVIL", f"evil-{name}")
+        )
 
     return Hostile(
-        lambda info: placed(hostile.info(info)), lambda path, headers: placed(dict(hostile.headers(path, headers)))
+        lambda info: placed(hostile.info(info)),
+        lambda path, headers: placed(dict(hostile.headers(path, headers))),
     )
 
 
@@ -249,7 +269,9 @@ def test_a_sound_answer_is_taken(runs: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_is_refused(runs: dict[str, Run], name: str) -> None:
-    """In one line that says what is wrong, and nothing is written outside the folders of models in the cache."""
+    """In one line that says what is wrong, and nothing is written outside the folders of models
+    in the cache.
+    """
     run = runs[name]
     assert (run.code, run.out, run.outside) == (3, "", [])
     assert run.err.startswith(f"quantkit: error: hf:case/{name}")
@@ -263,7 +285,10 @@ def test_content_with_another_hash_is_removed(file: str, tmp_path: Path) -> None
     """What comes has the size that was announced, and is named for the hash that was announced."""
     digest = "0" * (64 if file == "tokenizer.model" else 40)
     announced = _lfs(file, sha256=digest) if file == "tokenizer.model" else _of(file, blobId=digest)
-    lie = Hostile(announced.info, lambda path, headers: {**headers, "ETag": f'"{digest}"'} if path == file else headers)
+    lie = Hostile(
+        announced.info,
+        lambda path, headers: {**headers, "ETag": f'"{digest}"'} if path == file else headers,
+    )
     name = "hf:case/content"
     with hub({"case/content": FILES}, hostile={"case/content": lie}) as (address, _):
         run = _run(tmp_path, address, name)[name]
@@ -287,7 +312,10 @@ def test_what_the_cache_holds_is_checked_once(tmp_path: Path) -> None:
         assert _run(tmp_path, address, name)[name].code == 0
         (record,) = _cached(tmp_path).glob("quantkit/*")
         before = json.loads(record.read_bytes())
-        assert before["params.json"] == {"size": len(FILES["params.json"]), "digest": git_name(FILES["params.json"])}
+        assert before["params.json"] == {
+            "size": len(FILES["params.json"]),
+            "digest": git_name(FILES["params.json"]),
+        }
         record.unlink()
         sent.clear()
         assert _run(tmp_path, address, name)[name].code == 0
@@ -310,7 +338,9 @@ def _damage(path: Path) -> None:
         file.write(bytes([last[0] ^ 1]))
 
 
-def test_what_was_checked_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_checked_is_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, content = CachedModel("case/cached", None), b"content"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     path = model.snapshot(COMMIT) / "config.json"
@@ -328,7 +358,9 @@ def test_what_was_checked_is_not_hashed_again(tmp_path: Path, monkeypatch: pytes
         model.require_announced(COMMIT, file, checked=True)
 
 
-def test_a_record_replaces_a_link_and_does_not_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_replaces_a_link_and_does_not_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, file = CachedModel("case/cached", None), HubFile("config.json", 7, COMMIT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (model.folder / "quantkit").mkdir(parents=True)
@@ -371,9 +403,13 @@ def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
     url, path = f"http://127.0.0.1:{server.server_port}/resolve/x", tmp_path / "file"
     try:
         with (
-            path.open("wb") as file, checked_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
-            pytest.raises(CheckpointError, match=r"sends more of 'x' than it announced .*expected 100000 bytes"),
-        ):  # fmt: skip
+            path.open("wb") as file,
+            checked_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
+            pytest.raises(
+                CheckpointError,
+                match=r"sends more of 'x' than it announced .*expected 100000 bytes",
+            ),
+        ):
             file_download.http_get(url, file)
     finally:
         server.shutdown()
@@ -389,7 +425,9 @@ def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
         ("0" * 64, "/api/xet", None),
     ],
 )
-def test_storage_on_another_host_gets_no_token(file_hash: str, route: str, problem: str | None) -> None:
+def test_storage_on_another_host_gets_no_token(
+    file_hash: str, route: str, problem: str | None
+) -> None:
     headers = {"X-Xet-Hash": file_hash, "X-Xet-Refresh-Route": route}
     from huggingface_hub import file_download, hf_hub_url
 
@@ -400,21 +438,37 @@ def test_storage_on_another_host_gets_no_token(file_hash: str, route: str, probl
         url = hf_hub_url("case/xet", name, endpoint=address)
         with checked_answers("hf:case/xet"):
             if problem is None:
-                assert file_download.get_hf_file_metadata(url, endpoint=address).xet_file_data is not None
+                assert (
+                    file_download.get_hf_file_metadata(url, endpoint=address).xet_file_data
+                    is not None
+                )
                 return
             with pytest.raises(CheckpointError, match=problem):
                 file_download.get_hf_file_metadata(url, endpoint=address)
 
 
 def test_a_commit_that_is_named_is_the_one_that_is_taken(tmp_path: Path) -> None:
-    """Whatever the hub answers, and whatever a list of files in the cache says: other programs keep it unchecked."""
+    """Whatever the hub answers, and whatever a list of files in the cache says: other programs
+    keep it unchecked.
+    """
     hash_ = "0" * 64
-    listed = {"size": 7, "blob_id": COMMIT, "lfs_sha256": "../../../../evil", "lfs_size": 7, "xet_hash": hash_}
+    listed = {
+        "size": 7,
+        "blob_id": COMMIT,
+        "lfs_sha256": "../../../../evil",
+        "lfs_size": 7,
+        "xet_hash": hash_,
+    }
     trees = _cached(tmp_path) / "trees"
     trees.mkdir(parents=True)
-    (trees / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": dict.fromkeys(FILES, listed)}))
+    (trees / f"{COMMIT}.json").write_text(
+        json.dumps({"format_version": 1, "files": dict.fromkeys(FILES, listed)})
+    )
     names = [f"hf:case/cached@{COMMIT}", f"hf:case/other@{COMMIT}"]
-    with hub(dict.fromkeys(("case/cached", "case/other"), FILES), hostile={"case/other": _info(sha=OTHER)}) as found:
+    with hub(
+        dict.fromkeys(("case/cached", "case/other"), FILES),
+        hostile={"case/other": _info(sha=OTHER)},
+    ) as found:
         runs = _run(tmp_path, found[0], *names)
     assert [(run.code, run.outside) for run in runs.values()] == [(0, []), (3, [])], runs
     assert "names the wrong commit" in runs[names[1]].err
@@ -431,13 +485,21 @@ DATASETS: dict[str, tuple[Hostile, str]] = {
     "sha_climbs": (_info(sha="../../../EVIL"), _COMMIT),
     "sha_missing": (_without("sha"), _COMMIT),
     "sha_number": (_info(sha=7), _COMMIT),
-    "second_sha_climbs": (_second_sha("../../../../EVIL"), "leads to an address that is none of a file"),
+    "second_sha_climbs": (
+        _second_sha("../../../../EVIL"),
+        "leads to an address that is none of a file",
+    ),
     "second_sha_absolute": (_second_sha("ROOT/EVIL"), "leads to an address that is none of a file"),
     "etag_climbs": (_headers(ETag='"../../../../EVIL"'), "an ETag that is not the name"),
     "etag_absolute": (_headers(ETag='"ROOT/EVIL"'), "an ETag that is not the name"),
     "commit_climbs": (_headers(X_Repo_Commit="../../../../EVIL"), _COMMIT),
     "commit_of_missing": (
-        Hostile(headers=lambda path, headers: {**headers, "X-Repo-Commit": COMMIT if path in DATA else "../../EVIL"}),
+        Hostile(
+            headers=lambda path, headers: {
+                **headers,
+                "X-Repo-Commit": COMMIT if path in DATA else "../../EVIL",
+            }
+        ),
         _COMMIT,
     ),
 }
@@ -447,7 +509,9 @@ DATASETS: dict[str, tuple[Hostile, str]] = {
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     root = tmp_path_factory.mktemp("datasets")
     hostile = {f"case/{name}": _placed(case, root, name) for name, (case, _) in DATASETS.items()}
-    data = {name: {"train.jsonl": DATA["train.jsonl"]} if "second" in name else DATA for name in hostile}
+    data = {
+        name: {"train.jsonl": DATA["train.jsonl"]} if "second" in name else DATA for name in hostile
+    }
     with hub(data, hostile=hostile) as (address, _):
         found = _run(root, address, *hostile)
     return {name.removeprefix("case/"): run for name, run in found.items()}
@@ -473,14 +537,21 @@ def test_ctrl_c_ends_the_check_of_a_file(tmp_path: Path) -> None:
         requested.set()
         return {**headers, "X-Linked-Size": str(size)}
 
-    huge = Hostile(lambda info: _lfs(path, size=size).info(_of(path, size=size).info(info)), headers)
+    huge = Hostile(
+        lambda info: _lfs(path, size=size).info(_of(path, size=size).info(info)), headers
+    )
     name = "hf:case/cached"
     with hub({"case/cached": FILES}) as (address, _):
         assert _run(tmp_path, address, name)[name].code == 0
     with (_cached(tmp_path) / "snapshots" / COMMIT / path).open("r+b") as file:
         file.truncate(size)
     with hub({"case/cached": FILES}, hostile={"case/cached": huge}) as (address, _):
-        env = {**os.environ, "HF_HOME": str(tmp_path / DEEP), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+        env = {
+            **os.environ,
+            "HF_HOME": str(tmp_path / DEEP),
+            "HF_ENDPOINT": address,
+            "NO_PROXY": "127.0.0.1",
+        }
         command = forked.quantkit("inspect", name)
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
         assert requested.wait(50)

@@ -32,18 +32,25 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def _run(home: Path, address: str, *arguments: str | Path, offline: bool = False) -> tuple[int, str, str]:
+def _run(
+    home: Path, address: str, *arguments: str | Path, offline: bool = False
+) -> tuple[int, str, str]:
     env = {
-        **os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1",
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": address,
+        "NO_PROXY": "127.0.0.1",
         "HF_HUB_OFFLINE": str(int(offline)),
-    }  # fmt: skip
+    }
     command = forked.quantkit(*arguments)
     home.mkdir(exist_ok=True)
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, tmp_path: Path) -> None:
+def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(
+    home: Path, tmp_path: Path
+) -> None:
     more = {"model-Q4_0.gguf": b"GGUF", "pictures/one.png": b"png", "onnx/model.onnx": b"onnx"}
     with hub({"some/model": {**FILES, **more}}) as (address, sent):
         code, _, err = _run(home, address, "convert", "hf:some/model", tmp_path / "out")
@@ -54,21 +61,28 @@ def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, t
         assert out.startswith("hf:some/model@main: meta (2 shards)")
     source = json.loads((tmp_path / "out" / "quantkit.json").read_text())["source"]
     assert source["hub"] == {"name": "some/model", "commit": COMMIT}
-    assert source["sha256"] == {name: SourceFile(Path(DEMO_MODEL) / name).sha256() for name in source["sha256"]}
+    assert source["sha256"] == {
+        name: SourceFile(Path(DEMO_MODEL) / name).sha256() for name in source["sha256"]
+    }
     for offline in (True, False):  # the hub is gone: what the cache holds
         assert _run(home, address, "inspect", "hf:some/model", offline=offline)[0] == 0
 
 
 def test_what_cannot_be_downloaded_is_reported_in_one_line(home: Path) -> None:
     with hub({"some/model": FILES}) as (address, _):
-        runs = {name: _run(home, address, "inspect", name) for name in ("hf:some/other", "hf:some/model@v2")}
+        runs = {
+            name: _run(home, address, "inspect", name)
+            for name in ("hf:some/other", "hf:some/model@v2")
+        }
         bare = _run(home, address, "inspect", "some/model")
     runs |= {"gone": _run(home, address, "inspect", "hf:some/model")}
     runs |= {"offline": _run(home, address, "inspect", "hf:some/model", offline=True)}
     problems = {
-        "hf:some/other": "knows no such model", "hf:some/model@v2": "no such revision", "gone": "cannot be reached",
+        "hf:some/other": "knows no such model",
+        "hf:some/model@v2": "no such revision",
+        "gone": "cannot be reached",
         "offline": "HF_HUB_OFFLINE",
-    }  # fmt: skip
+    }
     for name, (code, out, err) in runs.items():
         assert (code, out, err.count("\n")) == (2, "", 1), name
         assert problems[name] in err
@@ -85,7 +99,9 @@ def test_what_the_cache_holds_in_part_is_not_taken(home: Path) -> None:
         assert _run(home, address, "inspect", "hf:some/model")[0] == 0
     for record in home.glob("hub/models--some--model/quantkit/*.json"):
         files = json.loads(record.read_text())
-        record.write_text(json.dumps({**files, "chat_template.jinja": {"size": 9, "digest": COMMIT}}))
+        record.write_text(
+            json.dumps({**files, "chat_template.jinja": {"size": 9, "digest": COMMIT}})
+        )
     next(home.glob("hub/models--some--model/snapshots/*/tokenizer.model")).unlink()
     for offline in (True, False):
         code, _, err = _run(home, address, "inspect", "hf:some/model", offline=offline)
@@ -103,7 +119,9 @@ def test_a_model_in_a_folder_of_a_repository_is_one_file(home: Path) -> None:
 def test_ctrl_c_ends_a_download(home: Path) -> None:
     """Two of the files never come."""
     never = threading.Event()
-    with hub({"some/model": FILES}, before=lambda path: never.wait(60) if path.endswith(".pth") else None) as found:
+    with hub(
+        {"some/model": FILES}, before=lambda path: never.wait(60) if path.endswith(".pth") else None
+    ) as found:
         address, sent = found
         home.mkdir()
         env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
@@ -137,8 +155,12 @@ def test_the_disk_is_looked_at_before(monkeypatch: pytest.MonkeyPatch, tmp_path:
     from quantkit.errors import NoSpaceError
     from quantkit.files import hub as module
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 1))
-    with pytest.raises(NoSpaceError, match="too little space on the disk of the hub's cache for hf:some/model"):
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 1)
+    )
+    with pytest.raises(
+        NoSpaceError, match="too little space on the disk of the hub's cache for hf:some/model"
+    ):
         module._require_space(10, MODEL)
 
 
@@ -151,9 +173,21 @@ def test_an_existing_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 NO_NAMES = (
-    "", "a", "a/", "a/b@", "a/b/c", "../a", "a/b c", "a/b@x y", "a/b@v/c.gguf", "a/b@../x", "a/b@x/../../y", "a/b@/x",
-    "a/b@x//y", "a/b@x/",
-)  # fmt: skip
+    "",
+    "a",
+    "a/",
+    "a/b@",
+    "a/b/c",
+    "../a",
+    "a/b c",
+    "a/b@x y",
+    "a/b@v/c.gguf",
+    "a/b@../x",
+    "a/b@x/../../y",
+    "a/b@/x",
+    "a/b@x//y",
+    "a/b@x/",
+)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +210,38 @@ def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:
 @pytest.mark.parametrize(
     ("names", "left_out"),
     [
-        (("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "LICENSE"),
-         ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "a.gguf", "original/x.pth")),
-        (("config.json", "pytorch_model.bin"), ("consolidated.00.pth", "training_args.bin", "tf_model.h5")),
+        (
+            (
+                "config.json",
+                "model-00001-of-00001.safetensors",
+                "model.safetensors.index.json",
+                "LICENSE",
+            ),
+            (
+                "pytorch_model.bin",
+                "pytorch_model.bin.index.json",
+                "consolidated.safetensors",
+                "a.gguf",
+                "original/x.pth",
+            ),
+        ),
+        (
+            ("config.json", "pytorch_model.bin"),
+            ("consolidated.00.pth", "training_args.bin", "tf_model.h5"),
+        ),
         (("params.json", "tokenizer.model", "consolidated.00.pth"), ("checklist.chk",)),
         (("q-00001-of-00002.gguf", "q-00002-of-00002.gguf", "config.json"), ("picture.png",)),
         (("adapter_config.json",), ("picture.png",)),
     ],
-)  # fmt: skip
+)
 def test_which_files_are_needed(names: tuple[str, ...], left_out: tuple[str, ...]) -> None:
     assert sorted(needed_files(dict.fromkeys((*names, *left_out), 1), MODEL)) == sorted(names)
 
 
 def test_which_of_several_gguf_models_is_requested() -> None:
-    sizes = dict.fromkeys(("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"), 1)
+    sizes = dict.fromkeys(
+        ("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"), 1
+    )
     with pytest.raises(RequestError, match=r"several GGUF models .* hf:some/model/a-Q4_0.gguf"):
         needed_files(sizes, MODEL)
     chosen = HubModel("some/model", "b-00001-of-00002.gguf")
@@ -202,4 +254,7 @@ def test_which_of_several_gguf_models_is_requested() -> None:
 
 def test_where_a_path_comes_from(tmp_path: Path) -> None:
     assert origin(tmp_path) is None
-    assert origin(Path(f"/x/models--a--b-c/snapshots/{COMMIT}/model.gguf")) == {"name": "a/b-c", "commit": COMMIT}
+    assert origin(Path(f"/x/models--a--b-c/snapshots/{COMMIT}/model.gguf")) == {
+        "name": "a/b-c",
+        "commit": COMMIT,
+    }

@@ -1,4 +1,6 @@
-"""Pickles of `torch.save`: what they mean is what torch says, and nothing in them runs, hangs or fills the memory."""
+"""Pickles of `torch.save`: what they mean is what torch says, and nothing in them runs, hangs or
+fills the memory.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,40 @@ def _require_as_torch(path: Path, value: object, *, legacy: bool) -> None:
 
 WHOLE = torch.randn(64, 33)
 VALUES: dict[str, Any] = {
-    "shared": {"whole": WHOLE, "row": WHOLE[3], "columns": WHOLE[:, 5:9], "turned": WHOLE.T, "again": WHOLE},
+    "shared": {
+        "whole": WHOLE,
+        "row": WHOLE[3],
+        "columns": WHOLE[:, 5:9],
+        "turned": WHOLE.T,
+        "again": WHOLE,
+    },
     "steps": {"a": WHOLE[::2, ::3], "b": WHOLE[None, :, None], "c": torch.ones(3).expand(4, 3)},
-    "empty": {"a": torch.zeros(0), "b": torch.zeros(3, 0, 5), "c": torch.tensor(7), "d": torch.tensor([True, False])},
+    "empty": {
+        "a": torch.zeros(0),
+        "b": torch.zeros(3, 0, 5),
+        "c": torch.tensor(7),
+        "d": torch.tensor([True, False]),
+    },
     "gradients": {"a": torch.randn(3, 4, requires_grad=True), "b": nn.Parameter(torch.randn(5))},
     "nested": {"model": {"a": torch.randn(3)}},
     "ordered": OrderedDict(a=torch.randn(2), b=torch.randn(3)),
     "module": nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).state_dict(),
     "dtypes": {
         str(dtype): torch.arange(6).to(dtype)
-        for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-                      torch.uint8, torch.complex64, torch.complex128)
+        for dtype in (
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.complex64,
+            torch.complex128,
+        )
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -113,19 +136,40 @@ def _int(value: int) -> bytes:
 
 
 def _sizes(values: tuple[Any, ...]) -> bytes:
-    parts = [_int(value) if type(value) is int else pickle.dumps(value, 2)[2:-1] for value in values]
+    parts = [
+        _int(value) if type(value) is int else pickle.dumps(value, 2)[2:-1] for value in values
+    ]
     return pickle.MARK + b"".join(parts) + pickle.TUPLE
 
 
 def _tensor(
-    count: int = 6, offset: Any = 0, shape: tuple[Any, ...] = (2, 3), stride: tuple[Any, ...] = (3, 1)
+    count: int = 6,
+    offset: Any = 0,
+    shape: tuple[Any, ...] = (2, 3),
+    stride: tuple[Any, ...] = (3, 1),
 ) -> bytes:
-    storage = pickle.MARK + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + _int(count)
+    storage = (
+        pickle.MARK
+        + _text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + _text("0")
+        + _text("cpu")
+        + _int(count)
+    )
     return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.MARK + storage + pickle.TUPLE + pickle.BINPERSID
-        + _sizes((offset,))[1:-1] + _sizes(shape) + _sizes(stride) + pickle.NEWFALSE + pickle.EMPTY_DICT + pickle.TUPLE
+        b"ctorch._utils\n_rebuild_tensor_v2\n"
+        + pickle.MARK
+        + storage
+        + pickle.TUPLE
+        + pickle.BINPERSID
+        + _sizes((offset,))[1:-1]
+        + _sizes(shape)
+        + _sizes(stride)
+        + pickle.NEWFALSE
+        + pickle.EMPTY_DICT
+        + pickle.TUPLE
         + pickle.REDUCE
-    )  # fmt: skip
+    )
 
 
 def test_the_hand_written_tensor_is_sound() -> None:
@@ -136,13 +180,28 @@ def test_the_hand_written_tensor_is_sound() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"offset": 1}, {"offset": -1}, {"offset": 1 << 62}, {"offset": 0.0}, {"shape": (3, 3)}, {"shape": (-2, 3)},
-        {"shape": (True, 3)}, {"shape": (2.0, 3)}, {"shape": ("2", 3)}, {"shape": (None, 3)}, {"shape": (1 << 90, 3)},
-        {"shape": (2,)}, {"stride": (3, 2)}, {"stride": (-3, 1)}, {"stride": (1 << 70, 1)}, {"count": 5},
-        {"count": -1}, {"count": 1 << 80}, {"shape": (1,) * 100, "stride": (1,) * 100},
+        {"offset": 1},
+        {"offset": -1},
+        {"offset": 1 << 62},
+        {"offset": 0.0},
+        {"shape": (3, 3)},
+        {"shape": (-2, 3)},
+        {"shape": (True, 3)},
+        {"shape": (2.0, 3)},
+        {"shape": ("2", 3)},
+        {"shape": (None, 3)},
+        {"shape": (1 << 90, 3)},
+        {"shape": (2,)},
+        {"stride": (3, 2)},
+        {"stride": (-3, 1)},
+        {"stride": (1 << 70, 1)},
+        {"count": 5},
+        {"count": -1},
+        {"count": 1 << 80},
+        {"shape": (1,) * 100, "stride": (1,) * 100},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_view_that_leaves_its_storage_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"some\.pth: cannot be read: "):
         _load(_tensor(**change) + pickle.STOP)
@@ -156,7 +215,11 @@ def test_a_tensor_that_repeats_itself_beyond_its_file_is_refused(tmp_path: Path)
 
 DEEP = 150_000
 BOMBS = {
-    "deep-key": pickle.EMPTY_DICT + pickle.EMPTY_TUPLE + DEEP * pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
+    "deep-key": pickle.EMPTY_DICT
+    + pickle.EMPTY_TUPLE
+    + DEEP * pickle.TUPLE1
+    + pickle.NONE
+    + pickle.SETITEM,
     "deep": pickle.EMPTY_TUPLE + DEEP * pickle.TUPLE1,
     "marks": DEEP * pickle.MARK,
     "memo": pickle.NONE + pickle.LONG_BINPUT + b"\xff\xff\xff\xff",
@@ -164,7 +227,8 @@ BOMBS = {
     "bytes": pickle.BINBYTES8 + struct.pack("<Q", 1 << 40),
     "frame": pickle.PROTO + b"\x04" + pickle.FRAME + struct.pack("<Q", 1 << 62),
     "long": pickle.LONG4 + struct.pack("<i", 1 << 30),
-    "doubled": pickle.EMPTY_LIST + 60 * (pickle.BINPUT + b"\0" + pickle.BINGET + b"\0" + pickle.TUPLE2),
+    "doubled": pickle.EMPTY_LIST
+    + 60 * (pickle.BINPUT + b"\0" + pickle.BINGET + b"\0" + pickle.TUPLE2),
     "extension": pickle.EXT1 + b"\1",
     "instance": pickle.MARK + pickle.INST + b"os\nsystem\n",
     "object": pickle.MARK + b"cos\nsystem\n" + pickle.OBJ,
@@ -179,15 +243,24 @@ BOMBS = {
     "odd-items": pickle.EMPTY_DICT + pickle.MARK + _text("a") + pickle.SETITEMS,
     "append-to-text": _text("a") + pickle.NONE + pickle.APPEND,
     "twice": pickle.EMPTY_DICT + 2 * (_text("a") + pickle.NONE + pickle.SETITEM),
-    "half-a-pair": pickle.EMPTY_DICT + pickle.BINUNICODE + b"\3\0\0\0\xed\xa0\x80" + pickle.NONE + pickle.SETITEM,
-    "from-type": b"ctorch._tensor\n_rebuild_from_type_v2\n" + 3 * pickle.NONE + pickle.TUPLE3 + pickle.REDUCE,
+    "half-a-pair": pickle.EMPTY_DICT
+    + pickle.BINUNICODE
+    + b"\3\0\0\0\xed\xa0\x80"
+    + pickle.NONE
+    + pickle.SETITEM,
+    "from-type": b"ctorch._tensor\n_rebuild_from_type_v2\n"
+    + 3 * pickle.NONE
+    + pickle.TUPLE3
+    + pickle.REDUCE,
     "nothing": b"",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_a_hostile_pickle_is_refused_soon_and_in_little_memory(kind: str, legacy: bool, tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused_soon_and_in_little_memory(
+    kind: str, legacy: bool, tmp_path: Path
+) -> None:
     path, raw = tmp_path / "a.pth", BOMBS[kind] + pickle.STOP
     if legacy:
         path.write_bytes(raw)
@@ -218,9 +291,13 @@ def test_a_pickle_longer_than_any_of_tensors_is_not_read(tmp_path: Path) -> None
         pth_io.open_file(path)
 
 
-@pytest.mark.filterwarnings("ignore:.* invalid escape sequence:DeprecationWarning")  # of pickletools, in Python 3.14
+@pytest.mark.filterwarnings(
+    "ignore:.* invalid escape sequence:DeprecationWarning"
+)  # of pickletools, in Python 3.14
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_a_file_with_any_bytes_changed_is_refused_or_read_as_torch_reads_it(legacy: bool, tmp_path: Path) -> None:
+def test_a_file_with_any_bytes_changed_is_refused_or_read_as_torch_reads_it(
+    legacy: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "a.pth"
     value = {"a": torch.ones(3), "b": WHOLE.T}
     torch.save(value, path, _use_new_zipfile_serialization=not legacy)

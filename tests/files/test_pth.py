@@ -26,9 +26,9 @@ from quantkit.tensors.dtypes import DType
 Tensors = dict[str, Tensor]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
-    lambda name: name != "__metadata__"
-)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12
+).filter(lambda name: name != "__metadata__")
 SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple) | st.tuples(st.integers(1, 300))
 
 
@@ -36,7 +36,11 @@ def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> T
     """Any bit pattern, NaN among them."""
     count = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def _tensors(dtypes: tuple[torch.dtype, ...]) -> st.SearchStrategy[Tensors]:
@@ -109,7 +113,9 @@ def test_the_data_of_each_tensor_is_aligned(tensors: Tensors) -> None:
         records = {info.filename: info for info in file.infolist()}
     for index, tensor in enumerate(tensors.values()):
         info = records[f"consolidated.00/data/{index}"]
-        name_length, extra_length = struct.unpack("<HH", raw[info.header_offset + 26 : info.header_offset + 30])
+        name_length, extra_length = struct.unpack(
+            "<HH", raw[info.header_offset + 26 : info.header_offset + 30]
+        )
         start = info.header_offset + 30 + name_length + extra_length
         assert start % 64 == 0
         assert raw[start : start + info.file_size] == _bits(tensor)
@@ -117,7 +123,9 @@ def test_the_data_of_each_tensor_is_aligned(tensors: Tensors) -> None:
 
 @settings(deadline=None)
 @given(tensors=_tensors(FLOATS), data=st.data())
-def test_a_restored_encoder_goes_on_with_the_same_bytes(tensors: Tensors, data: st.DataObject) -> None:
+def test_a_restored_encoder_goes_on_with_the_same_bytes(
+    tensors: Tensors, data: st.DataObject
+) -> None:
     stored = _stored(tensors)
     cut = data.draw(st.integers(1, len(tensors)))
     first, second = PthEncoder("consolidated.00", stored), PthEncoder("consolidated.00", stored)
@@ -142,7 +150,9 @@ def test_the_size_is_known_before_as_an_upper_bound(tensors: Tensors) -> None:
     assert size <= encoder.total_bytes < size + 512 * (len(tensors) + 16)
 
 
-def test_equal_tensors_give_equal_bytes_whenever_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tensors_give_equal_bytes_whenever_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16()}
     first = _pth_bytes(tensors)
     monkeypatch.setattr("time.time", lambda: 2e9)
@@ -161,7 +171,9 @@ def test_records_past_four_gigabytes_are_found(tmp_path: Path) -> None:
     gap = 5 << 30
     path = tmp_path / "model.pth"
     encoder = PthEncoder("consolidated.00", stored)
-    near, far = (tensor_bytes(tensor, part) for tensor, part in zip(tensors.values(), stored, strict=True))
+    near, far = (
+        tensor_bytes(tensor, part) for tensor, part in zip(tensors.values(), stored, strict=True)
+    )
     with path.open("wb") as file:
         file.write(encoder.start() + encoder.before(0, near) + near)
         state = encoder.state()
@@ -190,7 +202,9 @@ def test_files_of_torch_are_read_bit_equal(scratch: Path, tensors: Tensors) -> N
 def test_safetensors_reads_what_we_write(scratch: Path, tensors: Tensors) -> None:
     path = scratch / "model.safetensors"
     if torch.bool in {t.dtype for t in tensors.values()}:
-        tensors = {n: t.view(torch.uint8) & 1 if t.dtype == torch.bool else t for n, t in tensors.items()}
+        tensors = {
+            n: t.view(torch.uint8) & 1 if t.dtype == torch.bool else t for n, t in tensors.items()
+        }
     _write_safetensors(tensors, path)
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -217,7 +231,9 @@ def test_our_header_reader_says_what_safetensors_says(scratch: Path, tensors: Te
         assert file.tensors.keys() == names
         for name in names:
             tensor = theirs.get_tensor(name)
-            assert file.tensors[name] == StoredTensor(name, DType.of(tensor.dtype), tuple(tensor.shape))
+            assert file.tensors[name] == StoredTensor(
+                name, DType.of(tensor.dtype), tuple(tensor.shape)
+            )
             assert file.tensors[name].nbytes == tensor.nbytes
             _require_bit_equal({name: file.read(name)}, {name: tensor})
     path.unlink()

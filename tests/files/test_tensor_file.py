@@ -1,4 +1,6 @@
-"""Reading by position: any view and any part of a tensor, as torch has it, a small buffer at a time."""
+"""Reading by position: any view and any part of a tensor, as torch has it, a small buffer at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 WHOLE = torch.randn(64, 33)
 VIEWS: dict[str, Tensor] = {
-    "whole": WHOLE, "rows": WHOLE[5:50], "columns": WHOLE[:, 5:9], "turned": WHOLE.T, "steps": WHOLE[::3, ::2],
-    "cube": WHOLE[:60].view(4, 15, 33).permute(2, 0, 1), "repeated": WHOLE[0].expand(7, 33), "one": WHOLE[3:4, 2:3],
+    "whole": WHOLE,
+    "rows": WHOLE[5:50],
+    "columns": WHOLE[:, 5:9],
+    "turned": WHOLE.T,
+    "steps": WHOLE[::3, ::2],
+    "cube": WHOLE[:60].view(4, 15, 33).permute(2, 0, 1),
+    "repeated": WHOLE[0].expand(7, 33),
+    "one": WHOLE[3:4, 2:3],
     "line": WHOLE[:, 7],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +46,19 @@ def _parts(draw: st.DrawFn) -> tuple[str, TensorSlice]:
     name = draw(st.sampled_from(sorted(VIEWS)))
     axis = draw(st.integers(0, min(VIEWS[name].dim(), 2) - 1))
     size = VIEWS[name].shape[axis]
-    pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda pair: pair[0] < pair[1])
-    return name, TensorSlice(axis, tuple(draw(st.lists(pairs, min_size=1, max_size=1 if axis else 3))))
+    pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(
+        lambda pair: pair[0] < pair[1]
+    )
+    return name, TensorSlice(
+        axis, tuple(draw(st.lists(pairs, min_size=1, max_size=1 if axis else 3)))
+    )
 
 
 @pytest.mark.parametrize("buffer", [4, 64, 1000, 1 << 23])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_is_read_whole(
+    name: str, buffer: int, file: TensorFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_file, "BUFFER_BYTES", buffer)
     found = file.read(name)
     assert torch.equal(found, VIEWS[name])
@@ -54,7 +68,9 @@ def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypa
 
 @settings(deadline=None)
 @given(wanted=_parts(), buffer=st.sampled_from([4, 100, 1 << 23]))
-def test_a_part_is_read_as_torch_cuts_it(wanted: tuple[str, TensorSlice], buffer: int, file: TensorFile) -> None:
+def test_a_part_is_read_as_torch_cuts_it(
+    wanted: tuple[str, TensorSlice], buffer: int, file: TensorFile
+) -> None:
     name, part = wanted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "BUFFER_BYTES", buffer)
@@ -86,14 +102,20 @@ def test_some_rows_read_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(counts) == 12 * 10 * 4
 
 
-def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_come_in_pieces_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save({"a": WHOLE}, tmp_path / "a.pth")
     preadv = os.preadv
-    monkeypatch.setattr(source.os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:100]], at))
+    monkeypatch.setattr(
+        source.os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:100]], at)
+    )
     assert torch.equal(pth_io.open_file(tmp_path / "a.pth").read("a"), WHOLE)
 
 
-def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_a_large_tensor_take_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file({"a": torch.zeros(2000, 1000)}, tmp_path / "a.safetensors")
     file = safetensors_io.open_file(tmp_path / "a.safetensors")
     sizes = []
@@ -114,11 +136,19 @@ def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatc
     assert peak < 200_000
 
 
-def test_equal_tensors_are_distinguished_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tensors_are_distinguished_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 1000)
     other = WHOLE.clone()
     other[-1, -1] += 1
-    values = {"a": WHOLE, "same": WHOLE.clone(), "other": other, "flat": WHOLE.reshape(-1), "half": WHOLE.half()}
+    values = {
+        "a": WHOLE,
+        "same": WHOLE.clone(),
+        "other": other,
+        "flat": WHOLE.reshape(-1),
+        "half": WHOLE.half(),
+    }
     torch.save({**values, "number": torch.tensor(3)}, tmp_path / "a.pth")
     file = pth_io.open_file(tmp_path / "a.pth")
     assert [name for name in file.tensors if same_tensor(file, "a", file, name)] == ["a", "same"]
@@ -127,7 +157,10 @@ def test_equal_tensors_are_distinguished_from_others(tmp_path: Path, monkeypatch
 
 def test_tensors_are_equal_by_their_bits(tmp_path: Path) -> None:
     strange = torch.tensor([[float("nan"), 0.0], [float("inf"), -0.0]])
-    torch.save({"a": strange, "turned": strange.T.contiguous().T, "zeros": strange.abs()}, tmp_path / "a.pth")
+    torch.save(
+        {"a": strange, "turned": strange.T.contiguous().T, "zeros": strange.abs()},
+        tmp_path / "a.pth",
+    )
     file = pth_io.open_file(tmp_path / "a.pth")
     assert [name for name in file.tensors if same_tensor(file, "a", file, name)] == ["a", "turned"]
 

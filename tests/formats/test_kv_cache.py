@@ -1,4 +1,6 @@
-"""The scales of a quantized key/value cache: carried bit for bit, or dropped with a note; run, or not with a note."""
+"""The scales of a quantized key/value cache: carried bit for bit, or dropped with a note; run,
+or not with a note.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ import pytest
 import torch
 from command import Capture, run
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    apply_quantization_config,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -35,21 +41,33 @@ ATTENTION = "model.layers.{}.self_attn"
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 K, V = (f"{ATTENTION.format(1)}.{one}_scale" for one in "kv")
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
     "vocab_size": load_tokenizer(DEMO_MODEL).vocab_size,
-}  # fmt: skip
+}
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "int4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+    "int4": {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+    },
     "int8": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
 }
 Tensors = dict[str, torch.Tensor]
 
 
 def _made(folder: Path, weights: str | None) -> Path:
-    """A folder that compressed-tensors itself writes, with scales of its cache set to small numbers."""
+    """A folder that compressed-tensors itself writes, with scales of its cache set to small
+    numbers.
+    """
     groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS[weights]}} if weights else {}
     form = "pack-quantized" if weights else "dense"
-    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], kv_cache_scheme=SCHEME, format=form)
+    config = QuantizationConfig(
+        config_groups=groups, ignore=["lm_head"], kv_cache_scheme=SCHEME, format=form
+    )
     model = oracle.make("llama", **SIZES).to(torch.bfloat16)
     apply_quantization_config(model, config, show_progress=False)
     generator = torch.Generator().manual_seed(3)
@@ -58,7 +76,9 @@ def _made(folder: Path, weights: str | None) -> Path:
             parameter.data.copy_(torch.rand(1, generator=generator) + 0.01)
         elif name.endswith("weight_scale"):
             weight = model.get_parameter(name.removesuffix("_scale"))
-            parameter.data.copy_(weight.view(*parameter.shape, -1).abs().amax(-1) / (7 if weights == "int4" else 127))
+            parameter.data.copy_(
+                weight.view(*parameter.shape, -1).abs().amax(-1) / (7 if weights == "int4" else 127)
+            )
     compressor = ModelCompressor.from_pretrained_model(model)
     if weights:
         compressor.compress_model(model)
@@ -71,13 +91,20 @@ def _made(folder: Path, weights: str | None) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("made")
-    return {name: _made(base / name, None if name == "floats" else name) for name in (*WEIGHTS, "floats")}
+    return {
+        name: _made(base / name, None if name == "floats" else name)
+        for name in (*WEIGHTS, "floats")
+    }
 
 
 def _scales(folder: Path) -> Tensors:
     found: Tensors = {}
     for file in folder.glob("*.safetensors"):
-        found |= {name: one for name, one in load_file(file).items() if "_proj.weight" not in name and "_scale" in name}
+        found |= {
+            name: one
+            for name, one in load_file(file).items()
+            if "_proj.weight" not in name and "_scale" in name
+        }
     return found
 
 
@@ -87,7 +114,9 @@ def _settings(folder: Path) -> Any:
 
 def _equal(first: Tensors, second: Tensors) -> bool:
     return first.keys() == second.keys() and all(
-        one.dtype == second[name].dtype and one.shape == second[name].shape and torch.equal(one, second[name])
+        one.dtype == second[name].dtype
+        and one.shape == second[name].shape
+        and torch.equal(one, second[name])
         for name, one in first.items()
     )
 
@@ -97,7 +126,9 @@ def _edit(folder: Path, change: Callable[[Tensors], object], **settings: Any) ->
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if settings:
-        oracle.edit_json(folder / "config.json", quantization_config={**_settings(folder), **settings})
+        oracle.edit_json(
+            folder / "config.json", quantization_config={**_settings(folder), **settings}
+        )
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8", "floats"])
@@ -111,9 +142,14 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
     assert _equal(_scales(made.path), before)
     assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
     assert QuantizationConfig.model_validate(_settings(made.path)).kv_cache_scheme is not None
-    assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
+    assert any(
+        "scheme and scales of the KV cache are carried as they are" in note for note in made.notes
+    )
     reported = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
-    assert any(reported in note and note.endswith("keys and values are rounded to it") for note in made.notes)
+    assert any(
+        reported in note and note.endswith("keys and values are rounded to it")
+        for note in made.notes
+    )
     found = quantkit.inspect(made.path)
     assert f"  KV cache: {reported}" in found.lines()
     assert found.kv_cache == {"scheme": _settings(source)["kv_cache_scheme"], "layers": LAYERS}
@@ -126,19 +162,27 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
 
 def test_weights_are_read_as_without_such_a_cache(folders: dict[str, Path], tmp_path: Path) -> None:
     source, plain = folders["int4"], oracle.copy(folders["int4"], tmp_path / "plain")
-    _edit(plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None)
+    _edit(
+        plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None
+    )
     one, other = open_checkpoint(source), open_checkpoint(plain)
     assert one.names() == other.names()
     for name in one.names():
         first, second = one.load(name), other.load(name)
-        first, second = (x.dequantize() if isinstance(x, QuantTensor) else x for x in (first, second))
+        first, second = (
+            x.dequantize() if isinstance(x, QuantTensor) else x for x in (first, second)
+        )
         assert torch.equal(first, second)
     model, _ = quantkit.load(source, dtype="fp32", device="cpu")
-    assert not [name for name, _ in model.named_parameters() if name.endswith(("k_scale", "v_scale"))]
+    assert not [
+        name for name, _ in model.named_parameters() if name.endswith(("k_scale", "v_scale"))
+    ]
 
 
 def test_scales_end_the_last_of_several_files(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.convert(folders["int4"], tmp_path / "out", split_max_size=20_000, source_check=False)
+    made = quantkit.convert(
+        folders["int4"], tmp_path / "out", split_max_size=20_000, source_check=False
+    )
     files = sorted(path.name for path in made.path.glob("*.safetensors"))
     assert len(files) > 2
     assert _equal(_scales(made.path), _scales(folders["int4"]))
@@ -149,21 +193,35 @@ def test_scales_end_the_last_of_several_files(folders: dict[str, Path], tmp_path
     assert verify(folders["int4"], made.path).same
 
 
-def test_a_form_with_activations_in_int8_holds_them_too(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.convert(folders["int8"], tmp_path / "out", to="int-quantized", source_check=False)
+def test_a_form_with_activations_in_int8_holds_them_too(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = quantkit.convert(
+        folders["int8"], tmp_path / "out", to="int-quantized", source_check=False
+    )
     assert _equal(_scales(made.path), _scales(folders["int8"]))
     assert _settings(made.path)["kv_cache_scheme"] == SCHEME | {"group_size": None}
 
 
-OTHERS: list[dict[str, Any]] = [{"to": "gptq"}, {"to": "awq"}, {"to": "mlx"}, {"to": "hf", "dequantize": True}]
+OTHERS: list[dict[str, Any]] = [
+    {"to": "gptq"},
+    {"to": "awq"},
+    {"to": "mlx"},
+    {"to": "hf", "dequantize": True},
+]
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_what_has_no_place_for_them_says_that_they_are_dropped(
     options: dict[str, Any], folders: dict[str, Path], tmp_path: Path, capfd: Capture
 ) -> None:
-    made = quantkit.convert(folders["int4"], tmp_path / "out", requantize="dequantize" not in options,
-                            source_check=False, **options)  # fmt: skip
+    made = quantkit.convert(
+        folders["int4"],
+        tmp_path / "out",
+        requantize="dequantize" not in options,
+        source_check=False,
+        **options,
+    )
     assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
     assert _scales(made.path) == {}
     assert "kv_cache_scheme" not in json.dumps(json.loads((made.path / "config.json").read_text()))
@@ -178,7 +236,9 @@ def test_what_has_no_place_for_them_says_that_they_are_dropped(
 
 
 def test_a_gguf_file_has_no_place_for_them(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.convert(folders["int4"], tmp_path / "out.gguf", requantize=True, source_check=False)
+    made = quantkit.convert(
+        folders["int4"], tmp_path / "out.gguf", requantize=True, source_check=False
+    )
     assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
     assert open_checkpoint(made.path).kv_cache is None
 
@@ -190,7 +250,10 @@ def _float8(folder: Path) -> Path:
     for name in [name for name in tensors if "_proj" in name]:
         scale = tensors[name].abs().max() / 448
         tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
-        tensors |= {f"{name}_scale": scale, name.removesuffix("weight") + "input_scale": torch.tensor(0.25)}
+        tensors |= {
+            f"{name}_scale": scale,
+            name.removesuffix("weight") + "input_scale": torch.tensor(0.25),
+        }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -198,10 +261,18 @@ def _float8(folder: Path) -> Path:
 AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 OPTIMIZER = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 PUBLISHED: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "AutoFP8": (["k_proj.output_scale", "v_proj.output_scale"], {**AUTO_FP8, "kv_cache_scheme": "static"}, "config"),
+    "AutoFP8": (
+        ["k_proj.output_scale", "v_proj.output_scale"],
+        {**AUTO_FP8, "kv_cache_scheme": "static"},
+        "config",
+    ),
     "AutoFP8, first": (["kv_scale"], {**AUTO_FP8, "kv_cache_scheme": "static"}, "config"),
     "fp8": (["k_scale", "v_scale"], {**AUTO_FP8, "kv_cache_scheme": SCHEME}, "config"),
-    "Model Optimizer": (["k_proj.k_scale", "v_proj.v_scale"], {"quant_method": "modelopt", **OPTIMIZER}, "config"),
+    "Model Optimizer": (
+        ["k_proj.k_scale", "v_proj.v_scale"],
+        {"quant_method": "modelopt", **OPTIMIZER},
+        "config",
+    ),
     "Model Optimizer's file": (["k_proj.k_scale", "v_proj.v_scale"], OPTIMIZER, "hf_quant_config"),
     "no scheme": (["k_scale", "v_scale"], AUTO_FP8, "config"),
 }
@@ -215,7 +286,9 @@ def _published(kind: str, folder: Path) -> Path:
     if place == "config":
         oracle.edit_json(folder / "config.json", quantization_config=settings)
     else:
-        (folder / f"{place}.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+        (folder / f"{place}.json").write_text(
+            json.dumps({"producer": {"name": "modelopt"}, "quantization": settings})
+        )
     return folder
 
 
@@ -228,20 +301,30 @@ def test_folders_in_fp8_are_read_with_a_note(kind: str, tmp_path: Path) -> None:
     stated = "no scheme stated" if kind == "no scheme" else "float8"
     assert checkpoint.kv_cache.line().startswith(stated)
     assert checkpoint.kv_cache.line().endswith(f"scales of {LAYERS} of {LAYERS} layers")
-    use = "not used here: the settings state no scheme" if kind == "no scheme" else "keys and values are rounded to it"
+    use = (
+        "not used here: the settings state no scheme"
+        if kind == "no scheme"
+        else "keys and values are rounded to it"
+    )
     assert any("the KV cache is" in note and note.endswith(use) for note in checkpoint.notes)
     assert not [note for note in checkpoint.notes if "their use is not stated" in note]
     for name in other.names():
         assert torch.equal(checkpoint.load(name), other.load(name))  # type: ignore[arg-type]
     for job in (
         lambda: quantkit.convert(source, tmp_path / "out", source_check=False),
-        lambda: quantkit.quantize(source, tmp_path / "int8", "int8", source_check=False, accept_quality_loss=True),
+        lambda: quantkit.quantize(
+            source, tmp_path / "int8", "int8", source_check=False, accept_quality_loss=True
+        ),
     ):
         made: Any = job()
-        assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+        assert any(
+            "the scheme and scales of the KV cache are dropped" in note for note in made.notes
+        )
         assert open_checkpoint(made.path).kv_cache is None
         assert not [
-            name for name in load_file(made.path / "model.safetensors") if name.endswith(("k_scale", "v_scale"))
+            name
+            for name in load_file(made.path / "model.safetensors")
+            if name.endswith(("k_scale", "v_scale"))
         ]
     assert "errors" not in quantkit.diagnose(source).lines()[-1]
 
@@ -256,7 +339,11 @@ def test_older_names_are_kept_and_mean_the_same(folders: dict[str, Path], tmp_pa
 
     _edit(older, rename)
     made = quantkit.convert(older, tmp_path / "out", source_check=False)
-    names = {name for name in load_file(made.path / "model.safetensors") if name.endswith("_proj.output_scale")}
+    names = {
+        name
+        for name in load_file(made.path / "model.safetensors")
+        if name.endswith("_proj.output_scale")
+    }
     assert len(names) == 2 * LAYERS
     assert verify(made.path, folders["int4"]).same
 
@@ -272,9 +359,10 @@ def test_a_cache_is_run_as_transformers_runs_it(folders: dict[str, Path], tmp_pa
 
 
 NOT_RUN = {
-    "only float8 is run": {"type": "int"}, "only static scales are run": {"dynamic": True},
+    "only float8 is run": {"type": "int"},
+    "only static scales are run": {"dynamic": True},
     "only one scale per tensor is run": {"strategy": "attn_head"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("why", NOT_RUN)
@@ -283,7 +371,9 @@ def test_a_cache_that_is_not_run_is_said_to_be_none(
 ) -> None:
     source, plain = (oracle.copy(folders["int4"], tmp_path / one) for one in ("source", "plain"))
     _edit(source, lambda _: None, kv_cache_scheme={**SCHEME, **NOT_RUN[why]})
-    _edit(plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None)
+    _edit(
+        plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None
+    )
     models = [quantkit.load(one, device="cpu")[0] for one in (source, plain)]
     assert [record.message.endswith(f"not used here: {why}") for record in caplog.records] == [True]
     tokens = oracle.random_tokens(20, vocabulary=SIZES["vocab_size"])
@@ -294,13 +384,17 @@ def test_a_cache_that_is_not_run_is_said_to_be_none(
 
 DIFFERENT: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], str]] = {
     "a scale": (
-        lambda t: t[V].mul_(2), {}, "scales or zero points of the KV cache differ in 1 places: layer 1, v_scale: ",
+        lambda t: t[V].mul_(2),
+        {},
+        "scales or zero points of the KV cache differ in 1 places: layer 1, v_scale: ",
     ),
     "one missing": (lambda t: t.pop(K), {}, r"differ in 1 places: layer 1, k_scale: .* and none"),
     "scheme": (
-        lambda _: None, {"kv_cache_scheme": {**SCHEME, "num_bits": 4}}, "schemes of the KV cache differ: float8",
+        lambda _: None,
+        {"kv_cache_scheme": {**SCHEME, "num_bits": 4}},
+        "schemes of the KV cache differ: float8",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
@@ -319,17 +413,20 @@ ATTENTION_1 = ATTENTION.format(1)
 OTHER_TENSORS: dict[str, tuple[str, torch.Tensor]] = {
     "keys' zero point": (f"{ATTENTION_1}.k_zero_point", torch.tensor([3], dtype=torch.int8)),
     "values' zero point, by its older name": (
-        f"{ATTENTION_1}.v_proj.output_zero_point", torch.tensor([1.0]).to(torch.float8_e4m3fn),
+        f"{ATTENTION_1}.v_proj.output_zero_point",
+        torch.tensor([1.0]).to(torch.float8_e4m3fn),
     ),
     "zero point of both": (f"{ATTENTION_1}.kv_zero_point", torch.tensor([2**60 + 1])),
     "queries": (f"{ATTENTION_1}.q_scale", torch.tensor([0.25], dtype=torch.bfloat16)),
     "queries, by their older name": (f"{ATTENTION_1}.q_proj.output_scale", torch.tensor(0.25)),
     "probabilities": (f"{ATTENTION_1}.prob_output_scale", torch.tensor(0.25)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", OTHER_TENSORS)
-def test_verify_compares_every_tensor_of_the_cache(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_verify_compares_every_tensor_of_the_cache(
+    what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     name, tensor = OTHER_TENSORS[what]
     first, second = (oracle.copy(folders["int4"], tmp_path / one) for one in ("first", "second"))
     _edit(first, lambda tensors: tensors.update({name: tensor}))
@@ -343,15 +440,29 @@ def test_verify_compares_every_tensor_of_the_cache(what: str, folders: dict[str,
         assert not report.differing
 
 
-def test_names_and_types_of_zero_points_make_no_difference(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_names_and_types_of_zero_points_make_no_difference(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     first, second = (oracle.copy(folders["int4"], tmp_path / one) for one in ("first", "second"))
-    _edit(first, lambda tensors: tensors.update({f"{ATTENTION_1}.k_zero_point": torch.tensor([3], dtype=torch.int8)}))
-    _edit(second, lambda tensors: tensors.update({f"{ATTENTION_1}.k_proj.output_zero_point": torch.tensor(3.0)}))
+    _edit(
+        first,
+        lambda tensors: tensors.update(
+            {f"{ATTENTION_1}.k_zero_point": torch.tensor([3], dtype=torch.int8)}
+        ),
+    )
+    _edit(
+        second,
+        lambda tensors: tensors.update(
+            {f"{ATTENTION_1}.k_proj.output_zero_point": torch.tensor(3.0)}
+        ),
+    )
     assert verify(first, second).same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_with_nan_scales_equals_itself(dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_nan_scales_equals_itself(
+    dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path
+) -> None:
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, lambda tensors: tensors.update({K: torch.tensor([math.nan], dtype=dtype)}))
     assert verify(source, source).problems == []  # but its logits are NaN
@@ -366,7 +477,9 @@ UNSOUND: dict[str, tuple[float, type[QuantkitError], str]] = {
 
 
 @pytest.mark.parametrize("what", UNSOUND)
-def test_scales_that_are_none_are_not_written_again(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_scales_that_are_none_are_not_written_again(
+    what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     value, error, problem = UNSOUND[what]
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, lambda tensors: tensors[V].fill_(value))
@@ -380,12 +493,17 @@ def test_scales_that_are_none_are_not_written_again(what: str, folders: dict[str
 
 ASYMMETRIC = {**SCHEME, "type": "int", "symmetric": False}
 PER_HEAD = {**SCHEME, "strategy": "attn_head"}
-ZERO_POINTS = {f"{ATTENTION.format(layer)}.{part}_zero_point" for layer in range(LAYERS) for part in "kv"}
+ZERO_POINTS = {
+    f"{ATTENTION.format(layer)}.{part}_zero_point" for layer in range(LAYERS) for part in "kv"
+}
 Q_SCALE, K_ZERO_POINT = f"{ATTENTION_1}.q_scale", f"{ATTENTION_1}.k_zero_point"
 
 
 def _zero_points(tensors: Tensors) -> None:
-    tensors |= {name: torch.tensor([place], dtype=torch.int8) for place, name in enumerate(sorted(ZERO_POINTS))}
+    tensors |= {
+        name: torch.tensor([place], dtype=torch.int8)
+        for place, name in enumerate(sorted(ZERO_POINTS))
+    }
 
 
 def _per_head(tensors: Tensors) -> None:
@@ -399,35 +517,65 @@ def _with(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: value})
 
 
-NOT_WRITTEN: dict[str, tuple[list[Callable[[Tensors], object]], dict[str, Any], type[QuantkitError], str]] = {
-    "NaN of queries": ([_with(Q_SCALE, torch.tensor([math.nan]))], SCHEME, NonFiniteError, "'.*q_scale', .*is NaN"),
-    "negative of queries": ([_with(Q_SCALE, torch.tensor([-1.0]))], SCHEME, CheckpointError, "'.*q_scale', .*not pos"),
+NOT_WRITTEN: dict[
+    str, tuple[list[Callable[[Tensors], object]], dict[str, Any], type[QuantkitError], str]
+] = {
+    "NaN of queries": (
+        [_with(Q_SCALE, torch.tensor([math.nan]))],
+        SCHEME,
+        NonFiniteError,
+        "'.*q_scale', .*is NaN",
+    ),
+    "negative of queries": (
+        [_with(Q_SCALE, torch.tensor([-1.0]))],
+        SCHEME,
+        CheckpointError,
+        "'.*q_scale', .*not pos",
+    ),
     "NaN zero point": (
-        [_zero_points, _with(K_ZERO_POINT, torch.tensor([math.nan]))], ASYMMETRIC, NonFiniteError,
+        [_zero_points, _with(K_ZERO_POINT, torch.tensor([math.nan]))],
+        ASYMMETRIC,
+        NonFiniteError,
         "'.*k_zero_point', a zero point of the KV cache, is NaN",
     ),
     "two for a tensor": (
-        [_with(K, torch.ones(2))], SCHEME, CheckpointError, r"'.*k_scale', .*fit the scheme \(found shape \[2\]",
+        [_with(K, torch.ones(2))],
+        SCHEME,
+        CheckpointError,
+        r"'.*k_scale', .*fit the scheme \(found shape \[2\]",
     ),
     "two zero points": (
-        [_zero_points, _with(K_ZERO_POINT, torch.zeros(2))], ASYMMETRIC, CheckpointError, "'.*k_zero_point', .*fit the",
+        [_zero_points, _with(K_ZERO_POINT, torch.zeros(2))],
+        ASYMMETRIC,
+        CheckpointError,
+        "'.*k_zero_point', .*fit the",
     ),
-    "too few heads": ([_per_head, _with(K, torch.ones(1, 1, 1))], PER_HEAD, CheckpointError, "'.*k_scale', .*fit the"),
+    "too few heads": (
+        [_per_head, _with(K, torch.ones(1, 1, 1))],
+        PER_HEAD,
+        CheckpointError,
+        "'.*k_scale', .*fit the",
+    ),
     "queries have other heads": (
-        [_per_head, _with(Q_SCALE, torch.ones(7, 1, 1))], PER_HEAD, CheckpointError, "'.*q_scale', .*fit the scheme",
+        [_per_head, _with(Q_SCALE, torch.ones(7, 1, 1))],
+        PER_HEAD,
+        CheckpointError,
+        "'.*q_scale', .*fit the scheme",
     ),
     "no zero points": ([], ASYMMETRIC, CheckpointError, r"lacks the zero points of layer 0's k"),
     "one zero point missing": (
-        [_zero_points, lambda tensors: tensors.pop(K_ZERO_POINT)], ASYMMETRIC, CheckpointError,
+        [_zero_points, lambda tensors: tensors.pop(K_ZERO_POINT)],
+        ASYMMETRIC,
+        CheckpointError,
         r"lacks the zero points of layer 1's k",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", NOT_WRITTEN)
 def test_a_cache_that_no_reader_loads_is_not_written_again(
     what: str, folders: dict[str, Path], tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     changes, scheme, error, problem = NOT_WRITTEN[what]
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, lambda tensors: [change(tensors) for change in changes], kv_cache_scheme=scheme)
@@ -439,7 +587,10 @@ def test_a_cache_that_no_reader_loads_is_not_written_again(
 
 @pytest.mark.parametrize(("change", "scheme"), [(_zero_points, ASYMMETRIC), (_per_head, PER_HEAD)])
 def test_zero_points_and_scales_for_each_head_are_carried(
-    change: Callable[[Tensors], object], scheme: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+    change: Callable[[Tensors], object],
+    scheme: dict[str, Any],
+    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, change, kv_cache_scheme=scheme)
@@ -455,38 +606,59 @@ def test_zero_points_and_scales_for_each_head_are_carried(
 
 
 REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[QuantkitError], str]] = {
-    "a list": (lambda _: None, {"kv_cache_scheme": [8]}, CheckpointError, "scheme of the KV cache is not known"),
+    "a list": (
+        lambda _: None,
+        {"kv_cache_scheme": [8]},
+        CheckpointError,
+        "scheme of the KV cache is not known",
+    ),
     "a name": (lambda _: None, {"kv_cache_scheme": "int9"}, CheckpointError, "found 'int9'"),
     "twice": (
-        lambda t: t.update({f"{ATTENTION.format(1)}.v_proj.output_scale": torch.ones(1)}), {}, CheckpointError,
+        lambda t: t.update({f"{ATTENTION.format(1)}.v_proj.output_scale": torch.ones(1)}),
+        {},
+        CheckpointError,
         "the KV cache of layer 1 has two scales of its v",
     ),
     "of no layer": (
-        lambda t: t.update({f"{ATTENTION.format(LAYERS)}.k_scale": torch.ones(1)}), {}, CheckpointError,
+        lambda t: t.update({f"{ATTENTION.format(LAYERS)}.k_scale": torch.ones(1)}),
+        {},
+        CheckpointError,
         "of a layer that the config does not count",
     ),
     "bits": (
-        lambda _: None, {"kv_cache_scheme": {**SCHEME, "num_bits": "x"}}, CheckpointError,
+        lambda _: None,
+        {"kv_cache_scheme": {**SCHEME, "num_bits": "x"}},
+        CheckpointError,
         r"compressed-tensors does not accept kv_cache_scheme\.num_bits \(found 'x'",
     ),
     "zero points twice": (
-        lambda t: t.update({f"{ATTENTION_1}.{one}": torch.ones(1) for one in ("k_zero_point", "kv_zero_point")}), {},
-        CheckpointError, "the KV cache of layer 1 has two zero points of its k",
+        lambda t: t.update(
+            {f"{ATTENTION_1}.{one}": torch.ones(1) for one in ("k_zero_point", "kv_zero_point")}
+        ),
+        {},
+        CheckpointError,
+        "the KV cache of layer 1 has two zero points of its k",
     ),
     "a zero point that is none": (
-        lambda t: t.update({f"{ATTENTION_1}.k_zero_point": torch.ones(1).bool()}), {}, UnsupportedError,
+        lambda t: t.update({f"{ATTENTION_1}.k_zero_point": torch.ones(1).bool()}),
+        {},
+        UnsupportedError,
         "a zero point of the KV cache, is no number",
     ),
     "integers": (lambda t: t.update({V: torch.ones(1).int()}), {}, UnsupportedError, "is no float"),
     "of something else": (
-        lambda t: t.update({f"{ATTENTION.format(1)}.o_scale": torch.ones(1)}), {}, CheckpointError,
+        lambda t: t.update({f"{ATTENTION.format(1)}.o_scale": torch.ones(1)}),
+        {},
+        CheckpointError,
         r"unexpected tensor 'model\.layers\.1\.self_attn\.o_scale'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_understood_is_refused_by_name(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_understood_is_refused_by_name(
+    what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     change, settings, error, problem = REFUSED[what]
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, change, **settings)
@@ -502,10 +674,27 @@ VALUES: dict[str, list[Any]] = {
 }
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": strategy, **neighbors}
-    for strategy in ("tensor", "Channel", "group", "block", "token", "tensor_group", "attn_head", "head", 3, None)
-    for neighbors in ({}, {"group_size": 16}, {"group_size": 0}, {"group_size": -1}, {"group_size": -2},
-                   {"block_structure": [8, 8]})
-]  # fmt: skip
+    for strategy in (
+        "tensor",
+        "Channel",
+        "group",
+        "block",
+        "token",
+        "tensor_group",
+        "attn_head",
+        "head",
+        3,
+        None,
+    )
+    for neighbors in (
+        {},
+        {"group_size": 16},
+        {"group_size": 0},
+        {"group_size": -1},
+        {"group_size": -2},
+        {"block_structure": [8, 8]},
+    )
+]
 
 
 def _accepted_by_compressed_tensors(scheme: dict[str, Any]) -> bool:
@@ -518,9 +707,15 @@ def _accepted_by_compressed_tensors(scheme: dict[str, Any]) -> bool:
 
 def test_schemes_are_read_that_compressed_tensors_accepts() -> None:
     ones = [{**SCHEME, key: value} for key, values in VALUES.items() for value in values]
-    floats = [{**ones[0], **strategy, "dynamic": dynamic} for strategy in STRATEGIES for dynamic in VALUES["dynamic"]]
+    floats = [
+        {**ones[0], **strategy, "dynamic": dynamic}
+        for strategy in STRATEGIES
+        for dynamic in VALUES["dynamic"]
+    ]
     integers = [{**SCHEME, "type": "int", "num_bits": bits} for bits in VALUES["num_bits"]]
-    accepted = [scheme for scheme in (*ones, *floats, *integers) if _accepted_by_compressed_tensors(scheme)]
+    accepted = [
+        scheme for scheme in (*ones, *floats, *integers) if _accepted_by_compressed_tensors(scheme)
+    ]
     assert len(accepted) > 20
     for scheme in accepted:
         assert stated_scheme(Settings({"kv_cache_scheme": scheme}, "config.json")) == scheme
@@ -532,7 +727,11 @@ def test_schemes_are_read_that_compressed_tensors_accepts() -> None:
 def _floats_with_cache(folder: Path) -> Path:
     """A model in bfloat16 of which Model Optimizer quantizes the cache alone."""
     oracle.save(oracle.make("llama", **SIZES).bfloat16(), folder)
-    names = [f"{ATTENTION.format(layer)}.{one}_proj.{one}_scale" for layer in range(LAYERS) for one in "kv"]
+    names = [
+        f"{ATTENTION.format(layer)}.{one}_proj.{one}_scale"
+        for layer in range(LAYERS)
+        for one in "kv"
+    ]
     _edit(folder, lambda tensors: tensors.update({name: torch.tensor(0.125) for name in names}))
     settings = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
@@ -563,7 +762,8 @@ def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) ->
     settings = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     oracle.edit_json(source / "config.json", quantization_config=settings)
     with pytest.raises(
-        UnsupportedError, match=r"algorithm of Model Optimizer is not read \(found 'NVFP4', expected FP8"
+        UnsupportedError,
+        match=r"algorithm of Model Optimizer is not read \(found 'NVFP4', expected FP8",
     ) as caught:
         open_checkpoint(source)
     assert caught.value.hint is not None
@@ -583,7 +783,9 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         quantkit.convert(folders["int4"], tmp_path / "out", source_check=False, progress=stop)
     quantkit.convert(folders["int4"], tmp_path / "out", source_check=False, resume=True)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole.path / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        whole.path / "model.safetensors"
+    ).read_bytes()
 
 
 def test_scales_that_come_back_otherwise_are_a_failure_that_keeps_what_is_written(
@@ -595,7 +797,9 @@ def test_scales_that_come_back_otherwise_are_a_failure_that_keeps_what_is_writte
         return ((name, bytes(byte ^ 1 for byte in data)) for name, data in finish(self))
 
     monkeypatch.setattr(SafetensorsEncoder, "finish", altered)
-    with pytest.raises(QuantkitError, match="scales of the KV cache are not what the source holds") as failed:
+    with pytest.raises(
+        QuantkitError, match="scales of the KV cache are not what the source holds"
+    ) as failed:
         quantkit.convert(folders["int4"], tmp_path / "out", source_check=False)
     assert failed.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
@@ -604,21 +808,29 @@ def test_scales_that_come_back_otherwise_are_a_failure_that_keeps_what_is_writte
 @pytest.mark.parametrize("weights", ["int4", "floats"])
 def test_a_model_known_by_its_tensors_carries_scheme_and_scales(
     weights: str, folders: dict[str, Path], tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     source = folders[weights]
     made = quantkit.convert(source, tmp_path / "out", tensors_only=True, source_check=False)
     assert _equal(_scales(made.path), _scales(source))
     assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
-    assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
+    assert any(
+        "scheme and scales of the KV cache are carried as they are" in note for note in made.notes
+    )
     assert verify(source, made.path).same
 
 
 def test_quantize_drops_scheme_and_scales_of_a_model_known_by_its_tensors(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = quantkit.quantize(folders["floats"], tmp_path / "out", "int8", tensors_only=True, source_check=False)
+    made = quantkit.quantize(
+        folders["floats"], tmp_path / "out", "int8", tensors_only=True, source_check=False
+    )
     assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
-    assert not [name for name in load_file(made.path / "model.safetensors") if name.endswith(("k_scale", "v_scale"))]
+    assert not [
+        name
+        for name in load_file(made.path / "model.safetensors")
+        if name.endswith(("k_scale", "v_scale"))
+    ]
     assert _settings(made.path).get("kv_cache_scheme") is None
 
 

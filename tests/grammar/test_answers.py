@@ -42,7 +42,9 @@ def grammars(loaded: tuple[Any, Any]) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
 
 
-def test_answers_satisfy_their_schemas(loaded: tuple[Any, Any], engine: Engine, grammars: Grammars) -> None:
+def test_answers_satisfy_their_schemas(
+    loaded: tuple[Any, Any], engine: Engine, grammars: Grammars
+) -> None:
     model, tokenizer = loaded
     bias = _shorter(tokenizer, model.config)
     prompt, schemas, refused = tokenizer.encode("My"), list[dict[str, Any]](), list[str]()

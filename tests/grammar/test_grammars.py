@@ -31,7 +31,9 @@ class _Bytes:
     def __init__(self, *, without: bytes = b"") -> None:
         found = [bytes([value]) for value in range(256)] + [b"</s>", b"", *MORE]
         self.bytes_of = [b"" if one and one in without else one for one in found]
-        self.token_bytes: TokenBytes | None = TokenBytes(lambda token: self.bytes_of[token], bytewise=False)
+        self.token_bytes: TokenBytes | None = TokenBytes(
+            lambda token: self.bytes_of[token], bytewise=False
+        )
 
 
 def _grammars(tokenizer: Any = None) -> Grammars:
@@ -46,7 +48,9 @@ def _next(constraint: Any) -> set[bytes]:
     """What may follow; an end as b"</s>"."""
     mask = constraint.allowed()
     assert (mask.dtype, mask.shape) == (torch.bool, (VOCAB_SIZE,))
-    names = [bytes([value]) for value in range(256)] + [b"</s>", b"unused", *MORE] + [b"no token"] * 5
+    names = (
+        [bytes([value]) for value in range(256)] + [b"</s>", b"unused", *MORE] + [b"no token"] * 5
+    )
     return {names[token] for token in mask.nonzero()[:, 0].tolist()}
 
 
@@ -57,10 +61,16 @@ def _accept(constraint: Any, text: bytes) -> None:
 
 
 def test_masks_are_of_whole_tokens_and_ends() -> None:
-    constraint = _constraint({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    constraint = _constraint(
+        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    )
     assert _next(constraint) == {b"{", b'{"'}
     _accept(constraint, b"{")
-    assert {b'"', b'"a', b'"a":', b" "} <= _next(constraint) <= {b'"', b'"a', b'"a":', b" ", b"\n", b"\r"}
+    assert (
+        {b'"', b'"a', b'"a":', b" "}
+        <= _next(constraint)
+        <= {b'"', b'"a', b'"a":', b" ", b"\n", b"\r"}
+    )
     assert constraint.allowed()[UNUSED + 1 + MORE.index(b'"a')]
     assert constraint.allowed()[SIZE - 1]  # the same bytes once more
     _accept(constraint, b'"a":true')
@@ -82,14 +92,22 @@ def test_keys_are_spelled_in_one_way() -> None:
     """Else one that is taken could be there once more, with any value."""
     constraint = _constraint({"type": "object", "properties": {"a": {"type": "null"}}})
     _accept(constraint, b'{"b\\')
-    assert {one for one in _next(constraint) if len(one) == 1} == {bytes([value]) for value in b'nrbtf\\"'}
+    assert {one for one in _next(constraint) if len(one) == 1} == {
+        bytes([value]) for value in b'nrbtf\\"'
+    }
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1e38, seed=1, top_k=40)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1e38, seed=1, top_k=40)]
+)
 @pytest.mark.parametrize("worst", [torch.nan, torch.inf, -torch.inf, 0.0])
-def test_only_allowed_tokens_are_drawn_whatever_the_logits(worst: float, sampling: SamplingParams) -> None:
+def test_only_allowed_tokens_are_drawn_whatever_the_logits(
+    worst: float, sampling: SamplingParams
+) -> None:
     grammar = json_grammar(checked_schema({"enum": ["true", 17]}))
-    sampler = Sampler(sampling, [1], VOCAB_SIZE, torch.device("cpu"), constraint=_grammars().constraint(grammar))
+    sampler = Sampler(
+        sampling, [1], VOCAB_SIZE, torch.device("cpu"), constraint=_grammars().constraint(grammar)
+    )
     logits = torch.full((1, VOCAB_SIZE), worst)
     logits[0, -1] = 60.0  # a row that is no token
     drawn = [int(sampler.draw(logits.clone())) for _ in range(8)]
@@ -111,12 +129,18 @@ def test_a_dead_end_is_an_error_and_the_tokens_from_there_on_are_placeholders() 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable schema: minimum (2) is greater"),
+        (
+            {"type": "integer", "minimum": 2, "maximum": 1},
+            "Unsatisfiable schema: minimum (2) is greater",
+        ),
         ({"$ref": "#"}, "no text has it"),
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"type": "string", "pattern": "("}, "regex parse error"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"patternProperties": {"^a": {"type": "null"}, "b$": {}}, "type": "object"}, "not disjoint"),
+        (
+            {"patternProperties": {"^a": {"type": "null"}, "b$": {}}, "type": "object"},
+            "not disjoint",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_an_error(schema: Any, message: str) -> None:
@@ -129,16 +153,20 @@ def test_what_cannot_be_compiled_is_an_error(schema: Any, message: str) -> None:
 HUGE: dict[str, Any] = {
     "products": {
         "allOf": [
-            {"anyOf": [
-                {"type": "object", "properties": {f"p{i}": {"const": j}}, "required": [f"p{i}"]} for j in range(4)
-            ]}
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {f"p{i}": {"const": j}}, "required": [f"p{i}"]}
+                    for j in range(4)
+                ]
+            }
             for i in range(9)
         ]
     },
     "references": {
         "$ref": "#/$defs/d0",
         "$defs": {
-            **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}, "d40": {"type": "null"}
+            **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)},
+            "d40": {"type": "null"},
         },
     },
     "patterns": {"allOf": [{"type": "string", "pattern": f".*a{i}.*b.*"} for i in range(300)]},
@@ -146,9 +174,12 @@ HUGE: dict[str, Any] = {
     "repetitions": {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
     "counts": {"type": "array", "minItems": 10**6, "items": {"type": "string", "minLength": 10**6}},
     "values": {"enum": [f"value {number}" for number in range(9_000)]},
-    "properties": {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}},
+    "properties": {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "null"} for i in range(1000)},
+    },
     "multiple": {"type": "integer", "multipleOf": 9973},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HUGE)
@@ -169,7 +200,9 @@ def test_what_explodes_ends_soon(name: str) -> None:
     assert time.perf_counter() - begun < 20
 
 
-def test_grammars_are_compiled_once_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_compiled_once_and_the_oldest_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
     found = _grammars()
     first = json_grammar({"const": 1})

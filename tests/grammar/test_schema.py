@@ -14,17 +14,25 @@ from quantkit.grammar.schema import MAX_PROPERTIES, MAX_SCHEMAS, checked_schema
 def test_only_keywords_that_constrain_are_left_and_references_lead_to_definitions() -> None:
     found = checked_schema(
         {
-            "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "title": "not", "x-order": 1,
-            "type": "object", "additionalProperties": False, "uniqueItems": False,
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "$id": "x",
+            "title": "not",
+            "x-order": 1,
+            "type": "object",
+            "additionalProperties": False,
+            "uniqueItems": False,
             "properties": {"not": {"type": "string", "default": {"if": 1}}, "a/b": {"$ref": "#"}},
-            "required": ["not", "not"], "$defs": {"unused": {"not": {}}},
+            "required": ["not", "not"],
+            "$defs": {"unused": {"not": {}}},
             "anyOf": [{"required": ["a/b"]}, {"$ref": "#/properties/a~1b"}],
         }
-    )  # fmt: skip
+    )
     root = {
-        "type": "object", "properties": {"not": {"type": "string"}, "a/b": {"$ref": "#/$defs/d0"}},
-        "additionalProperties": False, "required": ["not"],
-    }  # fmt: skip
+        "type": "object",
+        "properties": {"not": {"type": "string"}, "a/b": {"$ref": "#/$defs/d0"}},
+        "additionalProperties": False,
+        "required": ["not"],
+    }
     either = {"anyOf": [{"required": ["a/b"]}, {"$ref": "#/$defs/d1"}]}
     assert found == {
         "allOf": [root, either],
@@ -37,7 +45,10 @@ def test_only_keywords_that_constrain_are_left_and_references_lead_to_definition
     ("schema", "message"),
     [
         ({"not": {}}, "keyword 'not', which is not supported (found #/not"),
-        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "found #/properties/a/items/uniqueItems"),
+        (
+            {"properties": {"a": {"items": {"uniqueItems": True}}}},
+            "found #/properties/a/items/uniqueItems",
+        ),
         ({"x-guidance": {"lenient": True}}, "'x-guidance', which is not supported"),
         ({"$defs": {"a": {"if": {}}}, "$ref": "#/$defs/a"}, "found #/$defs/a/if"),
         ({"nullable": True, "type": "string"}, "'nullable'"),
@@ -60,13 +71,16 @@ def test_only_keywords_that_constrain_are_left_and_references_lead_to_definition
         ({"minProperties": 2, "required": ["a"]}, "'minProperties' is above 1"),
         ({"required": "a"}, "invalid at #/required"),
         ({"properties": {"a": 1}}, "invalid at #/properties/a"),
-        ({"properties": {str(number): {} for number in range(MAX_PROPERTIES + 1)}}, "too many properties"),
+        (
+            {"properties": {str(number): {} for number in range(MAX_PROPERTIES + 1)}},
+            "too many properties",
+        ),
         ({"anyOf": [{}] * MAX_SCHEMAS}, f"at most {MAX_SCHEMAS} schemas"),
         ({"const": "x" * 300_000}, "the JSON schema is too large"),
         (False, "no value satisfies"),
         ([], "of the wrong type"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_named(schema: Any, message: str) -> None:
     with pytest.raises(RequestError) as error:
         checked_schema(schema)
@@ -82,10 +96,13 @@ def test_formats_of_numbers_constrain_nothing() -> None:
 def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
     """As pydantic writes unions whose kinds have names."""
     kinds = {
-        name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in ("a", "b")
+        name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+        for name in ("a", "b")
     }
     union = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}]
-    found = checked_schema({"oneOf": union, "discriminator": {"propertyName": "kind"}, "$defs": kinds})
+    found = checked_schema(
+        {"oneOf": union, "discriminator": {"propertyName": "kind"}, "$defs": kinds}
+    )
     assert list(found) == ["anyOf", "$defs"]
     kinds["b"]["required"] = []
     assert list(checked_schema({"oneOf": union, "$defs": kinds})) == ["oneOf", "$defs"]
@@ -103,9 +120,18 @@ def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
         ({"type": "json_schema"}, "'json_schema' is of the wrong type"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "'schema' is missing"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema.name"),
-        ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "'json_schema.name' is not possible"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": 1}}, "json_schema.strict"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "mode": 1}}, "unknown key 'mode'"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+            "'json_schema.name' is not possible",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": 1}},
+            "json_schema.strict",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "mode": 1}},
+            "unknown key 'mode'",
+        ),
     ],
 )
 def test_a_response_format_is_checked(given: Any, message: str) -> None:
@@ -117,5 +143,8 @@ def test_a_response_format_is_checked(given: Any, message: str) -> None:
 def test_text_has_no_grammar() -> None:
     assert response_grammar({"type": "text"}) is None
     assert response_grammar({"type": "json_object"}) == response_grammar(
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}}
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
+        }
     )

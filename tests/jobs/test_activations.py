@@ -1,4 +1,6 @@
-"""Results whose readers round the inputs of linears: what config.json states, and how the gate measures them."""
+"""Results whose readers round the inputs of linears: what config.json states, and how the gate
+measures them.
+"""
 
 from __future__ import annotations
 
@@ -52,27 +54,43 @@ def test_the_config_states_what_readers_round(
     model: Path, tmp_path: Path, scheme: str, activations: Any, form: str, stated: Any
 ) -> None:
     made = quantkit.quantize(
-        model, tmp_path / "made", scheme, activations=activations, method="rtn", accept_quality_loss=True,
+        model,
+        tmp_path / "made",
+        scheme,
+        activations=activations,
+        method="rtn",
+        accept_quality_loss=True,
         source_check=False,
-    )  # fmt: skip
+    )
     settings = json.loads((made.path / "config.json").read_text())["quantization_config"]
     (group,) = settings["config_groups"].values()
     assert (settings["format"], group["format"], group["input_activations"]) == (form, form, stated)
     kind = None if stated is None else {"int": "int8", "float": "fp8"}[stated["type"]]
     assert made.manifest.get("activations") == (None if kind is None else {scheme: kind})
-    assert any("readers round the inputs of linears" in note for note in made.notes) == (kind is not None)
+    assert any("readers round the inputs of linears" in note for note in made.notes) == (
+        kind is not None
+    )
     assert quantkit.verify(made.path).ok
     theirs = oracle.load(made.path, torch.bfloat16)
     assert torch.isfinite(oracle.logits(theirs, oracle.random_tokens(9))).all()
 
 
-def test_scales_of_int4_stay_positive_where_readers_round_its_inputs(demo_model: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"samples": 4, "length": 64, "accept_quality_loss": True, "source_check": False}
+def test_scales_of_int4_stay_positive_where_readers_round_its_inputs(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "samples": 4,
+        "length": 64,
+        "accept_quality_loss": True,
+        "source_check": False,
+    }
     for method in ("rtn", "gptq"):
         own = options if method == "gptq" else {"accept_quality_loss": True}
         for activations in ("int8", "none"):
             folder = tmp_path / f"{method}-{activations}"
-            made = quantkit.quantize(demo_model, folder, "int4-g32", method=method, activations=activations, **own)
+            made = quantkit.quantize(
+                demo_model, folder, "int4-g32", method=method, activations=activations, **own
+            )
             checkpoint = open_checkpoint(made.path)
             values = [checkpoint.load(f"{module}.weight") for module in schemes(checkpoint)]
             assert any((one.scale < 0).any() for one in values) == (activations == "none")  # type: ignore[union-attr]
@@ -82,8 +100,16 @@ def test_what_no_runtime_multiplies_is_refused(model: Path, tmp_path: Path) -> N
     for name, scheme in ALL.items():
         for activations in Activations:
             if activations not in Activations.of(scheme):
-                with pytest.raises(UnsupportedError, match=rf"activations in {activations} \(by .*found {name} for"):
-                    quantkit.quantize(model, tmp_path / "refused", scheme, activations=str(activations), method="rtn")
+                with pytest.raises(
+                    UnsupportedError, match=rf"activations in {activations} \(by .*found {name} for"
+                ):
+                    quantkit.quantize(
+                        model,
+                        tmp_path / "refused",
+                        scheme,
+                        activations=str(activations),
+                        method="rtn",
+                    )
     with pytest.raises(RequestError, match='`activations` does not go with `to="gptq"`'):
         quantkit.quantize(model, tmp_path / "refused", "int8", activations="int8", to="gptq")
     with pytest.raises(RequestError, match="none or int8 or fp8"):
@@ -104,7 +130,9 @@ def test_inputs_in_float8_are_those_of_compressed_tensors(scheme: quantkit.Quant
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block"])
 def test_the_gate_runs_what_transformers_runs(model: Path, tmp_path: Path, name: str) -> None:
-    made = quantkit.quantize(model, tmp_path / "made", name, accept_quality_loss=True, source_check=False)
+    made = quantkit.quantize(
+        model, tmp_path / "made", name, accept_quality_loss=True, source_check=False
+    )
     checkpoint, tokens = with_codes(open_checkpoint(made.path)), oracle.random_tokens(30)
     inputs = measured_inputs(made.manifest, checkpoint, made.path)
     assert len(inputs) == 14

@@ -1,4 +1,6 @@
-"""Who made a model and under which licence, through conversions; judged by the gguf package and by hubs' keys."""
+"""Who made a model and under which licence, through conversions; judged by the gguf package and
+by hubs' keys.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ GENERAL = {
     "general.dataset.0.organization": "Owner",
     "general.dataset.0.repo_url": "https://huggingface.co/owner/texts",
 }
-OF_ONE_FILE = {"general.architecture", "general.type", "general.file_type", "general.quantization_version"}
+OF_ONE_FILE = {
+    "general.architecture",
+    "general.type",
+    "general.file_type",
+    "general.quantization_version",
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,9 @@ def _with_metadata(source: Path, target: Path, changes: Mapping[str, Any]) -> Pa
     header = read_header(source)
     tensors = list(header.tensors.values())
     data = source.read_bytes()[min(tensor.offset for tensor in tensors) :]
-    metadata = {key: value for key, value in {**header.metadata, **changes}.items() if value is not None}
+    metadata = {
+        key: value for key, value in {**header.metadata, **changes}.items() if value is not None
+    }
     target.write_bytes(build_header(metadata, tensors) + data)
     return target
 
@@ -89,8 +98,14 @@ def test_a_model_card_becomes_the_metadata_that_llama_cpp_writes(folder: Path, f
     assert general == {"general.name": "Talker 2", **GENERAL}
     expected = Metadata.load(model_path=folder)
     assert (general["general.name"], general["general.author"]) == (expected.name, expected.author)
-    assert (general["general.license"], general["general.license.name"]) == (expected.license, expected.license_name)
-    assert (general["general.tags"], general["general.languages"]) == (expected.tags, expected.languages)
+    assert (general["general.license"], general["general.license.name"]) == (
+        expected.license,
+        expected.license_name,
+    )
+    assert (general["general.tags"], general["general.languages"]) == (
+        expected.tags,
+        expected.languages,
+    )
     assert expected.base_models is not None
     assert expected.datasets is not None
     for key, source in (("base_model", expected.base_models[0]), ("dataset", expected.datasets[0])):
@@ -99,7 +114,10 @@ def test_a_model_card_becomes_the_metadata_that_llama_cpp_writes(folder: Path, f
 
 def test_gguf_metadata_becomes_a_model_card_that_others_read(file: Path, tmp_path: Path) -> None:
     quantkit.convert(file, tmp_path / "back", source_check=False)
-    metadata, expected = _front_matter(tmp_path / "back"), yaml.safe_load(FRONT_MATTER.split("---\n")[1])
+    metadata, expected = (
+        _front_matter(tmp_path / "back"),
+        yaml.safe_load(FRONT_MATTER.split("---\n")[1]),
+    )
     assert metadata == expected
     read = Metadata.load(model_path=tmp_path / "back")
     assert (read.name, read.author) == ("Talker 2", "A. N. Author")
@@ -117,7 +135,11 @@ def test_a_folder_keeps_its_metadata_in_another_format(folder: Path, tmp_path: P
 
 
 def test_other_keys_of_a_gguf_file_go_to_another_one(file: Path, tmp_path: Path) -> None:
-    stated = {"general.doi": "10.1/x", "general.base_model.0.author": "B", "general.base_model.0.repo_url": None}
+    stated = {
+        "general.doi": "10.1/x",
+        "general.base_model.0.author": "B",
+        "general.base_model.0.repo_url": None,
+    }
     of_the_file = {"general.uuid": "1-2-3", "general.quantized_by": "somebody"}
     source = _with_metadata(file, tmp_path / "a.gguf", {**stated, **of_the_file})
     quantkit.convert(source, tmp_path / "b.gguf", source_check=False)
@@ -127,7 +149,12 @@ def test_other_keys_of_a_gguf_file_go_to_another_one(file: Path, tmp_path: Path)
 
 
 def test_metadata_of_wrong_types_is_left_out(file: Path, tmp_path: Path) -> None:
-    wrong = {"general.license": 5, "general.tags": "chat", "general.base_model.count": "many", "general.name": 7}
+    wrong = {
+        "general.license": 5,
+        "general.tags": "chat",
+        "general.base_model.count": "many",
+        "general.name": 7,
+    }
     source = _with_metadata(file, tmp_path / "a.gguf", wrong)
     quantkit.convert(source, tmp_path / "out", source_check=False)
     metadata = _front_matter(tmp_path / "out")
@@ -149,10 +176,14 @@ def test_the_card_of_a_quantized_model_states_them(file: Path, tmp_path: Path) -
     assert "\nquantkit quantize folder Talker-2-int8 " in body
 
 
-def test_a_requested_licence_replaces_all_of_the_other(folder: Path, file: Path, tmp_path: Path) -> None:
+def test_a_requested_licence_replaces_all_of_the_other(
+    folder: Path, file: Path, tmp_path: Path
+) -> None:
     for source in (folder, file):
         target = tmp_path / f"{source.name}.int8.gguf"
-        quantkit.quantize(source, target, "q8_0", method="rtn", license="mit", base_model="me/talker")
+        quantkit.quantize(
+            source, target, "q8_0", method="rtn", license="mit", base_model="me/talker"
+        )
         general = _general(target)
         assert general["general.license"] == "mit"
         assert not {"general.license.name", "general.license.link"} & general.keys()
@@ -192,7 +223,8 @@ def _rewrite_card(folder: Path, target: Path, front_matter: str) -> Path:
 def test_values_of_a_card_are_read_as_spelled(folder: Path, tmp_path: Path) -> None:
     """YAML 1.1 reads ``no``, Norwegian, as false, and a version as a number or a date."""
     front_matter = (
-        "language:\n- no\n- en\nmodel_version: 1.10\nmodel_name: 7\nlicense: null\ntags: [chat, 2024-01-01]\n"
+        "language:\n- no\n- en\nmodel_version: 1.10\nmodel_name: 7\nlicense: null\ntags: [chat,"
+        " 2024-01-01]\n"
     )
     source = _rewrite_card(folder, tmp_path / "talker", front_matter)
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
@@ -208,12 +240,17 @@ def test_values_of_a_card_are_read_as_spelled(folder: Path, tmp_path: Path) -> N
 
 def test_one_value_of_a_wrong_type_loses_no_others(folder: Path, tmp_path: Path) -> None:
     source = _rewrite_card(
-        folder, tmp_path / "talker", "language: [en, null]\nauthor: [A, B]\ndatasets: [{a: b}, a/b]\n"
+        folder,
+        tmp_path / "talker",
+        "language: [en, null]\nauthor: [A, B]\ndatasets: [{a: b}, a/b]\n",
     )
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
     general = _general(tmp_path / "a.gguf")
     assert (general["general.languages"], general["general.author"]) == (["en"], "A, B")
-    assert (general["general.dataset.count"], general["general.dataset.0.repo_url"][-4:]) == (1, "/a/b")
+    assert (general["general.dataset.count"], general["general.dataset.0.repo_url"][-4:]) == (
+        1,
+        "/a/b",
+    )
 
 
 def test_a_card_names_base_models_that_hubs_know_alone(folder: Path, tmp_path: Path) -> None:
@@ -228,7 +265,10 @@ def test_a_card_names_base_models_that_hubs_know_alone(folder: Path, tmp_path: P
         validate_repo_id(name)
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
     general = _general(tmp_path / "a.gguf")
-    assert [general["general.base_model.0.name"], general["general.base_model.1.name"]] == ["Gpt2", "Model"]
+    assert [general["general.base_model.0.name"], general["general.base_model.1.name"]] == [
+        "Gpt2",
+        "Model",
+    ]
     path_alone = _rewrite_card(folder, tmp_path / "other", "base_model: /home/me/model\n")
     quantkit.quantize(path_alone, tmp_path / "of-other", "int8")
     assert "/home/me" not in (tmp_path / "of-other" / "README.md").read_text()
@@ -242,8 +282,12 @@ def test_several_licences_stay_several(folder: Path, tmp_path: Path) -> None:
     assert _front_matter(tmp_path / "back")["license"] == ["mit", "apache-2.0"]
 
 
-def test_of_two_keys_that_say_the_same_the_one_of_llama_cpp_counts(folder: Path, tmp_path: Path) -> None:
-    front_matter = "author: First\nmodel_author: Second\nmodel_creator: Third\nname: One\nmodel_name: Two\n"
+def test_of_two_keys_that_say_the_same_the_one_of_llama_cpp_counts(
+    folder: Path, tmp_path: Path
+) -> None:
+    front_matter = (
+        "author: First\nmodel_author: Second\nmodel_creator: Third\nname: One\nmodel_name: Two\n"
+    )
     source = _rewrite_card(folder, tmp_path / "talker", front_matter)
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
     general, expected = _general(tmp_path / "a.gguf"), Metadata.load(model_path=source)

@@ -1,4 +1,6 @@
-"""`requantize` where only the type of the scales does not fit: codes and zero points stay, scales are cast."""
+"""`requantize` where only the type of the scales does not fit: codes and zero points stay,
+scales are cast.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 
 def _floats(folder: Path, **sizes: int) -> Path:
     vocabulary = load_tokenizer(DEMO_MODEL).vocab_size
-    oracle.save(oracle.make("llama", vocab_size=vocabulary, **{**SIZES, **sizes}).to(torch.bfloat16), folder)
+    oracle.save(
+        oracle.make("llama", vocab_size=vocabulary, **{**SIZES, **sizes}).to(torch.bfloat16), folder
+    )
     shutil.copyfile(DEMO_MODEL / "tokenizer.model", folder / "tokenizer.model")
     return folder
 
@@ -43,13 +47,17 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _source(floats: Path, folder: Path, scheme: str, dtype: str) -> Path:
-    """A model with scales of a type; one of each weight lies between two subnormal numbers of float16."""
+    """A model with scales of a type; one of each weight lies between two subnormal numbers of
+    float16.
+    """
     quantized(floats, folder, QuantScheme.parse(scheme), DTYPES[dtype])
     tensors = load_file(folder / "model.safetensors")
     for name, scale in tensors.items():
         if name.endswith("weight_scale"):
             scale[5, 0] = 175 * 2.0**-25
-            tensors[name.replace("_scale", "_packed")][5] = -0x6F6F6F70  # few steps of it: 0x90 in each byte
+            tensors[name.replace("_scale", "_packed")][
+                5
+            ] = -0x6F6F6F70  # few steps of it: 0x90 in each byte
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -57,12 +65,18 @@ def _source(floats: Path, folder: Path, scheme: str, dtype: str) -> Path:
 def _unpacked(words: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
     """Fields [N, M] of words [N, W], from the least significant bits."""
     wide = words.view(torch.int32).long() & 0xFFFFFFFF
-    fields = torch.stack([wide >> (bits * place) & (2**bits - 1) for place in order or range(32 // bits)], -1)
+    fields = torch.stack(
+        [wide >> (bits * place) & (2**bits - 1) for place in order or range(32 // bits)], -1
+    )
     return fields.flatten(1)
 
 
-def _stored(folder: Path, module: str, to: str, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [O, I], zero points and scales [O, G] as they lie in a folder, by the formats' descriptions."""
+def _stored(
+    folder: Path, module: str, to: str, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [O, I], zero points and scales [O, G] as they lie in a folder, by the formats'
+    descriptions.
+    """
     one = {
         name.removeprefix(f"{module}."): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
@@ -70,11 +84,21 @@ def _stored(folder: Path, module: str, to: str, bits: int) -> tuple[torch.Tensor
     }
     if to == "mlx":
         scale = one["scales"]
-        return _unpacked(one["weight"], bits), (-one["biases"].double() / scale.double()).long(), scale
+        return (
+            _unpacked(one["weight"], bits),
+            (-one["biases"].double() / scale.double()).long(),
+            scale,
+        )
     if to == "awq":
         order = [0, 4, 1, 5, 2, 6, 3, 7]
-        return _unpacked(one["qweight"], 4, order).t(), _unpacked(one["qzeros"], 4, order).t(), one["scales"].t()
-    version = json.loads((folder / "config.json").read_text())["quantization_config"]["checkpoint_format"]
+        return (
+            _unpacked(one["qweight"], 4, order).t(),
+            _unpacked(one["qzeros"], 4, order).t(),
+            one["scales"].t(),
+        )
+    version = json.loads((folder / "config.json").read_text())["quantization_config"][
+        "checkpoint_format"
+    ]
     zero = _unpacked(one["qzeros"], bits).t() + (version == "gptq")
     return _unpacked(one["qweight"].t().contiguous(), bits), zero, one["scales"].t()
 
@@ -82,18 +106,24 @@ def _stored(folder: Path, module: str, to: str, bits: int) -> tuple[torch.Tensor
 CAST = [
     (scheme, dtype, to)
     for scheme, formats in {
-        "int4-g64": ("gptq", "awq"), "int8": ("gptq",), "int4-g64-asym": ("gptq", "awq", "mlx"),
+        "int4-g64": ("gptq", "awq"),
+        "int8": ("gptq",),
+        "int4-g64-asym": ("gptq", "awq", "mlx"),
     }.items()
     for dtype in DTYPES
     for to in formats
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("scheme", "dtype", "to"), CAST, ids=str)
-def test_codes_and_zero_points_stay_bit_for_bit(scheme: str, dtype: str, to: str, floats: Path, tmp_path: Path) -> None:
+def test_codes_and_zero_points_stay_bit_for_bit(
+    scheme: str, dtype: str, to: str, floats: Path, tmp_path: Path
+) -> None:
     source = _source(floats, tmp_path / "source", scheme, dtype)
     before = open_checkpoint(source)
-    with pytest.raises(NotRepresentableError, match=rf"as {to}: .*; `requantize=True` casts scales"):
+    with pytest.raises(
+        NotRepresentableError, match=rf"as {to}: .*; `requantize=True` casts scales"
+    ):
         quantkit.convert(source, tmp_path / "out", to=to, source_check=False)  # type: ignore[arg-type]
     made = quantkit.convert(source, tmp_path / "out", to=to, requantize=True, source_check=False)  # type: ignore[arg-type]
     count = len(schemes(before))
@@ -112,15 +142,23 @@ def test_codes_and_zero_points_stay_bit_for_bit(scheme: str, dtype: str, to: str
     assert made.exact.scales_cast == (0 if lossless else count)
     assert (made.exact.tensors, made.exact.equal) == (count, count if lossless else 0)
     reported = made.lines()[0]
-    assert ("all 7 quantized tensors equal" if lossless else "7 in codes and zero points, with scales cast") in reported
+    assert (
+        "all 7 quantized tensors equal"
+        if lossless
+        else "7 in codes and zero points, with scales cast"
+    ) in reported
     assert "KL" in reported
     assert "rounded anew" not in reported
-    assert any(f"{count} of {count} quantized tensors keep their codes" in note for note in made.notes)
+    assert any(
+        f"{count} of {count} quantized tensors keep their codes" in note for note in made.notes
+    )
     assert made.manifest["exact"].get("scales_cast", 0) == made.exact.scales_cast
     assert {record["solver"] for record in made.manifest["modules"].values()} == {"scales cast"}
     assert made.quality is not None
     assert all(text.kl < 1e-5 for text in made.quality.texts)
-    assert verify(source, tmp_path / "out").verdict is (Verdict.SAME if lossless else Verdict.WITHIN_BOUND)
+    assert verify(source, tmp_path / "out").verdict is (
+        Verdict.SAME if lossless else Verdict.WITHIN_BOUND
+    )
     line = verify(tmp_path / "out").lines()[1]
     assert line == f"when it was made it was compared with its source: {made.exact.line()}"
 
@@ -137,11 +175,17 @@ def test_gguf_has_the_codes_too_as_its_own_library_reads_them(
     value = open_checkpoint(source).load("model.layers.0.mlp.down_proj.weight")
     assert isinstance(value, QuantTensor)
     expected = QuantTensor(value.codes, value.scale.half(), None, value.scheme).dequantize()
-    (tensor,) = [one for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors if one.name == "blk.0.ffn_down.weight"]
+    (tensor,) = [
+        one
+        for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors
+        if one.name == "blk.0.ffn_down.weight"
+    ]
     assert torch.equal(torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)), expected)
 
 
-@pytest.mark.parametrize("wrong", [1e6, 2e-9, 3e-8], ids=["overflows", "vanishes", "loses its meaning"])
+@pytest.mark.parametrize(
+    "wrong", [1e6, 2e-9, 3e-8], ids=["overflows", "vanishes", "loses its meaning"]
+)
 def test_a_scale_that_no_cast_keeps_has_its_weight_alone_rounded_anew(
     wrong: float, floats: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -150,15 +194,27 @@ def test_a_scale_that_no_cast_keeps_has_its_weight_alone_rounded_anew(
     tensors[f"{Q}.weight_scale"][3, 1] = wrong
     tensors[f"{Q}.weight_packed"][3, 8:] = 0x77777777  # a step below zero
     if wrong > 1:
-        tensors[f"{Q}.weight_packed"][3, 8:] = -0x77777778  # all zeros, but that float16 has no such scale
+        tensors[f"{Q}.weight_packed"][
+            3, 8:
+        ] = -0x77777778  # all zeros, but that float16 has no such scale
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     code, out, err = run(
-        capfd, "convert", source, tmp_path / "out", "--to", "gptq", "--requantize", "--no-source-check"
+        capfd,
+        "convert",
+        source,
+        tmp_path / "out",
+        "--to",
+        "gptq",
+        "--requantize",
+        "--no-source-check",
     )
     assert code == 0, err
     assert "1 of 7 quantized tensors cannot be held exactly as gptq and are rounded anew" in err
     assert "6 of 7 quantized tensors keep their codes, and their scales are cast to float16" in err
-    assert "0 of 6 quantized tensors equal as numbers, 6 in codes and zero points, with scales cast, 1 rounded" in out
+    assert (
+        "0 of 6 quantized tensors equal as numbers, 6 in codes and zero points, with scales cast, 1"
+        " rounded" in out
+    )
     made = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     solvers = {module: record["solver"] for module, record in made["modules"].items()}
     assert solvers.pop(Q) == "round-to-nearest, searched scales"
@@ -171,10 +227,18 @@ def test_no_weight_moves_by_more_than_half_a_step() -> None:
 
     def cast(scale: float, code: int = 15) -> QuantTensor | None:
         codes[0, 0] = code
-        return cast_scales(QuantTensor(codes, torch.tensor([[scale]]), None, QuantScheme(4, None)), torch.float16)
+        return cast_scales(
+            QuantTensor(codes, torch.tensor([[scale]]), None, QuantScheme(4, None)), torch.float16
+        )
 
     minimum = 2.0**-24  # of float16
-    for scale, kept in ((1.0001, True), (65519.0, True), (65520.0, False), (1e6, False), (2.0**-25, False)):
+    for scale, kept in (
+        (1.0001, True),
+        (65519.0, True),
+        (65520.0, False),
+        (1e6, False),
+        (2.0**-25, False),
+    ):
         assert (cast(scale) is not None) == kept, scale
     assert cast(7.5 * minimum) is not None  # 7 steps move by 3.5 of 7.5 halves at most
     assert cast(6.4 * minimum) is not None
@@ -190,10 +254,13 @@ def test_what_requantizing_cannot_do_does_not_advise_it(floats: Path, tmp_path: 
     name = re.escape("model.layers.0.mlp.gate_proj.weight")
     for job in (quantkit.convert, quantkit.plan.convert):
         with pytest.raises(
-            NotRepresentableError, match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it"
+            NotRepresentableError,
+            match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it",
         ):
             job(source, tmp_path / "out", to="gptq", source_check=False)
-        with pytest.raises(UnsupportedError, match=rf"'{name}' cannot be rounded to gptq \(found 66 x 128") as failed:
+        with pytest.raises(
+            UnsupportedError, match=rf"'{name}' cannot be rounded to gptq \(found 66 x 128"
+        ) as failed:
             job(source, tmp_path / "out", to="gptq", requantize=True, source_check=False)
         assert "requantize" not in str(failed.value)
     assert {path.name for path in tmp_path.iterdir()} == {"narrow", "source"}
@@ -202,17 +269,25 @@ def test_what_requantizing_cannot_do_does_not_advise_it(floats: Path, tmp_path: 
 def test_codes_of_four_bits_become_eight_where_only_these_fill_words(tmp_path: Path) -> None:
     narrow = _floats(tmp_path / "narrow", intermediate_size=68)  # a multiple of 4, not of 8
     source = quantized(narrow, tmp_path / "source", QuantScheme(4, None))
-    made = quantkit.convert(source, tmp_path / "out", to="gptq", requantize=True, source_check=False)
+    made = quantkit.convert(
+        source, tmp_path / "out", to="gptq", requantize=True, source_check=False
+    )
     found = schemes(open_checkpoint(made.path))
     assert str(found["model.layers.0.mlp.gate_proj"]) == "int8"
     assert found[Q].bits == 4
 
 
-def test_scales_that_the_models_type_has_but_their_offsets_not_stay_as_they_are(floats: Path, tmp_path: Path) -> None:
-    """Of scales in float32 that bfloat16 has, float32 has the offsets for MLX, and bfloat16 has not."""
+def test_scales_that_the_models_type_has_but_their_offsets_not_stay_as_they_are(
+    floats: Path, tmp_path: Path
+) -> None:
+    """Of scales in float32 that bfloat16 has, float32 has the offsets for MLX, and bfloat16 has
+    not.
+    """
     source = quantized(floats, tmp_path / "source", QuantScheme(4, 64, False))
     tensors = load_file(source / "model.safetensors")
-    tensors = {name: one.float() if name.endswith("weight_scale") else one for name, one in tensors.items()}
+    tensors = {
+        name: one.float() if name.endswith("weight_scale") else one for name, one in tensors.items()
+    }
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     made = quantkit.convert(source, tmp_path / "out", to="mlx", source_check=False)
     assert made.exact is not None

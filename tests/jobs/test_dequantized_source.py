@@ -1,4 +1,6 @@
-"""Quantizing a source that is quantized already: refused, or its weights are read as `convert` dequantizes them."""
+"""Quantizing a source that is quantized already: refused, or its weights are read as `convert`
+dequantizes them.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,15 @@ UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of rand
 
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    model = oracle.make("llama", vocab_size=load_tokenizer(DEMO_MODEL).vocab_size, **sizes).to(torch.bfloat16)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    }
+    model = oracle.make("llama", vocab_size=load_tokenizer(DEMO_MODEL).vocab_size, **sizes).to(
+        torch.bfloat16
+    )
     folder = oracle.save(model, tmp_path_factory.mktemp("floats") / "m")
     shutil.copyfile(DEMO_MODEL / "tokenizer.model", folder / "tokenizer.model")
     return folder
@@ -43,12 +52,18 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def blocks(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file as llama.cpp's quantizer makes it: Q4_1, one matrix in Q8_0, the embedding in Q5_0."""
+    """A GGUF file as llama.cpp's quantizer makes it: Q4_1, one matrix in Q8_0, the embedding in
+    Q5_0.
+    """
     source = open_checkpoint(floats)
-    metadata = metadata_of(source.config) | tokenizer_metadata(floats, source.config.vocab_size, {})[0]
+    metadata = (
+        metadata_of(source.config) | tokenizer_metadata(floats, source.config.vocab_size, {})[0]
+    )
     types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0, "token_embd.weight": Ggml.Q5_0}
     tensors = gguf_files.tensors_of(oracle.load(floats))
-    return gguf_files.write(tmp_path_factory.mktemp("blocks") / "model.gguf", metadata, tensors, types)
+    return gguf_files.write(
+        tmp_path_factory.mktemp("blocks") / "model.gguf", metadata, tensors, types
+    )
 
 
 @pytest.fixture(params=["compressed-tensors", "gptq", "awq", "mlx", "gguf", "blocks"])
@@ -71,33 +86,54 @@ def test_it_is_quantized_as_if_it_was_dequantized_first(source: Path, tmp_path: 
     for name in other.names():
         assert found.info(name).scheme == other.info(name).scheme, name
         rows = other.info(name).shape[0]
-        assert torch.equal(float_rows(found.load(name), 0, rows), float_rows(other.load(name), 0, rows)), name
+        assert torch.equal(
+            float_rows(found.load(name), 0, rows), float_rows(other.load(name), 0, rows)
+        ), name
     assert found.info(f"{EMBEDDING}.weight").dtype == "bfloat16"
     assert json.loads((made.path / "quantkit.json").read_text())["dequantize"] is True
     assert "--dequantize" in (made.path / "README.md").read_text()
 
 
-def test_the_command_that_would_read_it_is_named(blocks: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_that_would_read_it_is_named(
+    blocks: Path, tmp_path: Path, capfd: Capture
+) -> None:
     dst = tmp_path / "out"
-    arguments = ["quantize", blocks, dst, "--scheme", "int8", "--no-source-check", "--accept-quality-loss"]
+    arguments = [
+        "quantize",
+        blocks,
+        dst,
+        "--scheme",
+        "int8",
+        "--no-source-check",
+        "--accept-quality-loss",
+    ]
     code, _, err = run(capfd, *arguments)
     assert code == 4
     assert "quantized already (found gguf (Q4_1, Q8_0))" in err
-    assert f"quantkit quantize {blocks} {dst} --scheme int8 --accept-quality-loss --dequantize" in err
+    assert (
+        f"quantkit quantize {blocks} {dst} --scheme int8 --accept-quality-loss --dequantize" in err
+    )
     assert "int4" not in err
     code, _, err = run(capfd, *arguments, "--dequantize")
     assert code == 0, err
     recipe = quantkit.Recipe(quantkit.QuantScheme.parse("int8"))
     for given, spelled in (
-        ({"scheme": "int8", "keep": ["*.0.*", "*.1.*"]}, "--scheme int8 --keep '*.0.*' --keep '*.1.*'"),
+        (
+            {"scheme": "int8", "keep": ["*.0.*", "*.1.*"]},
+            "--scheme int8 --keep '*.0.*' --keep '*.1.*'",
+        ),
         ({"scheme": recipe, "calibration": ["text"]}, "--calibration FILE --recipe FILE"),
         ({"target_bits": 5}, "--target-bits 5"),
     ):
-        with pytest.raises(UnsupportedError, match=re.escape(f"{blocks} {dst}2 {spelled} `dequantize=True`")):
+        with pytest.raises(
+            UnsupportedError, match=re.escape(f"{blocks} {dst}2 {spelled} `dequantize=True`")
+        ):
             quantkit.plan.quantize(blocks, f"{dst}2", **given)
 
 
-def test_the_settings_of_a_source_known_by_its_tensors_are_replaced(floats: Path, tmp_path: Path) -> None:
+def test_the_settings_of_a_source_known_by_its_tensors_are_replaced(
+    floats: Path, tmp_path: Path
+) -> None:
     quantkit.quantize(floats, tmp_path / "int4", "int4-g64", method="rtn", **UNCHECKED)
     given = {"dequantize": True, "tensors_only": True, "source_check": False}
     made = quantkit.quantize(tmp_path / "int4", tmp_path / "int8", "int8", **given)
@@ -106,7 +142,9 @@ def test_the_settings_of_a_source_known_by_its_tensors_are_replaced(floats: Path
 
 def test_a_source_of_floats_stays_as_it_is(floats: Path, tmp_path: Path) -> None:
     made = [
-        quantkit.quantize(floats, tmp_path / str(dequantize), "int8", dequantize=dequantize, **UNCHECKED)
+        quantkit.quantize(
+            floats, tmp_path / str(dequantize), "int8", dequantize=dequantize, **UNCHECKED
+        )
         for dequantize in (False, True)
     ]
     assert not any("quantized already" in note for note in made[1].notes)
@@ -116,26 +154,38 @@ def test_a_source_of_floats_stays_as_it_is(floats: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("by", ["inspect", "convert", "quantize"])
 def test_deepseek_v4s_layout_is_refused_by_name(by: str, tmp_path: Path) -> None:
-    """Experts hold two e2m1 codes in an int8, linears FP8; their scales are powers of two, in `.scale`."""
+    """Experts hold two e2m1 codes in an int8, linears FP8; their scales are powers of two, in
+    `.scale`.
+    """
     source = tmp_path / "source"
     source.mkdir()
     settings = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     config = {
-        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 32, "hidden_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "expert_dtype": "fp4", "torch_dtype": "bfloat16",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "expert_dtype": "fp4",
+        "torch_dtype": "bfloat16",
         "quantization_config": settings,
-    }  # fmt: skip
+    }
     (source / "config.json").write_text(json.dumps(config))
     stored = {
         "embed.weight": torch.zeros(32, 64, dtype=torch.bfloat16),
         "layers.0.ffn.experts.0.w1.weight": torch.zeros(32, 32, dtype=torch.int8),
-        "layers.0.ffn.experts.0.w1.scale": torch.full((32, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "layers.0.ffn.experts.0.w1.scale": torch.full((32, 2), 127, dtype=torch.uint8).view(
+            torch.float8_e8m0fnu
+        ),
     }
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     calls = {
         "inspect": partial(quantkit.inspect, source),
         "convert": partial(quantkit.convert, source, tmp_path / "out", tensors_only=True),
-        "quantize": partial(quantkit.quantize, source, tmp_path / "out", "int8", method="rtn", tensors_only=True),
+        "quantize": partial(
+            quantkit.quantize, source, tmp_path / "out", "int8", method="rtn", tensors_only=True
+        ),
     }
     with pytest.raises(UnsupportedError) as caught:
         calls[by]()

@@ -1,4 +1,6 @@
-"""Checks of a finished output that raise: the output is kept, and another run repeats the check alone."""
+"""Checks of a finished output that raise: the output is kept, and another run repeats the check
+alone.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,21 @@ from quantkit.jobs.output import Writer
 
 Job = Callable[..., Any]
 
-ERRORS = [RequestError, CheckpointError, NonFiniteError, UnsupportedError, QuantkitError, RuntimeError]
-GPTQ = {"method": "gptq", "samples": 8, "length": 64, "accept_quality_loss": True, "source_check": False}
+ERRORS = [
+    RequestError,
+    CheckpointError,
+    NonFiniteError,
+    UnsupportedError,
+    QuantkitError,
+    RuntimeError,
+]
+GPTQ = {
+    "method": "gptq",
+    "samples": 8,
+    "length": 64,
+    "accept_quality_loss": True,
+    "source_check": False,
+}
 
 
 def solve(src: Path, dst: Path, **options: Any) -> Any:
@@ -47,7 +62,9 @@ def transcode(src: Path, dst: Path, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def rounded(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dst = tmp_path_factory.mktemp("rounded") / "int4"
-    return quantkit.quantize(demo_model, dst, "int4-g32", method="rtn", to="gptq", source_check=False).path
+    return quantkit.quantize(
+        demo_model, dst, "int4-g32", method="rtn", to="gptq", source_check=False
+    ).path
 
 
 CHECKS = {
@@ -70,7 +87,12 @@ def raiser(error: type[BaseException]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("name", "error"), CASES)
 def test_a_check_that_raises_deletes_nothing_and_is_repeated_alone(
-    name: str, error: type[Exception], demo_model: Path, rounded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    error: type[Exception],
+    demo_model: Path,
+    rounded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, check = CHECKS[name]
     source, dst = rounded if job is transcode else demo_model, tmp_path / "out"
@@ -90,13 +112,23 @@ def test_the_command_reports_what_is_kept(
 ) -> None:
     monkeypatch.setattr("quantkit.jobs.quantize_proof.run_gate", raiser(RequestError))
     code, _, err = run(
-        capfd, "quantize", demo_model, tmp_path / "out", "--scheme", "int8", "--method", "rtn", "--no-source-check"
+        capfd,
+        "quantize",
+        demo_model,
+        tmp_path / "out",
+        "--scheme",
+        "int8",
+        "--method",
+        "rtn",
+        "--no-source-check",
     )
     assert code == RequestError.exit_code
     assert f"{tmp_path / 'out.partial'} is kept: add --resume" in err
 
 
-def test_the_work_of_a_lost_process_is_kept(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_lost_process_is_kept(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only errors of the source would occur again."""
     put = Writer.put
 

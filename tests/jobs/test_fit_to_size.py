@@ -1,4 +1,6 @@
-"""What is asked for with a size to fit, and what is told of it; what is chosen is in test_bit_allocation."""
+"""What is asked for with a size to fit, and what is told of it; what is chosen is in
+test_bit_allocation.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,25 @@ def folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [{"target_bits": 10}, {"max_size": 2_200_000}])
-def test_a_format_that_holds_int8_alone_chooses_by_gptq(size: dict[str, Any], demo_model: Path, tmp_path: Path) -> None:
-    planned = quantkit.plan.quantize(demo_model, tmp_path / "made", to="int-quantized", **size, **SAMPLES)
+def test_a_format_that_holds_int8_alone_chooses_by_gptq(
+    size: dict[str, Any], demo_model: Path, tmp_path: Path
+) -> None:
+    planned = quantkit.plan.quantize(
+        demo_model, tmp_path / "made", to="int-quantized", **size, **SAMPLES
+    )
     assert any("chosen for" in kind for kind in planned.layers), planned
 
 
 @pytest.mark.parametrize("method", [None, "gptq"])
-def test_a_size_needs_a_model_that_can_be_calibrated(method: Any, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="a size to fit needs a model that can be calibrated") as caught:
-        quantkit.quantize(folder, tmp_path / "made", target_bits=4.5, method=method, tensors_only=True)
+def test_a_size_needs_a_model_that_can_be_calibrated(
+    method: Any, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RequestError, match="a size to fit needs a model that can be calibrated"
+    ) as caught:
+        quantkit.quantize(
+            folder, tmp_path / "made", target_bits=4.5, method=method, tensors_only=True
+        )
     assert caught.value.hint == 'give a scheme and `method="rtn"` instead'
 
 
@@ -55,7 +67,11 @@ def test_a_size_does_not_go_with_rounding(demo_model: Path, tmp_path: Path) -> N
             "at least 1467072 ",
             'there is one with `head="int8"` and `embedding="int8"`, which keep ',
         ),
-        ({"max_size": 1_400_000, "to": "gptq"}, "at least ", 'there is one with `head="int8"`, which keeps '),
+        (
+            {"max_size": 1_400_000, "to": "gptq"},
+            "at least ",
+            'there is one with `head="int8"`, which keeps ',
+        ),
         ({"max_size": 1_400_000, "head": "int8"}, None, None),
         ({"max_size": 1_000}, "at least 1467072 ", None),
     ],
@@ -69,7 +85,11 @@ def test_what_counts_is_reported(
     with pytest.raises(RequestError, match="no choice of schemes has this size") as caught:
         quantkit.plan.quantize(demo_model, tmp_path / "made", **given, **SAMPLES)
     assert expected in str(caught.value.expected)
-    assert hint is None if caught.value.hint is None else hint is not None and caught.value.hint.startswith(hint)
+    assert (
+        hint is None
+        if caught.value.hint is None
+        else hint is not None and caught.value.hint.startswith(hint)
+    )
 
 
 def test_one_size_is_reported(demo_model: Path, tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ RTN: dict[str, Any] = {"method": "rtn", "source_check": False}
 @pytest.fixture(scope="module")
 def matrices(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("matrices")
-    return {kind: quantkit.imatrix(demo_model, folder / f"matrix.{kind}", **TEXT).path for kind in ("gguf", "dat")}
+    return {
+        kind: quantkit.imatrix(demo_model, folder / f"matrix.{kind}", **TEXT).path
+        for kind in ("gguf", "dat")
+    }
 
 
 def by_hand(data: bytes) -> dict[str, tuple[int, np.ndarray[Any, Any]]]:
@@ -61,15 +64,21 @@ def test_both_forms_hold_the_mean_squares_that_transformers_has(
     seen: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: seen.__setitem__(name, inputs[0]))
-    tokens = load_calibration(TEXT["calibration"], load_tokenizer(demo_model), samples=4, length=32, seed=0).tokens
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: seen.__setitem__(name, inputs[0])
+            )
+    tokens = load_calibration(
+        TEXT["calibration"], load_tokenizer(demo_model), samples=4, length=32, seed=0
+    ).tokens
     with torch.no_grad():
         model(tokens)
     expected = {
-        "blk.0.attn_q": "model.layers.0.self_attn.q_proj", "blk.0.attn_k": "model.layers.0.self_attn.k_proj",
-        "blk.1.ffn_down": "model.layers.1.mlp.down_proj", "blk.3.attn_output": "model.layers.3.self_attn.o_proj",
+        "blk.0.attn_q": "model.layers.0.self_attn.q_proj",
+        "blk.0.attn_k": "model.layers.0.self_attn.k_proj",
+        "blk.1.ffn_down": "model.layers.1.mlp.down_proj",
+        "blk.3.attn_output": "model.layers.3.self_attn.o_proj",
         "output": "lm_head",
-    }  # fmt: skip
+    }
     fields = {tensor.name: tensor.data for tensor in gguf.GGUFReader(matrices["gguf"]).tensors}
     older = by_hand(matrices["dat"].read_bytes())
     for name, module_name in expected.items():
@@ -80,14 +89,18 @@ def test_both_forms_hold_the_mean_squares_that_transformers_has(
         chunks, values = older[f"{name}.weight"]
         assert chunks == 4
         assert np.allclose(values / 4, means, rtol=1e-4, atol=1e-7)
-    metadata = {key: field.contents() for key, field in gguf.GGUFReader(matrices["gguf"]).fields.items()}
+    metadata = {
+        key: field.contents() for key, field in gguf.GGUFReader(matrices["gguf"]).fields.items()
+    }
     assert metadata["general.type"] == "imatrix"
     assert (metadata["imatrix.chunk_count"], metadata["imatrix.chunk_size"]) == (4, 32)
     assert metadata["imatrix.datasets"] == ["text"]
 
 
 def test_rounding_uses_it(matrices: dict[str, Path], demo_model: Path, tmp_path: Path) -> None:
-    """Both forms give the same codes, other ones than the default, and the manifest says which file it was."""
+    """Both forms give the same codes, other ones than the default, and the manifest says which
+    file it was.
+    """
     found = {}
     for name, file in {**matrices, "default": None}.items():
         given = {} if file is None else {"imatrix": file}
@@ -96,7 +109,10 @@ def test_rounding_uses_it(matrices: dict[str, Path], demo_model: Path, tmp_path:
         recorded = json.loads((tmp_path / name / "quantkit.json").read_text()).get("imatrix")
         assert (recorded is None) == (file is None)
     name = "model.layers.0.mlp.down_proj.weight_packed"
-    differ = {one: (found[one][name] != found["default"][name]).float().mean().item() for one in ("gguf", "dat")}
+    differ = {
+        one: (found[one][name] != found["default"][name]).float().mean().item()
+        for one in ("gguf", "dat")
+    }
     assert all(0.01 < share < 0.9 for share in differ.values()), differ
 
 
@@ -116,7 +132,16 @@ def test_a_damaged_or_foreign_file_is_an_error(
     with pytest.raises(CheckpointError, match="NaN"):
         read_imatrix(broken)
     code, _, err = run(
-        capfd, "quantize", demo_model, tmp_path / "made", "--scheme", "int4-g32", "--method", "rtn", "--imatrix", broken
+        capfd,
+        "quantize",
+        demo_model,
+        tmp_path / "made",
+        "--scheme",
+        "int4-g32",
+        "--method",
+        "rtn",
+        "--imatrix",
+        broken,
     )
     assert code == 3, err
     assert not (tmp_path / "made").exists()

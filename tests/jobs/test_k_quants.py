@@ -1,4 +1,6 @@
-"""GGUF's K-quants: llama.cpp's mixes, rounded and solved, with the types that it gives each tensor; sizes to fit."""
+"""GGUF's K-quants: llama.cpp's mixes, rounded and solved, with the types that it gives each
+tensor; sizes to fit.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,27 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 LAYERS = 2
-GPTQ: dict[str, Any] = {"samples": 8, "length": 32, "source_check": False, "accept_quality_loss": True}
+GPTQ: dict[str, Any] = {
+    "samples": 8,
+    "length": 32,
+    "source_check": False,
+    "accept_quality_loss": True,
+}
 RTN: dict[str, Any] = {"method": "rtn", "source_check": False, "accept_quality_loss": True}
 SIZES = {"vocab_size": 400, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
-MORE_BITS = {2: (1,), 8: (0, 3, 6, 7)}  # the first and last eighth of layers, and every third of those between
+MORE_BITS = {
+    2: (1,),
+    8: (0, 3, 6, 7),
+}  # the first and last eighth of layers, and every third of those between
 
 
 def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     """A random model whose widths 256 divides, with a tokenizer."""
     model = oracle.make(kind, **{**SIZES, "num_hidden_layers": LAYERS, **changes})
     oracle.save(model, folder)
-    return Path(shutil.copy(train(folder.with_name(f"{folder.name}-text")) / "tokenizer.model", folder)).parent
+    return Path(
+        shutil.copy(train(folder.with_name(f"{folder.name}-text")) / "tokenizer.model", folder)
+    ).parent
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +66,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def solved(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same by GPTQ."""
-    return quantkit.quantize(wide, tmp_path_factory.mktemp("solved") / "q4.gguf", "Q4_K_M", **GPTQ).path
+    return quantkit.quantize(
+        wide, tmp_path_factory.mktemp("solved") / "q4.gguf", "Q4_K_M", **GPTQ
+    ).path
 
 
 def types(file: Path) -> dict[str, str]:
@@ -67,25 +81,46 @@ def test_each_tensor_has_the_type_that_llama_cpp_gives_it(solved: Path) -> None:
     assert found["output.weight"] == "Q6_K"
     for layer in range(LAYERS):
         expected = "Q6_K" if layer in MORE_BITS[LAYERS] else "Q4_K"
-        own = {name.split(".", 2)[2]: kind for name, kind in found.items() if name.startswith(f"blk.{layer}.")}
+        own = {
+            name.split(".", 2)[2]: kind
+            for name, kind in found.items()
+            if name.startswith(f"blk.{layer}.")
+        }
         assert own["attn_v.weight"] == own["ffn_down.weight"] == expected, layer
-        others = [own[f"{name}.weight"] for name in ("attn_q", "attn_k", "attn_output", "ffn_up", "ffn_gate")]
+        others = [
+            own[f"{name}.weight"]
+            for name in ("attn_q", "attn_k", "attn_output", "ffn_up", "ffn_gate")
+        ]
         assert others == ["Q4_K"] * 5
-    assert gguf.GGUFReader(solved).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+    assert (
+        gguf.GGUFReader(solved).fields["general.file_type"].contents()
+        == gguf.LlamaFileType.MOSTLY_Q4_K_M
+    )
 
 
 @pytest.mark.parametrize("layers", MORE_BITS)
 def test_some_layers_have_more_bits(layers: int, wide: Path) -> None:
     config = open_checkpoint(wide).config
     config = dataclasses.replace(config, layers=config.layers[:1] * layers)
-    found = {one.pattern for one in MixRules(MIXES["q5_k_m"], config).recipe().overrides if str(one.scheme) == "q6_k"}
-    own = [f"model.layers.{n}.{name}" for n in MORE_BITS[layers] for name in ("self_attn.v_proj", "mlp.down_proj")]
+    found = {
+        one.pattern
+        for one in MixRules(MIXES["q5_k_m"], config).recipe().overrides
+        if str(one.scheme) == "q6_k"
+    }
+    own = [
+        f"model.layers.{n}.{name}"
+        for n in MORE_BITS[layers]
+        for name in ("self_attn.v_proj", "mlp.down_proj")
+    ]
     assert found == {*own, "lm_head"}
 
 
 def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
     """Read by the gguf package, as codes and as floats."""
-    coded, floats = with_codes(open_checkpoint(solved)), open_checkpoint(solved, floats_as=DType.FLOAT32)
+    coded, floats = (
+        with_codes(open_checkpoint(solved)),
+        open_checkpoint(solved, floats_as=DType.FLOAT32),
+    )
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(solved).tensors}
     stored = theirs["blk.1.ffn_up.weight"]
     expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
@@ -124,12 +159,24 @@ def test_mixes(name: str, expected: dict[str, str], wide: Path, tmp_path: Path) 
 def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None:
     """The types that llama.cpp takes instead, which is said."""
     source = make(
-        tmp_path / "narrow", hidden_size=96, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2
+        tmp_path / "narrow",
+        hidden_size=96,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_hidden_layers=2,
     )
     code, _, err = run(
-        capfd, "quantize", source, tmp_path / "made.gguf", "--scheme", "q4_k_m", "--method", "rtn",
-        "--accept-quality-loss", "--no-source-check",
-    )  # fmt: skip
+        capfd,
+        "quantize",
+        source,
+        tmp_path / "made.gguf",
+        "--scheme",
+        "q4_k_m",
+        "--method",
+        "rtn",
+        "--accept-quality-loss",
+        "--no-source-check",
+    )
     assert code == 0, err
     found = types(tmp_path / "made.gguf")
     assert found["blk.0.ffn_up.weight"] == "Q5_0"
@@ -143,16 +190,23 @@ def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None
 
 @pytest.mark.parametrize("width", [32, 96])
 def test_gptq_solves_rows_that_256_does_not_divide(width: int, tmp_path: Path) -> None:
-    """Rows of one block and of several, next to rows of 256: the gate, `verify` and `doctor` know the types of both."""
+    """Rows of one block and of several, next to rows of 256: the gate, `verify` and `doctor`
+    know the types of both.
+    """
     floats = make(tmp_path / "narrow", hidden_size=width)
     source = quantkit.convert(floats, tmp_path / "bf16", dtype="bf16", source_check=False).path
     file = quantkit.quantize(source, tmp_path / "solved.gguf", "q4_k_m", **GPTQ).path
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert {stored["blk.0.ffn_up.weight"].tensor_type.name, stored["blk.1.ffn_down.weight"].tensor_type.name} == {
-        "Q5_0", "Q6_K"
-    }  # fmt: skip
+    assert {
+        stored["blk.0.ffn_up.weight"].tensor_type.name,
+        stored["blk.1.ffn_down.weight"].tensor_type.name,
+    } == {"Q5_0", "Q6_K"}
     codes = with_codes(open_checkpoint(file))
-    for name, tensor in (("mlp.up_proj", "ffn_up"), ("self_attn.v_proj", "attn_v"), ("mlp.down_proj", "ffn_down")):
+    for name, tensor in (
+        ("mlp.up_proj", "ffn_up"),
+        ("self_attn.v_proj", "attn_v"),
+        ("mlp.down_proj", "ffn_down"),
+    ):
         weight = codes.load(f"model.layers.1.{name}.weight")
         assert isinstance(weight, QuantTensor)
         theirs = stored[f"blk.1.{tensor}.weight"]
@@ -224,7 +278,9 @@ def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
     assert set(made.schemes) > {"q4_k"}, "some have more bits, some fewer"
 
 
-def test_an_interrupted_run_ends_with_the_same_bytes(solved: Path, wide: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_with_the_same_bytes(
+    solved: Path, wide: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / "q4.gguf"
     options = {name: value for name, value in GPTQ.items() if name != "source_check"}
     interrupted(functools.partial(quantkit.quantize, scheme="q4_k_m", **options), wide, dst)
@@ -232,16 +288,23 @@ def test_an_interrupted_run_ends_with_the_same_bytes(solved: Path, wide: Path, t
     assert dst.read_bytes() == solved.read_bytes()
 
 
-def test_notes_of_the_container_are_kept(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_the_container_are_kept(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Gguf, "notes", lambda *_: ["a note on the file"])
-    assert "a note on the file" in quantkit.quantize(wide, tmp_path / "made.gguf", "q4_k_m", **RTN).notes
+    assert (
+        "a note on the file"
+        in quantkit.quantize(wide, tmp_path / "made.gguf", "q4_k_m", **RTN).notes
+    )
 
 
 def test_a_fused_projection_is_one_of_values(tmp_path: Path) -> None:
     """As in llama.cpp, whose rules for attn_v are those for attn_qkv."""
     config = open_checkpoint(oracle.save(oracle.make("phi3", **SIZES), tmp_path / "phi3")).config
     config = dataclasses.replace(config, layers=config.layers[:1] * 8)
-    overrides = {one.pattern: str(one.scheme) for one in MixRules(MIXES["q4_k_m"], config).recipe().overrides}
+    overrides = {
+        one.pattern: str(one.scheme) for one in MixRules(MIXES["q4_k_m"], config).recipe().overrides
+    }
     for part in "qkv":
         found = {n for n in range(8) if f"model.layers.{n}.self_attn.{part}_proj" in overrides}
         assert found == set(MORE_BITS[8])
@@ -252,17 +315,23 @@ def test_rows_that_32_does_not_divide_keep_their_floats(tmp_path: Path) -> None:
     source = make(tmp_path / "odd", hidden_size=264, intermediate_size=256)
     found = types(quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", **RTN).path)
     assert found["blk.0.ffn_down.weight"] == "Q4_K"
-    assert {found[name] for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight")} == {"F32"}
+    assert {
+        found[name] for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight")
+    } == {"F32"}
 
 
 def test_a_file_is_split_with_its_codes(wide: Path, tmp_path: Path) -> None:
-    """Converted to GGUF, K-quants stay what they are; `verify` compares their scales of scales too."""
+    """Converted to GGUF, K-quants stay what they are; `verify` compares their scales of scales
+    too.
+    """
     file, parts = tmp_path / "made.gguf", tmp_path / "parts.gguf"
     quantkit.quantize(wide, file, "q4_k_m", **RTN)
     made = quantkit.convert(file, parts, split_max_size=300_000, source_check=False)
     assert made.exact is not None
     first = {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(file).tensors}
-    later = [tensor for part in tmp_path.glob("parts-*.gguf") for tensor in gguf.GGUFReader(part).tensors]
+    later = [
+        tensor for part in tmp_path.glob("parts-*.gguf") for tensor in gguf.GGUFReader(part).tensors
+    ]
     assert {tensor.name: tensor.data.tobytes() for tensor in later} == first
     assert verify(file, parts).verdict is Verdict.SAME
     value = with_codes(open_checkpoint(file)).load("model.layers.0.mlp.up_proj.weight")
@@ -274,14 +343,20 @@ def test_a_file_is_split_with_its_codes(wide: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def mixed(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model as Q4_K_M, with the types that llama.cpp takes for its narrow rows."""
-    return quantkit.quantize(demo_model, tmp_path_factory.mktemp("mixed") / "a.gguf", "q4_k_m", method="rtn").path
+    return quantkit.quantize(
+        demo_model, tmp_path_factory.mktemp("mixed") / "a.gguf", "q4_k_m", method="rtn"
+    ).path
 
 
 def test_inspect_names_a_file_as_llama_cpp_does(solved: Path, mixed: Path, tmp_path: Path) -> None:
     assert quantkit.inspect(solved).format == "gguf (Q4_K_M)"
     assert "Q4_K" not in types(mixed).values()
     assert quantkit.inspect(mixed).format == "gguf (Q4_K_M)"
-    names = {int(kind): kind.name.partition("_")[2] for kind in gguf.LlamaFileType if kind.name != "GUESSED"}
+    names = {
+        int(kind): kind.name.partition("_")[2]
+        for kind in gguf.LlamaFileType
+        if kind.name != "GUESSED"
+    }
     assert names == FILE_TYPES
 
 
@@ -289,7 +364,9 @@ def test_the_ways_to_convert_a_file_are_named_from_its_headers_and_work(
     mixed: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_side_files", lambda *_, **__: pytest.fail("the tokenizer is read"))
+        patch.setattr(
+            conversion, "check_side_files", lambda *_, **__: pytest.fail("the tokenizer is read")
+        )
         code, _, err = run(capfd, "convert", mixed, tmp_path / "out")
     assert code == 4
     hint = err[err.rindex(";") :]

@@ -34,13 +34,17 @@ from quantkit.text.tokenizer import load_tokenizer
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 SIZES = {"num_hidden_layers": 2, "vocab_size": load_tokenizer(DEMO_MODEL).vocab_size}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True}, "qwen2": {}, "qwen3": {},
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
-}  # fmt: skip
+}
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 48}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rtn": ("int8", {}), "weighted": ("int4-g32", {"method": "rtn"}), "gptq": ("int4-g32", GPTQ),
-}  # fmt: skip
+    "rtn": ("int8", {}),
+    "weighted": ("int4-g32", {"method": "rtn"}),
+    "gptq": ("int4-g32", GPTQ),
+}
 
 
 def _source(family: str, folder: Path) -> Path:
@@ -51,7 +55,9 @@ def _source(family: str, folder: Path) -> Path:
 
 def _made(source: Path, dst: Path, method: str = "rtn", **options: Any) -> Any:
     scheme, own = METHODS[method]
-    options = {"kv_cache": "fp8", "accept_quality_loss": True, "source_check": False} | own | options
+    options = (
+        {"kv_cache": "fp8", "accept_quality_loss": True, "source_check": False} | own | options
+    )
     return quantkit.quantize(source, dst, scheme, **options)
 
 
@@ -80,19 +86,33 @@ class Recording(DynamicCache):
         super().__init__(**options)
         self.largest: dict[tuple[int, str], float] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        self.largest |= {(layer, "k"): keys.abs().max().item(), (layer, "v"): values.abs().max().item()}
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.largest |= {
+            (layer, "k"): keys.abs().max().item(),
+            (layer, "v"): values.abs().max().item(),
+        }
         return super().update(keys, values, layer, *args, **options)
 
 
-CASES = [*((family, "rtn") for family in FAMILIES), ("llama", "weighted"), ("llama", "gptq"), ("gemma3_text", "gptq")]
+CASES = [
+    *((family, "rtn") for family in FAMILIES),
+    ("llama", "weighted"),
+    ("llama", "gptq"),
+    ("gemma3_text", "gptq"),
+]
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_scales_are_those_of_what_the_cache_of_transformers_holds(family: str, method: str, tmp_path: Path) -> None:
+def test_scales_are_those_of_what_the_cache_of_transformers_holds(
+    family: str, method: str, tmp_path: Path
+) -> None:
     source = _source(family, tmp_path / "source")
     made = _made(source, tmp_path / "made", method)
-    plain = quantkit.convert(made.path, tmp_path / "plain", dequantize=True, source_check=False).path
+    plain = quantkit.convert(
+        made.path, tmp_path / "plain", dequantize=True, source_check=False
+    ).path
     assert not _scales(plain)
     model, found = oracle.load(plain), _scales(made.path)
     cache = Recording(config=model.config)
@@ -123,7 +143,9 @@ def test_a_folder_runs_as_transformers_runs_it(made: Any, tmp_path: Path) -> Non
     state = theirs.state_dict()
     assert all(torch.equal(state[name], scale) for name, scale in _scales(made.path).items())
     tokens = oracle.random_tokens(40, 2, SIZES["vocab_size"])
-    plain = quantkit.convert(made.path, tmp_path / "plain", dequantize=True, source_check=False).path
+    plain = quantkit.convert(
+        made.path, tmp_path / "plain", dequantize=True, source_check=False
+    ).path
     model, _ = quantkit.load(made.path, device="cpu")
     with torch.inference_mode():
         expected, found = theirs(tokens).logits, model(tokens)
@@ -146,7 +168,10 @@ def test_the_result_says_so_wherever_it_is_described(made: Any, capfd: Capture) 
     assert made.kv_cache == made.manifest["kv_cache"] == "fp8"
     assert "| KV cache | float8" in (made.path / "README.md").read_text()
     assert "--kv-cache fp8" in (made.path / "README.md").read_text()
-    assert quantkit.inspect(made.path).kv_cache == {"scheme": SCHEME, "layers": SIZES["num_hidden_layers"]}
+    assert quantkit.inspect(made.path).kv_cache == {
+        "scheme": SCHEME,
+        "layers": SIZES["num_hidden_layers"],
+    }
     code, out, _ = run(capfd, "doctor", made.path, "--for", "vllm")
     assert "KV cache" not in out
     assert code == 0
@@ -194,7 +219,10 @@ def test_verify_measures_a_model_with_its_cache(source: Path, made: Any, tmp_pat
 
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {
-    **{to: (["--to", to], 4, f"{to} has no place for scales of a KV cache") for to in ("gptq", "awq", "mlx", "gguf")},
+    **{
+        to: (["--to", to], 4, f"{to} has no place for scales of a KV cache")
+        for to in ("gptq", "awq", "mlx", "gguf")
+    },
     "by its tensors": (["--tensors-only"], 4, "it is known by its tensors only"),
     "by transformers": (["--via", "transformers"], 4, "transformers 5"),
     "unknown": (["--kv-cache", "int8"], 2, "'int8' is not 'fp8'"),
@@ -206,7 +234,17 @@ def test_what_cannot_have_scales_is_refused_before_anything_is_calibrated(
     what: str, source: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     options, expected, problem = REFUSED[what]
-    code, _, err = run(capfd, "quantize", source, tmp_path / "made", "--scheme", "int8", "--kv-cache", "fp8", *options)
+    code, _, err = run(
+        capfd,
+        "quantize",
+        source,
+        tmp_path / "made",
+        "--scheme",
+        "int8",
+        "--kv-cache",
+        "fp8",
+        *options,
+    )
     assert (code, list(tmp_path.iterdir())) == (expected, [])
     assert problem in err
 
@@ -220,5 +258,7 @@ def test_keys_of_zeros_have_a_scale_of_one_and_tiny_ones_none_of_zero(tmp_path: 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_keys_without_a_scale_are_an_error(value: float, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"values of layer 0 are NaN, Inf or too large for a scale in float16"):
+    with pytest.raises(
+        NonFiniteError, match=r"values of layer 0 are NaN, Inf or too large for a scale in float16"
+    ):
         scales_of(0, torch.tensor([1.0, value]), DType.FLOAT16, tmp_path)

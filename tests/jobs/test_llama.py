@@ -1,4 +1,6 @@
-"""Meta's interface: tokens and log-probabilities of its algorithm, its results' shapes, and its rules at the edges."""
+"""Meta's interface: tokens and log-probabilities of its algorithm, its results' shapes, and its
+rules at the edges.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     (source / "tokenizer.model").write_bytes(b"".join(lines))
     quantkit.convert(source, base / "llama3", to="meta", mp=2, source_check=False)
     quantkit.quantize(
-        base / "llama3", base / "llama3 int4", "int4-g32", method="rtn", accept_quality_loss=True, source_check=False
+        base / "llama3",
+        base / "llama3 int4",
+        "int4-g32",
+        method="rtn",
+        accept_quality_loss=True,
+        source_check=False,
     )
     quantkit.quantize(demo_model, base / "llama2 int8", "int8")
     assert len(list((base / "llama3").glob("*.pth"))) == len(list(demo_model.glob("*.pth"))) == 2
@@ -44,7 +51,9 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def _build(folder: Path, length: int = LENGTH, size: int = 4, **more: Any) -> quantkit.Llama:
-    return quantkit.Llama.build(folder, _tokenizer(folder), length, size, device="cpu", dtype="fp32", **more)
+    return quantkit.Llama.build(
+        folder, _tokenizer(folder), length, size, device="cpu", dtype="fp32", **more
+    )
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -74,8 +83,9 @@ def _plain(model: Decoder, ids: Sequence[int]) -> torch.Tensor:
 def _expected(
     llama: quantkit.Llama, prompt: list[int], maximum: int, echo: bool, length: int = LENGTH
 ) -> tuple[list[int], list[float]]:
-    """One row of Meta's algorithm, greedy, by forward passes over all of it: continued up to the length whatever is
-    said, then cut at the first end token of what is given out."""
+    """One row of Meta's algorithm, greedy, by forward passes over all of it: continued up to the
+    length whatever is said, then cut at the first end token of what is given out.
+    """
     ids = list(prompt)
     while len(ids) < min(length, len(prompt) + maximum):
         ids.append(int(_plain(llama.model, ids)[-1].argmax()))
@@ -88,8 +98,12 @@ def _expected(
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_tokens_and_log_probabilities_are_those_of_the_algorithm(echo: bool, llama: quantkit.Llama) -> None:
-    text = llama.tokenizer.encode("the people of the United States, in order to form a more perfect union")
+def test_tokens_and_log_probabilities_are_those_of_the_algorithm(
+    echo: bool, llama: quantkit.Llama
+) -> None:
+    text = llama.tokenizer.encode(
+        "the people of the United States, in order to form a more perfect union"
+    )
     prompts = [text[:1], text[:9], text[:LENGTH], (text * 9)[: LENGTH - 3]]
     for maximum in (0, 1, 12, LENGTH - 1):
         tokens, logprobs = llama.generate(prompts, maximum, temperature=0, logprobs=True, echo=echo)
@@ -97,7 +111,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_algorithm(echo: bool, lla
         for prompt, ids, reported in zip(prompts, tokens, logprobs, strict=True):
             expected, values = _expected(llama, prompt, maximum, echo)
             assert ids == expected
-            torch.testing.assert_close(torch.tensor(reported), torch.tensor(values), rtol=0, atol=2e-4)
+            torch.testing.assert_close(
+                torch.tensor(reported), torch.tensor(values), rtol=0, atol=2e-4
+            )
         assert llama.generate(prompts, maximum, temperature=0, echo=echo) == (tokens, None)
 
 
@@ -107,7 +123,9 @@ def test_a_result_ends_before_the_first_end_token_also_where_a_prompt_holds_it(
 ) -> None:
     prompts = [llama.tokenizer.encode(text) for text in ("the people", "a")]
     whole = _expected(llama, prompts[1], 12, False)[0]
-    monkeypatch.setattr(llama.model, "config", replace(llama.model.config, eos_token_ids=(whole[4], prompts[0][2])))
+    monkeypatch.setattr(
+        llama.model, "config", replace(llama.model.config, eos_token_ids=(whole[4], prompts[0][2]))
+    )
     tokens, logprobs = llama.generate(prompts, 12, temperature=0, logprobs=True, echo=echo)
     assert logprobs is not None
     for prompt, ids, reported in zip(prompts, tokens, logprobs, strict=True):
@@ -116,22 +134,32 @@ def test_a_result_ends_before_the_first_end_token_also_where_a_prompt_holds_it(
     assert tokens[0] == prompts[0][:2] if echo else len(tokens[1]) <= 4
 
 
-def test_end_tokens_are_the_tokenizers_wherever_it_lies(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_end_tokens_are_the_tokenizers_wherever_it_lies(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     for name in ("llama2", "llama3"):
         apart = tmp_path / name
         oracle.copy(folders[name], apart)
         shutil.move(_tokenizer(apart), tmp_path / "tokenizer.model")
-        llama = quantkit.Llama.build(str(apart), str(tmp_path / "tokenizer.model"), 16, 1, dtype="fp32", device="cpu")
-        assert llama.model.config.eos_token_ids == original_tokenizer(tmp_path / "tokenizer.model").eos_ids != ()
-        assert llama.text_completion(["the"], 0, max_gen_len=5) == _build(folders[name]).text_completion(
-            ["the"], 0, max_gen_len=5
+        llama = quantkit.Llama.build(
+            str(apart), str(tmp_path / "tokenizer.model"), 16, 1, dtype="fp32", device="cpu"
         )
+        assert (
+            llama.model.config.eos_token_ids
+            == original_tokenizer(tmp_path / "tokenizer.model").eos_ids
+            != ()
+        )
+        assert llama.text_completion(["the"], 0, max_gen_len=5) == _build(
+            folders[name]
+        ).text_completion(["the"], 0, max_gen_len=5)
 
 
 def test_a_tokenizer_is_a_file_or_a_folder(folders: dict[str, Path]) -> None:
     folder = folders["llama2 int8"]
     found = [
-        quantkit.Llama.build(folder, path, LENGTH, 1, device="cpu").text_completion(["My fellow"], 0, logprobs=True)
+        quantkit.Llama.build(folder, path, LENGTH, 1, device="cpu").text_completion(
+            ["My fellow"], 0, logprobs=True
+        )
         for path in (folder, folder / "tokenizer.json", folder / "tokenizer.model")
     ]
     assert found[0] == found[1] == found[2]
@@ -141,7 +169,9 @@ def test_a_tokenizer_is_a_file_or_a_folder(folders: dict[str, Path]) -> None:
 
 
 def _decoded(llama: quantkit.Llama, tokens: list[int]) -> str:
-    """Llama 3's tokenizer, of 512 and more tokens here, spells special tokens out; Llama 2's has no spellings."""
+    """Llama 3's tokenizer, of 512 and more tokens here, spells special tokens out; Llama 2's has
+    no spellings.
+    """
     return llama.tokenizer.decode(tokens, specials=llama.tokenizer.vocab_size == 516)
 
 
@@ -170,15 +200,23 @@ def test_without_a_number_a_text_goes_on_to_the_end(llama: quantkit.Llama) -> No
     assert found["tokens"] == [_decoded(llama, [token]) for token in expected]
 
 
-def test_an_echo_begins_with_bos_as_each_tokenizer_decodes_it(llama2: quantkit.Llama, llama3: quantkit.Llama) -> None:
+def test_an_echo_begins_with_bos_as_each_tokenizer_decodes_it(
+    llama2: quantkit.Llama, llama3: quantkit.Llama
+) -> None:
     for llama, bos in ((llama2, ""), (llama3, "<|begin_of_text|>")):
         (found,) = llama.text_completion(["the people"], 0, max_gen_len=0, logprobs=True, echo=True)
         assert found["generation"] == f"{bos}the people"
         assert (found["tokens"][0], found["logprobs"][0]) == (bos, 0.0)
-        assert len(found["tokens"]) == len(found["logprobs"]) == len(llama.tokenizer.encode("the people"))
+        assert (
+            len(found["tokens"])
+            == len(found["logprobs"])
+            == len(llama.tokenizer.encode("the people"))
+        )
 
 
-def test_special_tokens_in_texts_are_plain_text(llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_in_texts_are_plain_text(
+    llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requested = _requested(llama3, monkeypatch)
     llama3.text_completion(["<|eot_id|>"], 0, max_gen_len=1)
     llama3.chat_completion([[{"role": "user", "content": "<|eot_id|>"}]], 0, max_gen_len=1)
@@ -205,20 +243,31 @@ def _requested(llama: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> list[l
     return requested
 
 
-def test_llama_2_is_used_in_its_own_format(llama2: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_2_is_used_in_its_own_format(
+    llama2: quantkit.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requested = _requested(llama2, monkeypatch)
     encode = llama2.tokenizer.encode
     llama2.chat_completion([[USER], [SYSTEM, USER, ANSWER, USER]], 0, max_gen_len=2)
     first = encode("[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n What? [/INST] That. ")
-    assert requested == [encode("[INST] What? [/INST]"), [*first, 2, *encode("[INST] What? [/INST]")]]
+    assert requested == [
+        encode("[INST] What? [/INST]"),
+        [*first, 2, *encode("[INST] What? [/INST]")],
+    ]
 
 
-def test_llama_3_is_used_in_its_own_format(llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_3_is_used_in_its_own_format(
+    llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requested = _requested(llama3, monkeypatch)
     llama3.chat_completion([[SYSTEM, USER]], 0, max_gen_len=2)
     text = "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}"
-        for role, content in (("system", "Be brief.<|eot_id|>"), ("user", "What?<|eot_id|>"), ("assistant", ""))
+        for role, content in (
+            ("system", "Be brief.<|eot_id|>"),
+            ("user", "What?<|eot_id|>"),
+            ("assistant", ""),
+        )
     )
     assert requested == [llama3.tokenizer.encode(text, specials=True)]
 
@@ -234,11 +283,23 @@ def test_answers_come_as_messages(llama: quantkit.Llama) -> None:
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
-def test_tags_in_a_conversation_of_llama_2_are_refused_in_its_place(tag: str, llama2: quantkit.Llama) -> None:
+def test_tags_in_a_conversation_of_llama_2_are_refused_in_its_place(
+    tag: str, llama2: quantkit.Llama
+) -> None:
     bad = {"role": "user", "content": f"x {tag} y"}
-    dialogs = [[USER], [bad], [SYSTEM, USER, ANSWER, bad], [{**SYSTEM, "content": tag}, USER], [USER, ANSWER, USER]]
-    plain = llama2.chat_completion([dialogs[0], dialogs[4]], temperature=0, max_gen_len=4, logprobs=True)
-    found = llama2.chat_completion([*dialogs[:1], dialogs[1], dialogs[4]], 0, max_gen_len=4, logprobs=True)
+    dialogs = [
+        [USER],
+        [bad],
+        [SYSTEM, USER, ANSWER, bad],
+        [{**SYSTEM, "content": tag}, USER],
+        [USER, ANSWER, USER],
+    ]
+    plain = llama2.chat_completion(
+        [dialogs[0], dialogs[4]], temperature=0, max_gen_len=4, logprobs=True
+    )
+    found = llama2.chat_completion(
+        [*dialogs[:1], dialogs[1], dialogs[4]], 0, max_gen_len=4, logprobs=True
+    )
     assert [found[0], found[2]] == plain
     for one in llama2.chat_completion(dialogs[1:4], temperature=0, max_gen_len=4):
         assert one == {"generation": {"role": "assistant", "content": REFUSED}}
@@ -253,7 +314,9 @@ def test_tags_of_llama_2_are_nothing_to_llama_3(llama3: quantkit.Llama) -> None:
 # Draws
 
 
-def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path], llama2: quantkit.Llama) -> None:
+def test_draws_follow_the_seed_one_call_after_the_other(
+    folders: dict[str, Path], llama2: quantkit.Llama
+) -> None:
     def draws(**given: Any) -> list[Any]:
         llama = _build(folders["llama2"], **given)
         return [llama.text_completion(["The people"] * 3, max_gen_len=10) for _ in range(2)]
@@ -263,7 +326,9 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
     assert first[0] != first[1]
     assert len({one["generation"] for one in first[0]}) > 1
     greedy = llama2.text_completion(["The people"], temperature=0, max_gen_len=10)
-    assert llama2.text_completion(["The people"], temperature=0.6, top_p=0, max_gen_len=10) == greedy
+    assert (
+        llama2.text_completion(["The people"], temperature=0.6, top_p=0, max_gen_len=10) == greedy
+    )
 
 
 # Wrong arguments
@@ -276,7 +341,10 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
         ({"max_seq_len": 4097}, ("max_seq_len is out of range (found 4097",)),
         ({"max_seq_len": "512"}, ("`max_seq_len` is of the wrong type",)),
         ({"max_batch_size": 0}, ("max_batch_size must be at least 1",)),
-        ({"model_parallel_size": 2}, ("not the number of processes (found 2, expected 1)", "with torchrun")),
+        (
+            {"model_parallel_size": 2},
+            ("not the number of processes (found 2, expected 1)", "with torchrun"),
+        ),
         ({"seed": "x"}, ("`seed` is of the wrong type",)),
         ({"ckpt_dir": "nowhere"}, ("nowhere: does not exist",)),
         ({"tokenizer_path": "nowhere"}, ("nowhere: does not exist",)),
@@ -285,26 +353,37 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
         ({"backend": "fast"}, ("unknown backend",)),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_cannot_be_built_is_reported(
     given: dict[str, Any], words: tuple[str, ...], folders: dict[str, Path]
 ) -> None:
     folder = folders["llama2"]
-    arguments = {"ckpt_dir": folder, "tokenizer_path": _tokenizer(folder), "max_seq_len": 8, "max_batch_size": 1}
+    arguments = {
+        "ckpt_dir": folder,
+        "tokenizer_path": _tokenizer(folder),
+        "max_seq_len": 8,
+        "max_batch_size": 1,
+    }
     with pytest.raises(QuantkitError) as caught:
         quantkit.Llama.build(**{**arguments, **given})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_another_models_tokenizer_is_reported(folders: dict[str, Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"found 2048 tokens, expected at most 516\); the tokenizer is another"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"found 2048 tokens, expected at most 516\); the tokenizer is another",
+    ):
         quantkit.Llama.build(folders["llama3"], _tokenizer(folders["llama2"]), 8, 1)
 
 
 def test_what_cannot_be_generated_is_reported(llama2: quantkit.Llama) -> None:
     for ask, words in (
         (lambda: llama2.generate([[1]] * 5, 1), "found 5, expected at most 4"),
-        (lambda: llama2.generate([[1], [1] * 129], 1), "prompt 1 is longer than max_seq_len (found 129, expected 128)"),
+        (
+            lambda: llama2.generate([[1], [1] * 129], 1),
+            "prompt 1 is longer than max_seq_len (found 129, expected 128)",
+        ),
         (lambda: llama2.generate([[]], 1), "the prompt is empty"),
         (lambda: llama2.generate([[5000]], 1), "outside the vocabulary"),
         (lambda: llama2.generate(["text"], 1), "the prompt is a string"),
@@ -319,7 +398,7 @@ def test_what_cannot_be_generated_is_reported(llama2: quantkit.Llama) -> None:
         (lambda: llama2.chat_completion([[]]), "llama2 has at most one system message"),
         (lambda: llama2.chat_completion([[USER, ANSWER]]), "the user last"),
         (lambda: llama2.chat_completion("hi"), "`dialogs` is of the wrong type"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RequestError) as caught:
             ask()  # type: ignore[no-untyped-call]
         assert words in str(caught.value)
@@ -343,7 +422,7 @@ found = [
 again = quantkit.Llama.build(folder, folder + "/tokenizer.model", 60, 3, found[-1], dtype="fp32", device="cpu")
 assert again.text_completion(["a"], 0, max_gen_len=3) == llama.text_completion(["a"], 0, max_gen_len=3)
 open(f"{out}/{rank}.json", "w").write(json.dumps(found))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3 int4"])
@@ -356,13 +435,18 @@ def test_processes_share_the_model_and_all_have_the_results(
         *forked.group(2, SHARED, folders[name], tmp_path),
     ]:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    first, second, alone = (json.loads((tmp_path / path).read_text()) for path in ("0.json", "1.json", "alone/0.json"))
+    first, second, alone = (
+        json.loads((tmp_path / path).read_text()) for path in ("0.json", "1.json", "alone/0.json")
+    )
     assert first == second
     assert first.pop() == 2
     assert alone.pop() == 1
     for one, other in zip(first[0], alone[0], strict=True):
         torch.testing.assert_close(
-            torch.tensor(one.pop("logprobs")), torch.tensor(other.pop("logprobs")), rtol=0, atol=1e-3
+            torch.tensor(one.pop("logprobs")),
+            torch.tensor(other.pop("logprobs")),
+            rtol=0,
+            atol=1e-3,
         )
     assert first == alone
 
@@ -375,7 +459,7 @@ try:
     quantkit.Llama.build(folder, folder + "/tokenizer.model", 60, 3, seed=int(os.environ["RANK"]), device="cpu")
 except quantkit.errors.QuantkitError as error:
     print(error)
-"""
+"""  # noqa: E501
 
 
 def test_processes_that_do_not_go_together_are_reported(folders: dict[str, Path]) -> None:
@@ -390,4 +474,6 @@ def test_another_number_of_processes_is_reported_before_they_join(
     monkeypatch.setenv("WORLD_SIZE", "2")  # and nothing else that joining takes
     folder = folders["llama2"]
     with pytest.raises(quantkit.errors.RequestError, match=r"\(found 3, expected 2\)"):
-        quantkit.Llama.build(folder, folder / "tokenizer.model", 60, 3, model_parallel_size=3, device="cpu")
+        quantkit.Llama.build(
+            folder, folder / "tokenizer.model", 60, 3, model_parallel_size=3, device="cpu"
+        )

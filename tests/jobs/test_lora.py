@@ -49,7 +49,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank and alpha": {"r": 3, "lora_alpha": 7},
     "patterns": {
         "rank_pattern": {"layers.1.self_attn.q_proj": 2, "v_proj": 6},
-        "alpha_pattern": {"proj": 99, "layers.1": 99, r"layers\.[02]\.self_attn\.q_proj": 11, "down_proj": 3},
+        "alpha_pattern": {
+            "proj": 99,
+            "layers.1": 99,
+            r"layers\.[02]\.self_attn\.q_proj": 11,
+            "down_proj": 3,
+        },
     },
     "rslora": {"use_rslora": True, "rank_pattern": {"q_proj": 2}},
     "dora": {"use_dora": True, "target_modules": [*ATTENTION, "up_proj"]},
@@ -69,7 +74,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all-linear": {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
     "expression": {"target_modules": r".*\.[01]\.self_attn\.(q|o)_proj"},
     "bin": {"safetensors": False},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +86,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama model whose head is its embedding."""
-    return oracle.save(oracle.make("llama", tie_word_embeddings=True), tmp_path_factory.mktemp("tied") / "base")
+    return oracle.save(
+        oracle.make("llama", tie_word_embeddings=True), tmp_path_factory.mktemp("tied") / "base"
+    )
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], ulps: float = 4) -> None:
@@ -127,13 +138,16 @@ def test_an_adapter_in_float64_is_read_as_by_peft(base: Path, tmp_path: Path) ->
 
 def test_adapters_are_added_with_their_weights(base: Path, tmp_path: Path, capfd: Capture) -> None:
     one = lora.save_adapter(base, tmp_path / "one", r=2)
-    two = lora.save_adapter(base, tmp_path / "two", r=5, target_modules=["q_proj", "embed_tokens"], seed=4)
+    two = lora.save_adapter(
+        base, tmp_path / "two", r=5, target_modules=["q_proj", "embed_tokens"], seed=4
+    )
     expected = lora.merged_with_weights(base, {one: 0.7, two: -0.3})
     made = quantkit.convert(base, tmp_path / "out", lora={one: 0.7, two: -0.3}, **UNCHECKED)
     require_close(tensors(made.path), expected)
     assert [(entry["name"], entry["weight"]) for entry in made.manifest["options"]["lora"]] == [
-        ("one", 0.7), ("two", -0.3)
-    ]  # fmt: skip
+        ("one", 0.7),
+        ("two", -0.3),
+    ]
     given = ["--lora", f"{one}=0.7", "--lora", f"{two}=-0.3", "--no-source-check"]
     code, _, err = run(capfd, "convert", base, tmp_path / "by-command", *given)
     assert code == 0, err
@@ -141,20 +155,29 @@ def test_adapters_are_added_with_their_weights(base: Path, tmp_path: Path, capfd
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_a_tied_head_that_an_adapter_replaces_becomes_separate(module: str, tied: Path, tmp_path: Path) -> None:
+def test_a_tied_head_that_an_adapter_replaces_becomes_separate(
+    module: str, tied: Path, tmp_path: Path
+) -> None:
     adapter = lora.save_adapter(tied, tmp_path / "adapter", modules_to_save=[module])
     made = quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
     require_close(tensors(made.path), lora.merged(tied, adapter))
     assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"] is False
     assert any("head becomes a separate tensor" in note for note in made.notes)
-    source, result = MergedCheckpoint(open_checkpoint(tied), [Adapter(adapter)]), open_checkpoint(made.path)
+    source, result = (
+        MergedCheckpoint(open_checkpoint(tied), [Adapter(adapter)]),
+        open_checkpoint(made.path),
+    )
     assert sorted(source.names()) == sorted(result.names())
     assert source.stored_bytes("lm_head.weight") == result.stored_bytes("lm_head.weight")
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_a_tied_model_predicts_what_its_adapter_does(module: str, tied: Path, tmp_path: Path) -> None:
-    """PEFT's merge would change both the embedding and the head; its adapter changes one of them."""
+def test_a_tied_model_predicts_what_its_adapter_does(
+    module: str, tied: Path, tmp_path: Path
+) -> None:
+    """PEFT's merge would change both the embedding and the head; its adapter changes one of
+    them.
+    """
     adapter = lora.save_adapter(tied, tmp_path / "adapter", target_modules=["q_proj", module])
     made = quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
     tokens = oracle.random_tokens(12)
@@ -182,7 +205,10 @@ def test_families_with_other_names_or_rows_are_merged(kind: str, tmp_path: Path)
 
 def test_experts_that_an_adapter_names_one_by_one_are_merged(tmp_path: Path) -> None:
     """As PEFT saved adapters of experts when transformers kept each expert separately."""
-    base = oracle.save(oracle.make("qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2), tmp_path / "base")
+    base = oracle.save(
+        oracle.make("qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2),
+        tmp_path / "base",
+    )
     adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     path, weights = adapter / "adapter_model.safetensors", tensors(base)
     stored, generator = load_file(path), torch.Generator().manual_seed(1)
@@ -209,7 +235,9 @@ def test_experts_that_an_adapter_names_one_by_one_are_merged(tmp_path: Path) -> 
         ("opt", {"target_modules": ["q_proj", "fc1"], "fan_in_fan_out": True}),
     ],
 )
-def test_models_known_by_their_tensors_are_merged(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_models_known_by_their_tensors_are_merged(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     base = oracle.save(oracle.make(kind), tmp_path / "base")
     adapter = lora.save_adapter(base, tmp_path / "adapter", **settings)
     _edited(fan_in_fan_out=settings.get("fan_in_fan_out", False))(adapter)
@@ -231,34 +259,51 @@ def test_a_square_weight_of_a_class_that_is_not_known_is_refused(tmp_path: Path)
 def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
     """GPT-2's own folders have `h.0`, where transformers' module is `transformer.h.0`."""
     base = oracle.save(oracle.make("gpt2", tie_word_embeddings=True), tmp_path / "base")
-    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    adapter = lora.save_adapter(
+        base, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True
+    )
     expected = lora.merged(base, adapter)
     stored = load_file(base / "model.safetensors")
-    save_file({name.removeprefix("transformer."): value for name, value in stored.items()}, base / "model.safetensors")
+    save_file(
+        {name.removeprefix("transformer."): value for name, value in stored.items()},
+        base / "model.safetensors",
+    )
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
     found = tensors(made.path)
     require_close(found, {name: expected[f"transformer.{name}"] for name in found})
 
 
-def test_a_model_that_reads_images_is_merged(tiny_image_text_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """On disk, the text part of LLaVA is `language_model.model`; in transformers, `model.language_model`."""
+def test_a_model_that_reads_images_is_merged(
+    tiny_image_text_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """On disk, the text part of LLaVA is `language_model.model`; in transformers,
+    `model.language_model`.
+    """
     base = tiny_image_text_model("llava")
-    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "fc1", "linear_1"])
+    adapter = lora.save_adapter(
+        base, tmp_path / "adapter", target_modules=["q_proj", "fc1", "linear_1"]
+    )
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
     found = {name: value.detach() for name, value in lora.load(made.path).state_dict().items()}
     require_close(found, lora.merged(base, adapter))
 
 
 @pytest.mark.parametrize("module", ["lm_head", "wte"])
-def test_a_tied_head_of_a_model_known_by_its_tensors_is_refused(module: str, tmp_path: Path) -> None:
+def test_a_tied_head_of_a_model_known_by_its_tensors_is_refused(
+    module: str, tmp_path: Path
+) -> None:
     base = oracle.save(oracle.make("gpt2", tie_word_embeddings=True), tmp_path / "base")
-    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["c_attn", module], fan_in_fan_out=True)
+    adapter = lora.save_adapter(
+        base, tmp_path / "adapter", target_modules=["c_attn", module], fan_in_fan_out=True
+    )
     with pytest.raises(UnsupportedError, match="known by its tensors only"):
         quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
 
 
 def test_tied_adapters_of_a_tied_base_are_refused(tied: Path, tmp_path: Path) -> None:
-    adapter = lora.save_adapter(tied, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    adapter = lora.save_adapter(
+        tied, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
     with pytest.raises(UnsupportedError, match="'ensure_weight_tying' is not supported"):
         quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
 
@@ -270,18 +315,28 @@ def test_bases_in_other_formats_are_merged(to: str, tmp_path: Path) -> None:
     shutil.copyfile(DEMO_MODEL / "tokenizer.model", base / "tokenizer.model")
     adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
     expected = quantkit.convert(base, tmp_path / "merged", lora=adapter, **UNCHECKED)
-    other = quantkit.convert(base, tmp_path / ("base.gguf" if to == "gguf" else to), to=to, **UNCHECKED)
+    other = quantkit.convert(
+        base, tmp_path / ("base.gguf" if to == "gguf" else to), to=to, **UNCHECKED
+    )
     made = quantkit.convert(other.path, tmp_path / "out", to="hf", lora=adapter, **UNCHECKED)
     require_close(tensors(made.path), tensors(expected.path), ulps=0)
 
 
 def test_a_quantized_base_is_read_as_floats(tmp_path: Path) -> None:
-    base = oracle.save(oracle.make("llama", hidden_size=128, intermediate_size=256), tmp_path / "base")
+    base = oracle.save(
+        oracle.make("llama", hidden_size=128, intermediate_size=256), tmp_path / "base"
+    )
     adapter = lora.save_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
-    small = quantkit.quantize(base, tmp_path / "int4", "int4-g64", method="rtn", **UNCHECKED, accept_quality_loss=True)
-    with pytest.raises(UnsupportedError, match=r"base is quantized.*found int4-g64.*`dequantize=True`"):
+    small = quantkit.quantize(
+        base, tmp_path / "int4", "int4-g64", method="rtn", **UNCHECKED, accept_quality_loss=True
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"base is quantized.*found int4-g64.*`dequantize=True`"
+    ):
         quantkit.convert(small.path, tmp_path / "out", lora=adapter, **UNCHECKED)
-    made = quantkit.convert(small.path, tmp_path / "out", lora=adapter, dequantize=True, **UNCHECKED)
+    made = quantkit.convert(
+        small.path, tmp_path / "out", lora=adapter, dequantize=True, **UNCHECKED
+    )
     floats = quantkit.convert(small.path, tmp_path / "floats", dequantize=True, **UNCHECKED)
     require_close(tensors(made.path), lora.merged(floats.path, adapter))
 
@@ -290,7 +345,12 @@ def test_a_quantized_base_is_read_as_floats(tmp_path: Path) -> None:
 def test_quantize_rounds_the_merged_model(kind: str, tmp_path: Path) -> None:
     base = oracle.save(oracle.make(kind, hidden_size=64, ffn_dim=96), tmp_path / "base")
     adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
-    options = {"method": "rtn", "accept_quality_loss": True, "tensors_only": kind == "opt", **UNCHECKED}
+    options = {
+        "method": "rtn",
+        "accept_quality_loss": True,
+        "tensors_only": kind == "opt",
+        **UNCHECKED,
+    }
     floats = {**UNCHECKED, "tensors_only": kind == "opt"}
     made = quantkit.quantize(base, tmp_path / "made", "int8", lora=adapter, **options)
     merged = quantkit.convert(base, tmp_path / "merged", lora=adapter, **floats)
@@ -307,16 +367,22 @@ def test_quantize_rounds_the_merged_model(kind: str, tmp_path: Path) -> None:
 
 def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
     base = oracle.save(oracle.make("glm", head_dim=16), tmp_path / "base")
-    dora = lora.save_adapter(base, tmp_path / "dora", target_modules=[*ATTENTION, "embed_tokens"], use_dora=True)
+    dora = lora.save_adapter(
+        base, tmp_path / "dora", target_modules=[*ATTENTION, "embed_tokens"], use_dora=True
+    )
     source = MergedCheckpoint(open_checkpoint(base), [Adapter(dora)])
     for name in source.names():
         whole = source.load(name)
-        parts = [TensorSlice(0, ((2, 9), (1, 3)))] + ([TensorSlice(1, ((3, 7),))] if whole.dim() == 2 else [])
+        parts = [TensorSlice(0, ((2, 9), (1, 3)))] + (
+            [TensorSlice(1, ((3, 7),))] if whole.dim() == 2 else []
+        )
         for part in parts:
             assert torch.allclose(source.load(name, part), part.of(whole), atol=1e-6), name
 
 
-def test_rows_are_merged_in_chunks(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_merged_in_chunks(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"target_modules": [*ATTENTION, "embed_tokens"], "use_dora": True, "bias": "all"}
     adapter = lora.save_adapter(base, tmp_path / "adapter", **settings)
     monkeypatch.setattr(qtensor, "row_chunks", partial(qtensor.row_chunks, elements=300))
@@ -341,54 +407,141 @@ def _stored(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (_edited(peft_type="VERA"), UnsupportedError, r"another kind \(found 'VERA', expected LORA"),
-    (_edited(init_lora_weights="pissa_niter_4"), UnsupportedError, "changes the base .*'pissa_niter_4'"),
+    (
+        _edited(init_lora_weights="pissa_niter_4"),
+        UnsupportedError,
+        "changes the base .*'pissa_niter_4'",
+    ),
     (_edited(init_lora_weights="lora_ga"), UnsupportedError, "changes the base .*'lora_ga'"),
-    (_edited(target_parameters=["experts.gate_up_proj"]), UnsupportedError, "'target_parameters' is not supported"),
-    (_edited(trainable_token_indices=[1]), UnsupportedError, "'trainable_token_indices' is not supported"),
+    (
+        _edited(target_parameters=["experts.gate_up_proj"]),
+        UnsupportedError,
+        "'target_parameters' is not supported",
+    ),
+    (
+        _edited(trainable_token_indices=[1]),
+        UnsupportedError,
+        "'trainable_token_indices' is not supported",
+    ),
     (_edited(layer_replication=[[0, 2]]), UnsupportedError, "'layer_replication' is not supported"),
-    (_edited(alora_invocation_tokens=[1]), UnsupportedError, "'alora_invocation_tokens' is not supported"),
+    (
+        _edited(alora_invocation_tokens=[1]),
+        UnsupportedError,
+        "'alora_invocation_tokens' is not supported",
+    ),
     (_edited(megatron_config={"a": 1}), UnsupportedError, "'megatron_config' is not supported"),
     (_edited(use_qalora=True), UnsupportedError, "'use_qalora' is not supported"),
     (_edited(some_new_setting=2), UnsupportedError, "'some_new_setting' is not supported"),
     (_edited(bias="some"), UnsupportedError, "unknown value of 'bias'"),
-    (_edited(rank_pattern={"(": 2}), CheckpointError, r"adapter_config.json: a pattern of 'rank_pattern' is invalid"),
-    (_edited(modules_to_save=["("]), CheckpointError, r"adapter_config.json: a pattern of 'modules_to_save' is"),
-    (_edited(rank_pattern={"q_proj": 5}), CheckpointError, "another rank than the settings .found 4, expected 5"),
+    (
+        _edited(rank_pattern={"(": 2}),
+        CheckpointError,
+        r"adapter_config.json: a pattern of 'rank_pattern' is invalid",
+    ),
+    (
+        _edited(modules_to_save=["("]),
+        CheckpointError,
+        r"adapter_config.json: a pattern of 'modules_to_save' is",
+    ),
+    (
+        _edited(rank_pattern={"q_proj": 5}),
+        CheckpointError,
+        "another rank than the settings .found 4, expected 5",
+    ),
     (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' excludes it"),
     (_edited(exclude_modules=["down_proj"]), CheckpointError, "'exclude_modules' excludes it"),
-    (_edited(exclude_modules=".*1.*q_proj"), CheckpointError, "layers.1.self_attn.q_proj' .*'exclude_modules' exclude"),
-    (_edited(layers_to_transform=[0]), CheckpointError, "layers.1.* has tensors, .*'layers_to_transform' excludes it"),
-    (_edited(layers_to_transform=1, layers_pattern="layer"), CheckpointError, "'layers_to_transform' excludes it"),
+    (
+        _edited(exclude_modules=".*1.*q_proj"),
+        CheckpointError,
+        "layers.1.self_attn.q_proj' .*'exclude_modules' exclude",
+    ),
+    (
+        _edited(layers_to_transform=[0]),
+        CheckpointError,
+        "layers.1.* has tensors, .*'layers_to_transform' excludes it",
+    ),
+    (
+        _edited(layers_to_transform=1, layers_pattern="layer"),
+        CheckpointError,
+        "'layers_to_transform' excludes it",
+    ),
     (_edited(modules_to_save=["mlp"]), CheckpointError, "'modules_to_save' excludes it"),
     (_edited(layers_to_transform=["1"]), CheckpointError, "wrong type for 'layers_to_transform'"),
     (_edited(exclude_modules=5), CheckpointError, "wrong type for 'exclude_modules'"),
-    (_edited(target_modules=".*proj", layers_to_transform=[1]), CheckpointError, "which PEFT refuses"),
-    (_edited(target_modules=["q_proj", "v_proj", "down_proj", "o_proj"]), CheckpointError, "lacks tensors of module"),
+    (
+        _edited(target_modules=".*proj", layers_to_transform=[1]),
+        CheckpointError,
+        "which PEFT refuses",
+    ),
+    (
+        _edited(target_modules=["q_proj", "v_proj", "down_proj", "o_proj"]),
+        CheckpointError,
+        "lacks tensors of module",
+    ),
     (_edited(modules_to_save=["lm_head"]), CheckpointError, "lacks the tensors of 'lm_head'"),
     (_edited(use_dora=True), CheckpointError, "do not belong together .*lora_magnitude_vector"),
     (_stored(lambda all: all.pop(f"{Q}.lora_B.weight")), CheckpointError, "do not belong together"),
-    (_stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"]), CheckpointError, "lacks tensors of"),
-    (_stored(lambda all: all.update({f"{Q}.lora_C.weight": torch.ones(2)})), UnsupportedError, "is not merged"),
     (
-        _stored(lambda all: all.update({f"{Q}.lora_A.default.weight": all.pop(f"{Q}.lora_A.weight")})),
-        UnsupportedError, r"lora_A\.default\.weight' is of a kind that is not merged; .*`save_pretrained\(\)`",
+        _stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"]),
+        CheckpointError,
+        "lacks tensors of",
     ),
-    (_stored(lambda all: all.update({f"{Q}.other": torch.ones(2)})), CheckpointError, "which the base does not have"),
-    (_stored(lambda all: all.update({f"{Q}.bias": torch.ones(2)})), CheckpointError, r"found \[2\], expected \[64\]"),
     (
-        _stored(lambda all: all.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})), CheckpointError,
-        r"does not fit the base \(found \[64, 63\], expected \[64, 64\].*pass the base .* names .*base",
+        _stored(lambda all: all.update({f"{Q}.lora_C.weight": torch.ones(2)})),
+        UnsupportedError,
+        "is not merged",
     ),
-    (_stored(lambda all: all[f"{Q}.lora_A.weight"].fill_(math.nan)), NonFiniteError, "of the adapter holds NaN or Inf"),
+    (
+        _stored(
+            lambda all: all.update({f"{Q}.lora_A.default.weight": all.pop(f"{Q}.lora_A.weight")})
+        ),
+        UnsupportedError,
+        r"lora_A\.default\.weight' is of a kind that is not merged; .*`save_pretrained\(\)`",
+    ),
+    (
+        _stored(lambda all: all.update({f"{Q}.other": torch.ones(2)})),
+        CheckpointError,
+        "which the base does not have",
+    ),
+    (
+        _stored(lambda all: all.update({f"{Q}.bias": torch.ones(2)})),
+        CheckpointError,
+        r"found \[2\], expected \[64\]",
+    ),
+    (
+        _stored(lambda all: all.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})),
+        CheckpointError,
+        (
+            r"does not fit the base \(found \[64, 63\], expected \[64, 64\].*pass the base .* names"
+            r" .*base"
+        ),
+    ),
+    (
+        _stored(lambda all: all[f"{Q}.lora_A.weight"].fill_(math.nan)),
+        NonFiniteError,
+        "of the adapter holds NaN or Inf",
+    ),
     (_stored(lambda all: all.clear()), CheckpointError, "holds no tensors"),
-    (lambda folder: (folder / "adapter_model.safetensors").unlink(), CheckpointError, "has no weights"),
-    (lambda folder: (folder / "adapter_config.json").unlink(), CheckpointError, "is not a LoRA adapter"),
-]  # fmt: skip
+    (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        CheckpointError,
+        "has no weights",
+    ),
+    (
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        CheckpointError,
+        "is not a LoRA adapter",
+    ),
+]
 
 
 @pytest.mark.parametrize(("damage", "kind", "message"), REFUSED)
 def test_what_is_not_merged_is_refused_by_name(
-    damage: Callable[[Path], None], kind: type[QuantkitError], message: str, base: Path, tmp_path: Path
+    damage: Callable[[Path], None],
+    kind: type[QuantkitError],
+    message: str,
+    base: Path,
+    tmp_path: Path,
 ) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     damage(adapter)
@@ -398,9 +551,12 @@ def test_what_is_not_merged_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("adapter_vocabulary", "saved"), [(80, ["embed_tokens", "lm_head"]), (80, ["lm_head"]), (60, ["embed_tokens"])]
+    ("adapter_vocabulary", "saved"),
+    [(80, ["embed_tokens", "lm_head"]), (80, ["lm_head"]), (60, ["embed_tokens"])],
 )
-def test_a_resized_vocabulary_is_named(adapter_vocabulary: int, saved: list[str], base: Path, tmp_path: Path) -> None:
+def test_a_resized_vocabulary_is_named(
+    adapter_vocabulary: int, saved: list[str], base: Path, tmp_path: Path
+) -> None:
     resized = oracle.save(oracle.make("qwen2", vocab_size=adapter_vocabulary), tmp_path / "resized")
     adapter = lora.save_adapter(resized, tmp_path / "adapter", modules_to_save=saved)
     with pytest.raises(CheckpointError) as caught:
@@ -412,7 +568,14 @@ def test_a_resized_vocabulary_is_named(adapter_vocabulary: int, saved: list[str]
 
 @pytest.mark.parametrize(
     "key",
-    ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_pattern"],
+    [
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "modules_to_save",
+        "layers_pattern",
+    ],
 )
 def test_a_pattern_that_takes_for_ever_is_given_up(
     key: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -420,7 +583,11 @@ def test_a_pattern_that_takes_for_ever_is_given_up(
     monkeypatch.setattr("quantkit.patterns.MAX_SECONDS", 0.2)
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     endless = r"(?:\w|.)*[XY]"
-    values: dict[str, Any] = {"rank_pattern": {endless: 4}, "alpha_pattern": {endless: 4}, "modules_to_save": [endless]}
+    values: dict[str, Any] = {
+        "rank_pattern": {endless: 4},
+        "alpha_pattern": {endless: 4},
+        "modules_to_save": [endless],
+    }
     changes: dict[str, Any] = {key: values.get(key, endless)}
     if key == "layers_pattern":
         changes["layers_to_transform"] = [0, 1]
@@ -437,26 +604,48 @@ SELECTIONS: list[dict[str, Any]] = [
     {"target_modules": ["proj"]},
     {"target_modules": ["q_proj", "c_attn", "down_proj"], "layers_to_transform": [1]},
     {"target_modules": ["q_proj", "c_attn", "down_proj", "w1"], "layers_to_transform": 0},
-    {"target_modules": ["q_proj", "c_attn", "w1"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
-    {"target_modules": ["q_proj", "c_attn", "w1"], "layers_to_transform": [1, 3], "layers_pattern": ["h", "expert.?"]},
+    {
+        "target_modules": ["q_proj", "c_attn", "w1"],
+        "layers_to_transform": [1, 3],
+        "layers_pattern": "layers",
+    },
+    {
+        "target_modules": ["q_proj", "c_attn", "w1"],
+        "layers_to_transform": [1, 3],
+        "layers_pattern": ["h", "expert.?"],
+    },
     {"target_modules": ["q_proj", "w1"], "layers_to_transform": [1], "layers_pattern": []},
     {"target_modules": ["q_proj", "w1"], "layers_to_transform": []},
-    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["down_proj", "layers.1.self_attn.q_proj"]},
+    {
+        "target_modules": ["q_proj", "down_proj"],
+        "exclude_modules": ["down_proj", "layers.1.self_attn.q_proj"],
+    },
     {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r"model\.layers\.0.*"},
     {"target_modules": ["q_proj", "down_proj"], "exclude_modules": []},
     {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head", "self.attn"]},
     {"target_modules": ["q_proj", "w1", "down_proj"], "modules_to_save": ["layers.1", "experts"]},
 ]
 MODULES = [
-    *(f"{prefix}layers.{layer}.{part}" for prefix in ("", "model.", "model.language_model.") for layer in (0, 1, 11)
-      for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.experts.3.w1")),
-    "h.1.attn.c_attn", "transformer.h.1.attn.c_attn", "transformer.h.3.attn.c_attn", "transformer.wte", "lm_head",
-    "q_proj", "model.xq_proj",
-]  # fmt: skip
+    *(
+        f"{prefix}layers.{layer}.{part}"
+        for prefix in ("", "model.", "model.language_model.")
+        for layer in (0, 1, 11)
+        for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.experts.3.w1")
+    ),
+    "h.1.attn.c_attn",
+    "transformer.h.1.attn.c_attn",
+    "transformer.h.3.attn.c_attn",
+    "transformer.wte",
+    "lm_head",
+    "q_proj",
+    "model.xq_proj",
+]
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_the_modules_that_an_adapter_changes_are_those_of_peft(selection: dict[str, Any], tmp_path: Path) -> None:
+def test_the_modules_that_an_adapter_changes_are_those_of_peft(
+    selection: dict[str, Any], tmp_path: Path
+) -> None:
     config = lora.peft.LoraConfig(**selection)
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1, **selection})
@@ -470,7 +659,9 @@ def test_the_modules_that_an_adapter_changes_are_those_of_peft(selection: dict[s
 def test_an_adapter_of_some_layers_must_have_all_their_tensors(base: Path, tmp_path: Path) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter", layers_to_transform=[1])
     _stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"])(adapter)
-    with pytest.raises(CheckpointError, match=r"lacks tensors of module 'model.layers.1.self_attn.q_proj'"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks tensors of module 'model.layers.1.self_attn.q_proj'"
+    ):
         quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
 
 
@@ -479,7 +670,13 @@ def test_empty_settings_count_as_absent(base: Path, tmp_path: Path) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     expected = quantkit.convert(base, tmp_path / "expected", lora=adapter, **UNCHECKED)
     path = adapter / "adapter_config.json"
-    old = {"bias": None, "rank_pattern": None, "enable_lora": None, "merge_weights": False, "some_list": []}
+    old = {
+        "bias": None,
+        "rank_pattern": None,
+        "enable_lora": None,
+        "merge_weights": False,
+        "some_list": [],
+    }
     path.write_text(json.dumps({**json.loads(path.read_text()), **old}))
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
     require_close(tensors(made.path), tensors(expected.path), ulps=0)
@@ -490,39 +687,61 @@ def test_every_setting_of_the_installed_peft_is_decided() -> None:
     defaults = lora.default_settings()
     refused = {name for name in defaults if name not in KNOWN}
     assert refused == {
-        "megatron_config", "trainable_token_indices", "velora_config", "alora_invocation_tokens", "use_qalora",
-        "monteclora_config", "layer_replication", "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
-    }  # fmt: skip
+        "megatron_config",
+        "trainable_token_indices",
+        "velora_config",
+        "alora_invocation_tokens",
+        "use_qalora",
+        "monteclora_config",
+        "layer_replication",
+        "target_parameters",
+        "use_bdlora",
+        "arrow_config",
+        "kasa_config",
+    }
     assert not any(defaults[name] for name in refused)
 
 
 @pytest.mark.parametrize(
     ("kinds", "weights", "message"),
     [
-        (["dora"], [0.5], "DoRA has no weight"), (["dora", "rslora"], [1, 1], "DoRA has no weight"),
-        (["bias all"], [0.5], "replaces one of the base"), (["bias all", "bias all"], [1, 1], "replaces one of the"),
+        (["dora"], [0.5], "DoRA has no weight"),
+        (["dora", "rslora"], [1, 1], "DoRA has no weight"),
+        (["bias all"], [0.5], "replaces one of the base"),
+        (["bias all", "bias all"], [1, 1], "replaces one of the"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_added_is_refused(
     kinds: list[str], weights: list[float], message: str, base: Path, tmp_path: Path
 ) -> None:
-    adapters = [lora.save_adapter(base, tmp_path / f"a{number}", **ADAPTERS[kind]) for number, kind in enumerate(kinds)]
+    adapters = [
+        lora.save_adapter(base, tmp_path / f"a{number}", **ADAPTERS[kind])
+        for number, kind in enumerate(kinds)
+    ]
     with pytest.raises(UnsupportedError, match=message):
-        quantkit.convert(base, tmp_path / "out", lora=dict(zip(adapters, weights, strict=True)), **UNCHECKED)
+        quantkit.convert(
+            base, tmp_path / "out", lora=dict(zip(adapters, weights, strict=True)), **UNCHECKED
+        )
 
 
 def test_an_adapter_with_another_tokenizer_is_said(base: Path, tmp_path: Path) -> None:
-    """Trainers save theirs next to the adapter: a model that was trained to end with another token would not stop."""
+    """Trainers save theirs next to the adapter: a model that was trained to end with another
+    token would not stop.
+    """
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     base = shutil.copytree(base, tmp_path / "base")
     for folder in (base, adapter):
         (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": null}')
     made = quantkit.convert(base, tmp_path / "same", lora=adapter, **UNCHECKED)
     assert not any("its tokenizer has another" in note for note in made.notes)
-    (adapter / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
+    (adapter / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}'
+    )
     (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
     made = quantkit.convert(base, tmp_path / "other", lora=adapter, **UNCHECKED)
-    assert any("its tokenizer has another chat template and EOS token than" in note for note in made.notes)
+    assert any(
+        "its tokenizer has another chat template and EOS token than" in note for note in made.notes
+    )
     (adapter / "tokenizer_config.json").write_text("{")
     assert quantkit.convert(base, tmp_path / "damaged", lora=adapter, **UNCHECKED)
 
@@ -530,10 +749,14 @@ def test_an_adapter_with_another_tokenizer_is_said(base: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("a=b", "no weight of an adapter"), ({"a": math.nan}, "not finite"), (["a", "a=2"], "names an adapter twice"),
-        (3, "wrong type"), ({"a": "1"}, "`lora`"), ("", "is empty"),
+        ("a=b", "no weight of an adapter"),
+        ({"a": math.nan}, "not finite"),
+        (["a", "a=2"], "names an adapter twice"),
+        (3, "wrong type"),
+        ({"a": "1"}, "`lora`"),
+        ("", "is empty"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_request_is_refused(given: Any, message: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         quantkit.convert(base, tmp_path / "out", lora=given)
@@ -546,7 +769,9 @@ def test_an_adapter_of_another_base_is_said(base: Path, tmp_path: Path) -> None:
     _edited(base_model_name_or_path="someone/Other-7B")(adapter)
     made = quantkit.convert(base, tmp_path / "other", lora=adapter, **UNCHECKED)
     assert any("was made for someone/Other-7B" in note for note in made.notes)
-    larger = oracle.save(oracle.make("qwen2", hidden_size=80, num_attention_heads=10), tmp_path / "larger")
+    larger = oracle.save(
+        oracle.make("qwen2", hidden_size=80, num_attention_heads=10), tmp_path / "larger"
+    )
     with pytest.raises(CheckpointError, match=r"does not fit the base.*names someone/Other-7B"):
         quantkit.convert(larger, tmp_path / "wrong", lora=adapter, **UNCHECKED)
 
@@ -561,7 +786,9 @@ def test_an_adapter_in_the_models_folder_is_not_ignored_in_silence(
     made = quantkit.convert(folder, tmp_path / "out", **options)
     assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
     assert not (made.path / "adapter_config.json").exists()
-    made = quantkit.quantize(folder, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True, **options)
+    made = quantkit.quantize(
+        folder, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True, **options
+    )
     assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
     assert any("also holds a LoRA adapter" in note for note in open_checkpoint(folder).notes)
     made = quantkit.convert(folder, tmp_path / "merged", lora=folder, **options)
@@ -597,7 +824,9 @@ def test_a_killed_merge_resumes_with_the_same_adapter_only(base: Path, tmp_path:
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, **options)
     assert next(done for phase, done, *_ in reported if phase == "convert") > 0
     assert contents(made.path) == contents(expected.path)
-    assert quantkit.convert(base, tmp_path / "out", lora=adapter, if_exists="skip", **UNCHECKED).skipped
+    assert quantkit.convert(
+        base, tmp_path / "out", lora=adapter, if_exists="skip", **UNCHECKED
+    ).skipped
     with pytest.raises(DestinationError, match="options"):
         quantkit.convert(base, tmp_path / "out", lora=other, if_exists="skip", **UNCHECKED)
 
@@ -606,7 +835,9 @@ def test_a_quantization_resumes_with_the_same_adapter_only(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "CHECKPOINT_BYTES", 10_000)
-    adapter, other = (lora.save_adapter(base, tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 5)))
+    adapter, other = (
+        lora.save_adapter(base, tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 5))
+    )
     options: dict[str, Any] = {"method": "rtn", "accept_quality_loss": True}
 
     def job(src: Path, dst: Path, **given: Any) -> Any:
@@ -614,26 +845,38 @@ def test_a_quantization_resumes_with_the_same_adapter_only(
 
     interrupted(job, base, tmp_path / "out")
     with pytest.raises(ResumeError, match="lora"):
-        quantkit.quantize(base, tmp_path / "out", "int8", lora=other, resume=True, **options, **UNCHECKED)
+        quantkit.quantize(
+            base, tmp_path / "out", "int8", lora=other, resume=True, **options, **UNCHECKED
+        )
     made = job(base, tmp_path / "out", resume=True, **UNCHECKED)
     expected = job(base, tmp_path / "expected", **UNCHECKED)
     assert tensors(made.path).keys() == tensors(expected.path).keys()
     assert contents(made.path)["model.safetensors"] == contents(expected.path)["model.safetensors"]
 
 
-def test_the_commands_merge_adapters_and_refuse_another_base(base: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_commands_merge_adapters_and_refuse_another_base(
+    base: Path, tmp_path: Path, capfd: Capture
+) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     given = ["--scheme", "int8", "--lora", adapter, "--no-source-check", "--accept-quality-loss"]
     code, _, err = run(capfd, "quantize", base, tmp_path / "out", *given)
     assert code == 0, err
-    expected = quantkit.quantize(base, tmp_path / "same", "int8", lora=adapter, **UNCHECKED, accept_quality_loss=True)
-    assert contents(tmp_path / "out")["model.safetensors"] == contents(expected.path)["model.safetensors"]
+    expected = quantkit.quantize(
+        base, tmp_path / "same", "int8", lora=adapter, **UNCHECKED, accept_quality_loss=True
+    )
+    assert (
+        contents(tmp_path / "out")["model.safetensors"]
+        == contents(expected.path)["model.safetensors"]
+    )
     code, _, err = run(capfd, "plan", "convert", base, tmp_path / "planned", "--lora", adapter)
     assert code == 0, err
     larger = oracle.save(oracle.make("qwen2", intermediate_size=80), tmp_path / "larger")
     code, _, err = run(capfd, "convert", larger, tmp_path / "wrong", "--lora", adapter)
     assert code == 3
-    assert "module 'model.layers.0.mlp.down_proj' does not fit the base (found [64, 96], expected [64, 80]" in err
+    assert (
+        "module 'model.layers.0.mlp.down_proj' does not fit the base (found [64, 96], expected"
+        " [64, 80]" in err
+    )
     code, _, err = run(capfd, "convert", adapter, tmp_path / "wrong")
     assert code == 4
     assert "merge it into its base with --lora of convert or quantize" in err

@@ -1,4 +1,6 @@
-"""Folders with code that transformers does not have, which is run if it is trusted, and never else."""
+"""Folders with code that transformers does not have, which is run if it is trusted, and never
+else.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def _quantize(source: Path, dst: Path, **options: Any) -> quantkit.QuantizeResul
 def _trusted(folder: Path, **options: Any) -> Any:
     """A folder as a user of transformers loads it with its code."""
     with warnings.catch_warnings(action="ignore"):
-        made: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **TRUST, **options)
+        made: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **TRUST, **options
+        )
     return made.eval()
 
 
@@ -83,7 +87,9 @@ def test_trusted_code_is_solved_and_measured_as_the_same_model_of_transformers(
     assert not any("not copied" in note or "not run" in note for note in made.notes)
 
 
-def test_the_result_has_the_code_and_transformers_loads_it(src: Path, made: quantkit.QuantizeResult) -> None:
+def test_the_result_has_the_code_and_transformers_loads_it(
+    src: Path, made: quantkit.QuantizeResult
+) -> None:
     for name in own_code.FILES:
         assert (made.path / name).read_bytes() == (src / name).read_bytes()
         assert made.manifest["files"].keys() >= {name}
@@ -104,15 +110,29 @@ def test_the_card_states_the_code_and_its_commands_run_it(
     assert card.count('from_pretrained("src-int4-g32", trust_remote_code=True)') == 2
     assert '"Once upon a time" --backend transformers --trust-remote-code' in card
     assert "quantkit eval src-int4-g32 --trust-remote-code" in card
-    command = next(line for line in (made.path / "README.md").read_text().splitlines() if "quantkit quantize" in line)
+    command = next(
+        line
+        for line in (made.path / "README.md").read_text().splitlines()
+        if "quantkit quantize" in line
+    )
     assert "--trust-remote-code" in command
-    arguments = ["generate", made.path, "Once upon", "--backend", "transformers", "--max-new-tokens", "2"]
+    arguments = [
+        "generate",
+        made.path,
+        "Once upon",
+        "--backend",
+        "transformers",
+        "--max-new-tokens",
+        "2",
+    ]
     assert run(capfd, *arguments, "--trust-remote-code")[0] == 0
     assert run(capfd, *arguments)[0] == 2
     assert quantkit.inspect(made.path).run_by == RUN_BY
 
 
-def test_verify_and_evaluate_run_it(src: Path, made: quantkit.QuantizeResult, capfd: Capture) -> None:
+def test_verify_and_evaluate_run_it(
+    src: Path, made: quantkit.QuantizeResult, capfd: Capture
+) -> None:
     alone = quantkit.verify(made.path, **TRUST)
     assert alone.run_by == RUN_BY
     assert alone.texts
@@ -129,7 +149,7 @@ def test_verify_and_evaluate_run_it(src: Path, made: quantkit.QuantizeResult, ca
 
 def test_a_resumed_or_repeated_run_has_the_same_code(
     src: Path, made: quantkit.QuantizeResult, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     assert _quantize(src, made.path, if_exists="skip", **TRUST).skipped
     other = oracle.copy(src, tmp_path / "src")
     (other / "scaled_own.py").write_text("FACTOR = 4.0  # again\n")
@@ -137,9 +157,16 @@ def test_a_resumed_or_repeated_run_has_the_same_code(
         _quantize(other, made.path, if_exists="skip", **TRUST)
 
 
-def test_cached_logits_are_those_of_the_code(src: Path, made: quantkit.QuantizeResult, tmp_path: Path) -> None:
+def test_cached_logits_are_those_of_the_code(
+    src: Path, made: quantkit.QuantizeResult, tmp_path: Path
+) -> None:
     other = oracle.copy(src, tmp_path / "src")
-    given: dict[str, Any] = {"against": other, "window": 256, "cache_logits": tmp_path / "cache", **TRUST}
+    given: dict[str, Any] = {
+        "against": other,
+        "window": 256,
+        "cache_logits": tmp_path / "cache",
+        **TRUST,
+    }
     before = quantkit.evaluate(made.path, **given)
     (other / "scaled_own.py").write_text("FACTOR = 2.0\n")
     after = quantkit.evaluate(made.path, **given)
@@ -147,7 +174,9 @@ def test_cached_logits_are_those_of_the_code(src: Path, made: quantkit.QuantizeR
     assert all(two[name].divergence.kl > 2 * one[name].divergence.kl for name in one)
 
 
-def test_the_cache_of_modules_has_no_name_of_a_folder_under_construction(made: quantkit.QuantizeResult) -> None:
+def test_the_cache_of_modules_has_no_name_of_a_folder_under_construction(
+    made: quantkit.QuantizeResult,
+) -> None:
     cache = Path(dynamic_module_utils.HF_MODULES_CACHE) / "transformers_modules"
     assert (cache / "src").is_dir()
     assert not [path for path in cache.iterdir() if "partial" in path.name]
@@ -167,7 +196,10 @@ def test_code_that_is_not_trusted_is_not_run(
     src: Path, made: quantkit.QuantizeResult, ran: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     ran.unlink()
-    pattern = rf"not run unless you trust it \(found {MODELING}\); read the code, then pass `trust_remote_code=True`"
+    pattern = (
+        rf"not run unless you trust it \(found {MODELING}\); read the code, then pass"
+        r" `trust_remote_code=True`"
+    )
     for name, call in _untrusted(src, made.path, tmp_path / "out"):
         with pytest.raises(RequestError, match=pattern) as caught:
             call()
@@ -183,20 +215,27 @@ def test_code_that_is_not_trusted_is_not_run(
         assert report.ok
     floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True)
     assert any(MODELING in note for note in floats.notes if "not copied" in note)
-    rounded = _quantize(src, tmp_path / "rounded", method="rtn", tensors_only=True, samples=None, length=None)
+    rounded = _quantize(
+        src, tmp_path / "rounded", method="rtn", tensors_only=True, samples=None, length=None
+    )
     assert any(MODELING in note for note in rounded.notes if "not copied" in note)
     assert not list(rounded.path.glob("*.py"))
     assert not ran.exists()
 
 
-def test_where_transformers_has_a_class_the_code_is_not_run(tiny_model: Tiny, ran: Path, tmp_path: Path) -> None:
+def test_where_transformers_has_a_class_the_code_is_not_run(
+    tiny_model: Tiny, ran: Path, tmp_path: Path
+) -> None:
     ran.unlink(missing_ok=True)
     source = own_code.with_code(tiny_model("mixtral"), tmp_path / "src", "mixtral")
     plain = _quantize(tiny_model("mixtral"), tmp_path / "plain", via="transformers")
     made = _quantize(source, tmp_path / "dst", via="transformers")
     assert made.manifest["run_by"] == PLAIN
     assert made.manifest["quality"]["texts"] == plain.manifest["quality"]["texts"]
-    note = f"its code ({MODELING}) is not run: transformers' own MixtralForCausalLM for 'mixtral' is used"
+    note = (
+        f"its code ({MODELING}) is not run: transformers' own MixtralForCausalLM for 'mixtral' is"
+        " used"
+    )
     assert f"{source}: {note}" in made.notes
     assert not list(made.path.glob("*.py"))
     assert loading_problem(made.path) is None
@@ -204,7 +243,9 @@ def test_where_transformers_has_a_class_the_code_is_not_run(tiny_model: Tiny, ra
     assert not ran.exists()
 
 
-def test_what_has_no_own_decoder_runs_by_default_and_its_code_not(tiny_model: Tiny, ran: Path, tmp_path: Path) -> None:
+def test_what_has_no_own_decoder_runs_by_default_and_its_code_not(
+    tiny_model: Tiny, ran: Path, tmp_path: Path
+) -> None:
     ran.unlink(missing_ok=True)
     source = own_code.with_code(tiny_model("gpt_neox"), tmp_path / "src", "gpt_neox")
     assert _quantize(source, tmp_path / "dst").manifest["run_by"] == PLAIN
@@ -221,11 +262,15 @@ def test_the_code_of_a_known_type_is_run_if_it_is_trusted_as_transformers_does(
     model, _ = load_by_transformers(own)
     assert type(model._lazy.model) is type(oracle.load(own))
     with pytest.raises(
-        RequestError, match=r"a model that quantkit runs itself.*modeling_own.py.*`via=\"transformers\"`"
+        RequestError,
+        match=r"a model that quantkit runs itself.*modeling_own.py.*`via=\"transformers\"`",
     ):
         _quantize(own, tmp_path / "dst", **TRUST)  # which has a decoder here
     made = _quantize(tiny_model("llama"), tmp_path / "plain", **TRUST)
-    assert any("`trust_remote_code=True` has no effect: quantkit runs the model itself" in note for note in made.notes)
+    assert any(
+        "`trust_remote_code=True` has no effect: quantkit runs the model itself" in note
+        for note in made.notes
+    )
 
 
 _OTHER = "owner/model--modeling_own.OwnForCausalLM"
@@ -249,19 +294,56 @@ DAMAGES: dict[str, tuple[dict[str, str | None], dict[str, str], type[QuantkitErr
         RequestError,
         r"cannot be imported.*no_such_package",
     ),
-    "failing": ({MODELING: "raise SystemExit\n"}, {}, UnsupportedError, "code in the folder fails .SystemExit"),
+    "failing": (
+        {MODELING: "raise SystemExit\n"},
+        {},
+        UnsupportedError,
+        "code in the folder fails .SystemExit",
+    ),
     "no class": ({MODELING: "pass\n"}, {}, UnsupportedError, "fails .AttributeError"),
-    "other repository": ({}, {"AutoModelForCausalLM": _OTHER}, RequestError, "code of another repository"),
-    "outside": ({}, {"AutoModelForCausalLM": "../x.Own"}, CheckpointError, "no class in a file of the folder"),
-    "absolute": ({}, {"AutoConfig": "/tmp/x.Own"}, CheckpointError, "no class in a file of the folder"),
-    "no name": ({}, {"AutoConfig": "configuration_own"}, CheckpointError, "no class in a file of the folder"),
-    "no config": ({}, {"AutoConfig": ""}, UnsupportedError, "does not know 'own', and 'auto_map' has no 'AutoConfig'"),
-    "no model": ({}, {"AutoModelForCausalLM": ""}, UnsupportedError, "'auto_map' has no 'AutoModelForCausalLM'"),
+    "other repository": (
+        {},
+        {"AutoModelForCausalLM": _OTHER},
+        RequestError,
+        "code of another repository",
+    ),
+    "outside": (
+        {},
+        {"AutoModelForCausalLM": "../x.Own"},
+        CheckpointError,
+        "no class in a file of the folder",
+    ),
+    "absolute": (
+        {},
+        {"AutoConfig": "/tmp/x.Own"},
+        CheckpointError,
+        "no class in a file of the folder",
+    ),
+    "no name": (
+        {},
+        {"AutoConfig": "configuration_own"},
+        CheckpointError,
+        "no class in a file of the folder",
+    ),
+    "no config": (
+        {},
+        {"AutoConfig": ""},
+        UnsupportedError,
+        "does not know 'own', and 'auto_map' has no 'AutoConfig'",
+    ),
+    "no model": (
+        {},
+        {"AutoModelForCausalLM": ""},
+        UnsupportedError,
+        "'auto_map' has no 'AutoModelForCausalLM'",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_code_that_cannot_be_run_is_an_error_of_its_kind(damage: str, src: Path, tmp_path: Path) -> None:
+def test_code_that_cannot_be_run_is_an_error_of_its_kind(
+    damage: str, src: Path, tmp_path: Path
+) -> None:
     files, classes, kind, message = DAMAGES[damage]
     source = oracle.copy(src, tmp_path / damage.replace(" ", "_"))
     named = {name: value for name, value in {**own_code.AUTO_MAP, **classes}.items() if value}
@@ -275,11 +357,15 @@ def test_code_that_cannot_be_run_is_an_error_of_its_kind(damage: str, src: Path,
 
 def test_a_cache_of_modules_that_cannot_be_written_is_named(
     src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "file" / "modules"))
+    monkeypatch.setattr(
+        dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "file" / "modules")
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RequestError, match=r"cache of modules cannot be written .*; let .* HF_MODULES_CACHE be"):
+    with pytest.raises(
+        RequestError, match=r"cache of modules cannot be written .*; let .* HF_MODULES_CACHE be"
+    ):
         _quantize(src, tmp_path / "dst", **TRUST)
 
 
@@ -290,8 +376,12 @@ REFUSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", REFUSED)
-def test_it_goes_with_models_that_transformers_runs(options: dict[str, Any], src: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="`trust_remote_code=True` goes with models that transformers runs"):
+def test_it_goes_with_models_that_transformers_runs(
+    options: dict[str, Any], src: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RequestError, match="`trust_remote_code=True` goes with models that transformers runs"
+    ):
         _quantize(src, tmp_path / "dst", **options, **TRUST)
     with pytest.raises(RequestError, match="goes with models that transformers runs"):
         quantkit.evaluate(src, backend="own", **TRUST)
@@ -302,10 +392,16 @@ def test_generate_by_another_backend_does_not_take_it(src: Path, capfd: Capture)
     assert (code, "--trust-remote-code goes with --backend transformers" in err) == (2, True)
 
 
-def test_without_transformers_it_is_named_first(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_it_is_named_first(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: None if name == "greenlet" else find(name, *args)
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == "greenlet" else find(name, *args),
     )
-    with pytest.raises(RequestError, match=r"greenlet must be installed.*pip install 'quantkit\[transformers\]'"):
+    with pytest.raises(
+        RequestError, match=r"greenlet must be installed.*pip install 'quantkit\[transformers\]'"
+    ):
         _quantize(src, tmp_path / "dst")

@@ -56,24 +56,42 @@ print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def _measured(empty: Path, *arguments: str | Path) -> tuple[dict[str, Any], int]:
-    """What is planned for one command, and its peak memory in bytes; planning leaves a folder empty."""
+    """What is planned for one command, and its peak memory in bytes; planning leaves a folder
+    empty.
+    """
     command = [sys.executable, "-c", MEASURED, str(empty), *map(str, arguments)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     forecast, _ = json.JSONDecoder().raw_decode(out)
     return forecast, 1024 * int(out.split()[-1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak"
+)
 @pytest.mark.parametrize("kind", ["convert", "cast", "shards", "rtn", "gptq", "experts"])
 def test_memory_and_disk_are_within_a_fifth_of_what_happens(
-    kind: str, demo_model: Path, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    kind: str,
+    demo_model: Path,
+    text: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     dst = tmp_path / "out"
     moe = tmp_path_factory.mktemp("moe") / "model"
     if kind == "experts":  # wide enough for its sums to count, and with a layer that has none
-        sizes = {"hidden_size": 1024, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+        sizes = {
+            "hidden_size": 1024,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 256,
+            "num_hidden_layers": 2,
+        }
         experts = {"num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": [1]}
-        oracle.save(oracle.make("qwen3_moe", vocab_size=2048, max_position_embeddings=256, **sizes, **experts), moe)
+        oracle.save(
+            oracle.make(
+                "qwen3_moe", vocab_size=2048, max_position_embeddings=256, **sizes, **experts
+            ),
+            moe,
+        )
         shutil.copy(demo_model / "tokenizer.model", moe)
     arguments: list[str | Path] = {
         "convert": ["convert", demo_model, dst],
@@ -82,16 +100,30 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
         "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--method", "rtn"],
         "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
         "experts": [
-            "quantize", moe, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ, "--samples", "24",
-            "--no-source-check", "--accept-quality-loss",
+            "quantize",
+            moe,
+            dst,
+            "--scheme",
+            "int4-g64",
+            "--calibration",
+            text,
+            *GPTQ,
+            "--samples",
+            "24",
+            "--no-source-check",
+            "--accept-quality-loss",
         ],
-    }[kind]  # fmt: skip
+    }[kind]
     forecast, peak = _measured(tmp_path, *arguments)
     assert forecast["memory_bytes"] == pytest.approx(peak, rel=0.2)
-    assert forecast["disk_bytes"] == pytest.approx(sum(file.stat().st_size for file in dst.iterdir()), rel=0.2)
+    assert forecast["disk_bytes"] == pytest.approx(
+        sum(file.stat().st_size for file in dst.iterdir()), rel=0.2
+    )
 
 
-def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_samples_are_drawn(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "long.txt"
     path.write_text(excerpt() * 20)
     calls: list[int] = []
@@ -103,7 +135,13 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(data, "tokenized", counted)
     found = quantkit.plan.quantize(
-        demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=2000, length=64
+        demo_model,
+        tmp_path / "out",
+        "int8",
+        method="gptq",
+        calibration=path,
+        samples=2000,
+        length=64,
     )
     assert found.seconds > 0
     assert calls == [data.MAX_WHOLE_LENGTH]
@@ -119,14 +157,20 @@ def test_time_counts_what_does_not_shrink_with_the_model(
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
         quantkit.plan.convert(demo_model, dst).seconds,
         quantkit.plan.quantize(demo_model, dst, "int8").seconds,
-        quantkit.plan.quantize(demo_model, dst, "int8", method="gptq", calibration=text, samples=8).seconds,
-        quantkit.plan.quantize(demo_model, dst, "int8", method="gptq", calibration=text, samples=99).seconds,
+        quantkit.plan.quantize(
+            demo_model, dst, "int8", method="gptq", calibration=text, samples=8
+        ).seconds,
+        quantkit.plan.quantize(
+            demo_model, dst, "int8", method="gptq", calibration=text, samples=99
+        ).seconds,
     ]
     assert seconds == sorted(set(seconds))
     assert seconds[0] > 0.1
 
 
-def test_the_steps_are_the_phases_that_the_job_reports(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_the_steps_are_the_phases_that_the_job_reports(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
     gptq = {"method": "gptq", "samples": 20, "length": 64}
     jobs: list[tuple[Any, dict[str, Any]]] = [
         (quantkit.convert, {}),
@@ -138,9 +182,12 @@ def test_the_steps_are_the_phases_that_the_job_reports(demo_model: Path, text: P
         phases: list[str] = []
         estimates: list[quantkit.Estimate] = []
         job(
-            demo_model, tmp_path / str(number), **options, on_estimate=estimates.append,
+            demo_model,
+            tmp_path / str(number),
+            **options,
+            on_estimate=estimates.append,
             progress=lambda phase, done, total, unit, phases=phases: phases.append(phase),
-        )  # fmt: skip
+        )
         (estimate,) = estimates
         reported = [phase for phase in dict.fromkeys(phases) if phase != "sha256 of the source"]
         assert list(estimate.steps) == reported
@@ -148,7 +195,9 @@ def test_the_steps_are_the_phases_that_the_job_reports(demo_model: Path, text: P
         assert min(estimate.steps.values()) > 0
 
 
-def test_refining_is_counted_with_the_phases_that_the_job_reports(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_refining_is_counted_with_the_phases_that_the_job_reports(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
     calibration: dict[str, Any] = {"calibration": text, "samples": 96, "length": 64}
     plain = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g32", **calibration)
     options = {**calibration, "refine": True, "epochs": 2}
@@ -182,7 +231,9 @@ def test_choosing_schemes_counts_the_head_and_the_search_of_scales(
         monkeypatch.setattr(f"quantkit.jobs.speed._seconds_of_{name}", lambda *_, **options: 0.0)
     without = choice_seconds()
     monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 1.0)
-    assert choice_seconds() > without + 8192  # tokens, each with a row of the head for every token it may draw
+    assert (
+        choice_seconds() > without + 8192
+    )  # tokens, each with a row of the head for every token it may draw
     monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 0.0)
     monkeypatch.setattr("quantkit.jobs.speed._seconds_of_rounding", lambda *_, **options: 1.0)
     assert choice_seconds() > without + 1000
@@ -238,13 +289,19 @@ def test_small_amounts_are_not_zero(demo_model: Path, tmp_path: Path) -> None:
     assert "0.00" not in str(lines)
 
 
-def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_activations_beyond_the_budget_are_on_disk(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
     inside = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
-    beyond = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    beyond = quantkit.plan.quantize(
+        demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings
+    )
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
-    assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
+    assert beyond.scratch_bytes == pytest.approx(
+        4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1
+    )
     assert beyond.disk_bytes == inside.disk_bytes
     assert "of activations" in "\n".join(beyond.lines())
 
@@ -256,7 +313,9 @@ def test_a_group_that_limits_memory_holds_fewer_activations_and_is_named(
     wide = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
     monkeypatch.setattr(memory, "memory_limits", lambda: [MemoryLimit(20_000_000, 18_000_000)])
     tight = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
-    beyond = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    beyond = quantkit.plan.quantize(
+        demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings
+    )
     assert tight.scratch_bytes == beyond.scratch_bytes > 0
     assert tight.available_bytes == 20_000_000 < wide.available_bytes
     reason = "only 20 MB of memory is available"
@@ -285,10 +344,17 @@ def test_sizes_are_compared_and_what_would_help_is_named(
     assert weights is not None
     assert made.weights == weights
     assert weights.source_bytes == sum(file.stat().st_size for file in demo_model.glob("*.pth"))
-    files = (file for file in (tmp_path / "out").iterdir() if file.suffix in (".safetensors", ".gguf"))
-    assert weights.output_bytes == pytest.approx(sum(file.stat().st_size for file in files), rel=1e-3)
+    files = (
+        file for file in (tmp_path / "out").iterdir() if file.suffix in (".safetensors", ".gguf")
+    )
+    assert weights.output_bytes == pytest.approx(
+        sum(file.stat().st_size for file in files), rel=1e-3
+    )
     assert (weights.embedding_bytes, weights.embedding_int8_bytes) == (embedding, int8)
-    compared = f"{size_text(weights.output_bytes)}, smaller than the source's {size_text(weights.source_bytes)}"
+    compared = (
+        f"{size_text(weights.output_bytes)}, smaller than the source's"
+        f" {size_text(weights.source_bytes)}"
+    )
     assert f"disk {compared}" in planned.line()
     assert f"disk: {compared}" in planned.lines()
     assert f", {compared}, " in made.lines()[0]
@@ -296,7 +362,12 @@ def test_sizes_are_compared_and_what_would_help_is_named(
 
 
 def test_a_small_embedding_is_named_only_if_the_output_is_not_smaller() -> None:
-    for source, embedding, named in ((400, 76, True), (400, 75, False), (300, 74, True), (299, 74, True)):
+    for source, embedding, named in (
+        (400, 76, True),
+        (400, 75, False),
+        (300, 74, True),
+        (299, 74, True),
+    ):
         hints = WeightSizes(source, 300, embedding, 38).hints()
         assert bool(hints) == named, (source, embedding)
     assert 'the embedding is 0.074 kB of that; `embedding="int8"` makes it 0.038 kB' in hints
@@ -305,10 +376,14 @@ def test_a_small_embedding_is_named_only_if_the_output_is_not_smaller() -> None:
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep=["*.layers.0.*"])
+    forecast = quantkit.plan.quantize(
+        demo_model, tmp_path / "out", "int4-g64", method="rtn", keep=["*.layers.0.*"]
+    )
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
-    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep="*.layers.0.*")
+    alone = quantkit.plan.quantize(
+        demo_model, tmp_path / "out", "int4-g64", method="rtn", keep="*.layers.0.*"
+    )
     assert alone.layers == forecast.layers
 
 
@@ -338,15 +413,21 @@ def test_what_would_fail_is_said(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "begun.partial").mkdir()
-    odd = oracle.save(oracle.make("llama", intermediate_size=96), tmp_path / "odd")  # which 64 does not divide
+    odd = oracle.save(
+        oracle.make("llama", intermediate_size=96), tmp_path / "odd"
+    )  # which 64 does not divide
     named = {"src": demo_model, "tmp": tmp_path, "odd": odd}
     found, out, err = run(capfd, "plan", *(part.format(**named) for part in arguments))
     assert (found, out) == (code, "")
     assert err.startswith("quantkit: error: ")
 
 
-def test_a_full_disk_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))  # type: ignore[attr-defined]
+def test_a_full_disk_is_said(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6)
+    )  # type: ignore[attr-defined]
     code, _, err = run(capfd, "plan", "convert", demo_model, tmp_path / "out")
     assert code == 5
     assert "too little space" in err
@@ -358,8 +439,16 @@ def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_time_of_a_run_that_is_continued_is_an_upper_bound(demo_model: Path, tmp_path: Path) -> None:
+def test_the_time_of_a_run_that_is_continued_is_an_upper_bound(
+    demo_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out.partial").mkdir()
-    found = [quantkit.plan.quantize(demo_model, tmp_path / name, "int8", resume=True) for name in ("out", "new")]
+    found = [
+        quantkit.plan.quantize(demo_model, tmp_path / name, "int8", resume=True)
+        for name in ("out", "new")
+    ]
     assert [one.resumed for one in found] == [True, False]
-    assert [", as an interrupted run is continued, disk " in one.line() for one in found] == [True, False]
+    assert [", as an interrupted run is continued, disk " in one.line() for one in found] == [
+        True,
+        False,
+    ]

@@ -1,4 +1,6 @@
-"""`quantkit push`: what a hub on this machine holds afterwards, byte by byte, and what is refused before."""
+"""`quantkit push`: what a hub on this machine holds afterwards, byte by byte, and what is
+refused before.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ NO_COMMIT = b'{"commitUrl": "https://huggingface.co/me/model/commit/zz", "commit
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in int8 with its card."""
-    return quantkit.quantize(demo_model, tmp_path_factory.mktemp("push") / "int8", "int8", license="apache-2.0").path
+    return quantkit.quantize(
+        demo_model, tmp_path_factory.mktemp("push") / "int8", "int8", license="apache-2.0"
+    ).path
 
 
 @pytest.fixture
@@ -50,11 +54,17 @@ def copy(model: Path, tmp_path: Path) -> Path:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _pushed(hub: Hub, branch: str = "main") -> dict[str, bytes]:
-    return {name: one for name, one in hub.repos[NAME].files(branch).items() if name != ".gitattributes"}
+    return {
+        name: one for name, one in hub.repos[NAME].files(branch).items() if name != ".gitattributes"
+    }
 
 
 def _writes(hub: Hub) -> list[str]:
@@ -73,7 +83,11 @@ def test_the_hub_holds_the_bytes_in_one_commit(hub: Hub, model: Path) -> None:
     assert _pushed(hub) == _content(model)
     assert hub.repos[NAME].private
     assert hub.repos[NAME].messages == ["initial commit", f"Upload {NAME} with quantkit"]
-    assert (result.created, result.private, result.commit) == (True, True, hub.repos[NAME].heads["main"])
+    assert (result.created, result.private, result.commit) == (
+        True,
+        True,
+        hub.repos[NAME].heads["main"],
+    )
     hub.requests.clear()
     again = quantkit.push(model, NAME)
     assert (again.created, again.commit, _writes(hub)) == (False, result.commit, [])
@@ -88,7 +102,10 @@ def test_only_what_differs_is_sent_and_other_files_stay(hub: Hub, copy: Path) ->
     hub.repos[NAME].commit("main", {**hub.repos[NAME].files(), "picture.png": b"png"}, "by hand")
     hub.puts.clear()
     result = quantkit.push(copy, NAME, message="more")
-    assert [file.name for file in result.files if file.state != "same"] == ["inner folder/a b.txt", "notes.txt"]
+    assert [file.name for file in result.files if file.state != "same"] == [
+        "inner folder/a b.txt",
+        "notes.txt",
+    ]
     assert result.kept == ["picture.png"]
     assert hub.puts == []
     assert _pushed(hub) == {**_content(copy), "picture.png": b"png"}
@@ -120,9 +137,15 @@ def test_an_existing_repository_keeps_its_visibility(hub: Hub, model: Path) -> N
 
 
 def test_files_of_another_model_are_not_left_among_the_models(hub: Hub, model: Path) -> None:
-    old = {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}", "old.gguf": b"GGUF"}
+    old = {
+        "model-00001-of-00002.safetensors": b"x",
+        "model.safetensors.index.json": b"{}",
+        "old.gguf": b"GGUF",
+    }
     hub.create(NAME, {**old, "notes.txt": b"x"})
-    with pytest.raises(RequestError, match=r"would load with the model's \(found model-00001-of-00002.saf"):
+    with pytest.raises(
+        RequestError, match=r"would load with the model's \(found model-00001-of-00002.saf"
+    ):
         quantkit.push(model, NAME)
     assert _writes(hub) == []
     result = quantkit.push(model, NAME, delete_others=True)
@@ -130,27 +153,37 @@ def test_files_of_another_model_are_not_left_among_the_models(hub: Hub, model: P
     assert result.deleted == sorted([*old, "notes.txt"])
 
 
-def test_a_gguf_file_is_sent_with_its_parts_and_a_short_card(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_sent_with_its_parts_and_a_short_card(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(model, tmp_path / "model.gguf", split_max_size=1_000_000)
     (tmp_path / "other.txt").write_text("not of the model")
     hub.create(NAME, {"Q8_0.gguf": b"GGUF"})
     result = quantkit.push(tmp_path / "model.gguf", NAME, license="mit", base_model="some/base")
     pushed = _pushed(hub)
     card = huggingface_hub.ModelCard(pushed.pop(README).decode())
-    expected = {name: content for name, content in _content(tmp_path).items() if name.startswith("model")}
+    expected = {
+        name: content for name, content in _content(tmp_path).items() if name.startswith("model")
+    }
     assert pushed == {**expected, "Q8_0.gguf": b"GGUF"}
     assert len(expected) > 2
     assert card.data.to_dict() == {
-        "base_model": "some/base", "base_model_relation": "quantized", "license": "mit",
-        "model_name": model.name, "pipeline_tag": "text-generation", "tags": ["quantkit", "gguf"],
-    }  # fmt: skip
+        "base_model": "some/base",
+        "base_model_relation": "quantized",
+        "license": "mit",
+        "model_name": model.name,
+        "pipeline_tag": "text-generation",
+        "tags": ["quantkit", "gguf"],
+    }
     assert result.kept == ["Q8_0.gguf"]
     hub.repos[NAME].commit("main", {**hub.repos[NAME].files(), README: b"by hand"}, "by hand")
     quantkit.push(tmp_path / "model.gguf", NAME)
     assert _pushed(hub)[README] == b"by hand"
 
 
-def test_hidden_files_are_not_sent_and_links_to_files_are(hub: Hub, copy: Path, tmp_path: Path) -> None:
+def test_hidden_files_are_not_sent_and_links_to_files_are(
+    hub: Hub, copy: Path, tmp_path: Path
+) -> None:
     expected = _content(copy)
     (copy / ".git").mkdir()
     (copy / ".git" / "config").write_text("secret")
@@ -163,7 +196,9 @@ def test_hidden_files_are_not_sent_and_links_to_files_are(hub: Hub, copy: Path, 
     assert "hidden files are not sent: .env, .git, __pycache__" in result.notes
 
 
-def test_a_gguf_file_of_a_folder_is_compared_with_the_manifest_of_that(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_of_a_folder_is_compared_with_the_manifest_of_that(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
     folder = quantkit.convert(model, tmp_path / "out", to="gguf").path
     result = quantkit.push(folder / "model.gguf", NAME, license="mit")
     assert set(_pushed(hub)) == {"model.gguf", README}
@@ -182,7 +217,10 @@ def test_each_gguf_model_of_a_folder_is_checked(hub: Hub, model: Path, tmp_path:
     assert len(hub.puts) == 2  # parts of one of the two, which are the same
     assert {**_pushed(hub), README: b""} == {**_content(tmp_path), README: b""}
     data = (tmp_path / "b.gguf").read_bytes()
-    for change, problem in ((data[:-1] + b"x", "not what quantkit wrote"), (data[:-100], "b.gguf: is truncated")):
+    for change, problem in (
+        (data[:-1] + b"x", "not what quantkit wrote"),
+        (data[:-100], "b.gguf: is truncated"),
+    ):
         (tmp_path / "b.gguf").write_bytes(change)
         with pytest.raises(CheckpointError, match=problem):
             quantkit.push(tmp_path, NAME)
@@ -199,7 +237,9 @@ def test_each_gguf_model_of_a_folder_is_checked(hub: Hub, model: Path, tmp_path:
 def test_files_go_to_xet_storage_where_the_library_uses_it(
     hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's own code as far as hf_xet, which is replaced: its progress becomes that of all files."""
+    """The library's own code as far as hf_xet, which is replaced: its progress becomes that of
+    all files.
+    """
     pytest.importorskip("hf_xet")
     from huggingface_hub.utils import _xet
 
@@ -231,8 +271,14 @@ def test_files_go_to_xet_storage_where_the_library_uses_it(
 
 
 def _killed(hub: Hub, model: Path, when: Callable[[str, int], bool]) -> None:
-    """Push in another process, and kill it once `when` holds for a request and the content received so far."""
-    env = {**os.environ, "HF_ENDPOINT": huggingface_hub.constants.ENDPOINT, "HF_HUB_DISABLE_XET": "1"}
+    """Push in another process, and kill it once `when` holds for a request and the content
+    received so far.
+    """
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": huggingface_hub.constants.ENDPOINT,
+        "HF_HUB_DISABLE_XET": "1",
+    }
     killed = []
 
     def check(request: str, total: int = 0) -> None:
@@ -242,14 +288,18 @@ def _killed(hub: Hub, model: Path, when: Callable[[str, int], bool]) -> None:
 
     hub.received, hub.answer = check, check
     command = [sys.executable, "-m", "quantkit.cli", "push", str(model), NAME]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd="/")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd="/"
+    )
     process.communicate(timeout=60)
     hub.received, hub.answer = lambda path, total: None, lambda request: None
     assert killed
     hub.total = 0
 
 
-def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
     """While a file is sent, between two files, and just before the commit."""
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     big = os.urandom(3 << 20)
@@ -260,7 +310,10 @@ def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(hub: Hub
     _killed(hub, copy, lambda request, total: big in hub.lfs.values())
     _killed(hub, copy, lambda request, total: "/commit/" in request)
     stored, sent = set(hub.lfs), len(hub.puts)
-    assert _pushed(hub) in ({}, _content(copy))  # the request may arrive whole before its sender ends
+    assert _pushed(hub) in (
+        {},
+        _content(copy),
+    )  # the request may arrive whole before its sender ends
     result = quantkit.push(copy, NAME)
     assert _pushed(hub) == _content(copy)
     assert (set(hub.lfs), len(hub.puts)) == (stored, sent)
@@ -297,7 +350,9 @@ def test_a_repository_that_changes_meanwhile_is_not_overwritten(hub: Hub, model:
 
     hub.create(NAME)
     hub.answer = answer
-    with pytest.raises(UnreachableError, match="the repository has changed since it was read; repeat the command"):
+    with pytest.raises(
+        UnreachableError, match="the repository has changed since it was read; repeat the command"
+    ):
         quantkit.push(model, NAME)
     assert _pushed(hub) == {"theirs": b"x"}
 
@@ -324,28 +379,55 @@ def _nested(folder: Path, name: str, content: bytes) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (_damage_weights, "model.safetensors"),
     "another byte": (_change_weights, "model.safetensors: the file is not what quantkit wrote"),
-    "missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: a file of the manifest is miss"),
+    "missing": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "tokenizer.json: a file of the manifest is miss",
+    ),
     "partial": (lambda folder: (folder / "x.partial").mkdir(), "x.partial: is unfinished"),
     "download": (lambda folder: (folder / "x.incomplete").touch(), "x.incomplete: is unfinished"),
     "pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe: is not a regular file"),
-    "broken link": (lambda folder: (folder / "link").symlink_to("nowhere"), "link: is a link to a file that is miss"),
+    "broken link": (
+        lambda folder: (folder / "link").symlink_to("nowhere"),
+        "link: is a link to a file that is miss",
+    ),
     "link out of the folder": (
-        lambda folder: (folder / "NOTICE").symlink_to("/etc/hostname"), "NOTICE: is a link that leads out of the fol",
+        lambda folder: (folder / "NOTICE").symlink_to("/etc/hostname"),
+        "NOTICE: is a link that leads out of the fol",
     ),
     "link out for weights": (
-        lambda folder: (folder / "extra.bin").symlink_to("/etc/hostname"), "extra.bin: is a link that leads out of",
+        lambda folder: (folder / "extra.bin").symlink_to("/etc/hostname"),
+        "extra.bin: is a link that leads out of",
     ),
-    "link to folder": (lambda folder: (folder / "link").symlink_to("/"), "link: is a link to a folder"),
-    "inner weights": (lambda folder: _nested(folder, "x.safetensors", b"x" * 20), "inner/x.safetensors: "),
+    "link to folder": (
+        lambda folder: (folder / "link").symlink_to("/"),
+        "link: is a link to a folder",
+    ),
+    "inner weights": (
+        lambda folder: _nested(folder, "x.safetensors", b"x" * 20),
+        "inner/x.safetensors: ",
+    ),
     "pointer": (
-        lambda folder: _nested(folder, "x.txt", b"version https://git-lfs.github.com/spec/v1\n"), "a git-lfs pointer",
+        lambda folder: _nested(folder, "x.txt", b"version https://git-lfs.github.com/spec/v1\n"),
+        "a git-lfs pointer",
     ),
     "name": (lambda folder: (folder / "a\nb").touch(), "has a name that the hub does not accept"),
-    "card is binary": (lambda folder: (folder / README).write_bytes(b"\xff\xfe"), "README.md: is not plain text"),
-    "card": (lambda folder: (folder / README).write_text("---\na: [\n---\n"), "README.md: its metadata cannot be read"),
-    "card, open": (lambda folder: (folder / README).write_text("---\nlicense: mit\n"), "metadata does not end"),
-    "card is a list": (lambda folder: (folder / README).write_text("---\n- a\n---\n"), "metadata cannot be read"),
-}  # fmt: skip
+    "card is binary": (
+        lambda folder: (folder / README).write_bytes(b"\xff\xfe"),
+        "README.md: is not plain text",
+    ),
+    "card": (
+        lambda folder: (folder / README).write_text("---\na: [\n---\n"),
+        "README.md: its metadata cannot be read",
+    ),
+    "card, open": (
+        lambda folder: (folder / README).write_text("---\nlicense: mit\n"),
+        "metadata does not end",
+    ),
+    "card is a list": (
+        lambda folder: (folder / README).write_text("---\n- a\n---\n"),
+        "metadata cannot be read",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -359,12 +441,17 @@ def test_a_damaged_model_is_not_sent(case: str, hub: Hub, copy: Path) -> None:
     assert (_writes(hub), hub.repos) == ([], {})
 
 
-def test_an_unfinished_model_or_another_file_is_not_sent(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_an_unfinished_model_or_another_file_is_not_sent(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
     left = Path(shutil.copytree(model, tmp_path / "out.partial"))
     for path, problem in (
-        (left, "is unfinished"), (model / "model.safetensors", "is one file of a model"), (tmp_path, "weights"),
-        ("hf:some/model", "is a name on the hub"), (tmp_path / "none", "does not exist"),
-    ):  # fmt: skip
+        (left, "is unfinished"),
+        (model / "model.safetensors", "is one file of a model"),
+        (tmp_path, "weights"),
+        ("hf:some/model", "is a name on the hub"),
+        (tmp_path / "none", "does not exist"),
+    ):
         with pytest.raises(QuantkitError, match=problem):
             quantkit.push(path, NAME)
     assert hub.requests == []
@@ -373,14 +460,21 @@ def test_an_unfinished_model_or_another_file_is_not_sent(hub: Hub, model: Path, 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"name": "model"}, "expected owner/name"), ({"name": "datasets/me/model"}, "expected owner/name"),
-        ({"name": "me/a--b"}, "is not the name of a repository"), ({"name": "me/a b"}, "expected owner/name"),
-        ({"license": "a b"}, "`license` is none"), ({"base_model": "Llama"}, "`base_model` has no owner"),
-        ({"revision": "1" * 40}, "is a commit"), ({"revision": "a/../b"}, "`revision` is none"),
-        ({"message": " "}, "`message` is empty"), ({"public": "no"}, "True or False"),
+        ({"name": "model"}, "expected owner/name"),
+        ({"name": "datasets/me/model"}, "expected owner/name"),
+        ({"name": "me/a--b"}, "is not the name of a repository"),
+        ({"name": "me/a b"}, "expected owner/name"),
+        ({"license": "a b"}, "`license` is none"),
+        ({"base_model": "Llama"}, "`base_model` has no owner"),
+        ({"revision": "1" * 40}, "is a commit"),
+        ({"revision": "a/../b"}, "`revision` is none"),
+        ({"message": " "}, "`message` is empty"),
+        ({"public": "no"}, "True or False"),
     ],
-)  # fmt: skip
-def test_an_invalid_request_is_refused_first(arguments: dict[str, str], problem: str, hub: Hub, model: Path) -> None:
+)
+def test_an_invalid_request_is_refused_first(
+    arguments: dict[str, str], problem: str, hub: Hub, model: Path
+) -> None:
     with pytest.raises(RequestError, match=problem):
         quantkit.push(**{"path": model, "name": NAME, **arguments})  # type: ignore[arg-type]
     assert hub.requests == []
@@ -388,7 +482,9 @@ def test_an_invalid_request_is_refused_first(arguments: dict[str, str], problem:
 
 def test_a_public_model_has_a_licence(hub: Hub, copy: Path) -> None:
     (copy / README).write_text("# mine\n")
-    with pytest.raises(RequestError, match=r"the model card states no licence .*`license` states it"):
+    with pytest.raises(
+        RequestError, match=r"the model card states no licence .*`license` states it"
+    ):
         quantkit.push(copy, NAME, public=True)
     assert _writes(hub) == []
     assert any("states no licence" in note for note in quantkit.push(copy, NAME).notes)
@@ -405,7 +501,9 @@ def test_a_repository_that_is_not_private_as_requested_gets_no_file(hub: Hub, mo
         return 200, b'{"url": "https://huggingface.co/me/model"}', {}
 
     hub.answer = answer
-    with pytest.raises(RequestError, match="the hub has created a public repository; `public=True` uses it"):
+    with pytest.raises(
+        RequestError, match="the hub has created a public repository; `public=True` uses it"
+    ):
         quantkit.push(model, NAME)
     assert _pushed(hub) == {}
 
@@ -416,14 +514,22 @@ def test_a_repository_that_is_not_private_as_requested_gets_no_file(hub: Hub, mo
 @pytest.mark.parametrize(
     ("token", "name", "problem"),
     [
-        (None, NAME, "there is no access token for the hub"), ("hf_wrong", NAME, "does not accept the access token"),
-        (READ, NAME, "the access token may not create the repository"), ("hf_\u00e9", NAME, "contains characters"),
+        (None, NAME, "there is no access token for the hub"),
+        ("hf_wrong", NAME, "does not accept the access token"),
+        (READ, NAME, "the access token may not create the repository"),
+        ("hf_\u00e9", NAME, "contains characters"),
         (READ, "me/there", "the access token may not write to the repository"),
         (WRITE, "them/model", "the access token may not create the repository"),
     ],
-)  # fmt: skip
+)
 def test_who_may_not_write_is_refused_in_one_line(
-    token: str | None, name: str, problem: str, hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    token: str | None,
+    name: str,
+    problem: str,
+    hub: Hub,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     hub.create("me/there")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nowhere")
@@ -442,22 +548,42 @@ def test_who_may_not_write_is_refused_in_one_line(
     [
         ("GET /api/models", _error(429), UnreachableError, "status 429"),
         ("GET /api/models", (200, b"<html>", {}), QuantkitError, "the hub"),
-        ("GET /api/models", (200, b'{"id": "me/new", "sha": "", "siblings": []}', {}), RequestError, "another name"),
+        (
+            "GET /api/models",
+            (200, b'{"id": "me/new", "sha": "", "siblings": []}', {}),
+            RequestError,
+            "another name",
+        ),
         ("GET /api/models", (200, b"[]", {}), CheckpointError, "cannot be read"),
         ("validate-yaml", _error(500), UnreachableError, "overloaded"),
         ("repos/create", _error(429), UnreachableError, "limits the number of requests; wait"),
         ("repos/create", _error(409, "exists"), RequestError, "the name is in use"),
-        ("preupload", (200, b'{"files": 3}', {}), CheckpointError, "the hub's answer cannot be read"),
-        ("/lfs/", _error(403, "storage limit"), RequestError, "may not write to the repository .*storage limit"),
+        (
+            "preupload",
+            (200, b'{"files": 3}', {}),
+            CheckpointError,
+            "the hub's answer cannot be read",
+        ),
+        (
+            "/lfs/",
+            _error(403, "storage limit"),
+            RequestError,
+            "may not write to the repository .*storage limit",
+        ),
         ("/objects/batch", (200, b"{}", {}), CheckpointError, "the hub's answer cannot be read"),
         ("/commit/", _error(503), UnreachableError, "overloaded"),
         ("/commit/", _error(400, "too large"), RequestError, "refuses it .*too large"),
         ("/commit/", (200, NO_COMMIT, {}), CheckpointError, "names no commit"),
         ("/commit/", (200, b"{}", {}), CheckpointError, "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_is_none_is_an_error_in_one_line(
-    part: str, answer: tuple[int, bytes, dict[str, str]], kind: type[QuantkitError], problem: str, hub: Hub, model: Path
+    part: str,
+    answer: tuple[int, bytes, dict[str, str]],
+    kind: type[QuantkitError],
+    problem: str,
+    hub: Hub,
+    model: Path,
 ) -> None:
     hub.answer = lambda request: answer if part in request else None
     with pytest.raises(kind, match=problem) as caught:
@@ -473,17 +599,25 @@ def test_what_the_hub_does_not_hold_as_sent_is_an_error(
     change: Callable[[str, bytes], bytes | None], hub: Hub, model: Path
 ) -> None:
     def committed(files: dict[str, bytes]) -> dict[str, bytes]:
-        changed = {name: change(name, old) if name == "model.safetensors" else old for name, old in files.items()}
+        changed = {
+            name: change(name, old) if name == "model.safetensors" else old
+            for name, old in files.items()
+        }
         return {name: content for name, content in changed.items() if content is not None}
 
     hub.committed = committed
-    with pytest.raises(CheckpointError, match=r"does not hold 'model.safetensors' as it was sent, at commit \w{12} "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"does not hold 'model.safetensors' as it was sent, at commit \w{12} ",
+    ):
         quantkit.push(model, NAME)
 
 
 def test_a_file_that_the_repository_ignores_is_an_error(hub: Hub, model: Path) -> None:
     hub.create(NAME, {".gitignore": b"model.safetensors\n"})
-    with pytest.raises(RequestError, match=r"\.gitignore excludes a file \(found model.safetensors\)"):
+    with pytest.raises(
+        RequestError, match=r"\.gitignore excludes a file \(found model.safetensors\)"
+    ):
         quantkit.push(model, NAME)
     assert set(_pushed(hub)) == {".gitignore"}
 
@@ -499,7 +633,9 @@ def test_a_file_that_changes_while_it_is_sent_is_an_error(hub: Hub, copy: Path) 
     assert not any("/commit/" in one for one in hub.requests)
 
 
-def test_without_a_network_it_is_worth_another_try(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_it_is_worth_another_try(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="the hub cannot be reached"):
         quantkit.push(model, NAME)
@@ -525,24 +661,32 @@ def test_a_dry_run_lists_the_files_and_sends_nothing(
     assert (total.partition(",")[0], last) == (f"{len(rows)} files", "nothing was sent")
     assert "note: the model card states no base model: --base-model states it" in err
     found = json.loads((tmp_path / "out.json").read_text())
-    assert {one["name"]: one["size"] for one in found["files"]} == {n: len(c) for n, c in _content(model).items()}
+    assert {one["name"]: one["size"] for one in found["files"]} == {
+        n: len(c) for n, c in _content(model).items()
+    }
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "not compared with the hub" in quantkit.push(model, NAME, dry_run=True).notes[0]
 
 
 def test_a_dry_run_lists_what_would_be_deleted_and_what_stays(hub: Hub, model: Path) -> None:
     quantkit.push(model, NAME)
-    hub.repos[NAME].commit("main", {**hub.repos[NAME].files(), "old.txt": b"x", "config.json": b"{}"}, "by hand")
+    hub.repos[NAME].commit(
+        "main", {**hub.repos[NAME].files(), "old.txt": b"x", "config.json": b"{}"}, "by hand"
+    )
     hub.requests.clear()
     for delete, last in ((True, "1 file deleted"), (False, "1 other file stays: old.txt")):
         lines = quantkit.push(model, NAME, delete_others=delete, dry_run=True).lines()
         assert ("  delete  old.txt" in lines) == delete
-        assert [line.split()[1] for line in lines if line.startswith("  changed")] == ["config.json"]
+        assert [line.split()[1] for line in lines if line.startswith("  changed")] == [
+            "config.json"
+        ]
         assert lines[-2].endswith(f"to send; 7 files there already; {last}")
     assert _writes(hub) == []
 
 
-def test_what_the_doctor_warns_of_is_reported_and_sent(hub: Hub, copy: Path, capfd: Capture) -> None:
+def test_what_the_doctor_warns_of_is_reported_and_sent(
+    hub: Hub, copy: Path, capfd: Capture
+) -> None:
     for path in [copy / "quantkit.json", *copy.glob("tokenizer*")]:
         path.unlink()
     code, _, err = run(capfd, "push", copy, NAME)
@@ -551,13 +695,17 @@ def test_what_the_doctor_warns_of_is_reported_and_sent(hub: Hub, copy: Path, cap
     assert f"quantkit: note: {copy} has no manifest of quantkit to compare its files with" in err
 
 
-def test_the_command_reports_its_progress_and_changes_no_file(hub: Hub, copy: Path, capfd: Capture) -> None:
+def test_the_command_reports_its_progress_and_changes_no_file(
+    hub: Hub, copy: Path, capfd: Capture
+) -> None:
     before = _content(copy)
     for path in copy.iterdir():
         path.chmod(0o444)
     copy.chmod(0o555)
     try:
-        code, out, err = run(capfd, "push", copy, f"hf:{NAME}", "--license", "mit", "--base-model", "some/base")
+        code, out, err = run(
+            capfd, "push", copy, f"hf:{NAME}", "--license", "mit", "--base-model", "some/base"
+        )
     finally:
         copy.chmod(0o755)
     assert (code, _content(copy)) == (0, before)

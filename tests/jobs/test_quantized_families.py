@@ -1,4 +1,6 @@
-"""Dense families through rounding and GPTQ: what the gate and `verify` say, and that transformers computes the same."""
+"""Dense families through rounding and GPTQ: what the gate and `verify` say, and that
+transformers computes the same.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_a_quantized_model_is_within_its_bounds(case: str, tmp_path: Path) -> No
     source = oracle.save(oracle.make(kind, **{**changes, **sizes}), tmp_path / "source")
     shutil.copy(DEMO_MODEL / "tokenizer.model", source)
     kl, tokens = {}, oracle.random_tokens(40, batch=2)
-    ways = {"int8": ("int8", {}), "int4": ("int4-g32", {"method": "rtn"}), "gptq": ("int4-g32", _GPTQ)}
+    ways = {
+        "int8": ("int8", {}),
+        "int4": ("int4-g32", {"method": "rtn"}),
+        "gptq": ("int4-g32", _GPTQ),
+    }
     for name, (scheme, how) in ways.items():
         made = quantkit.quantize(source, tmp_path / name, scheme, source_check=False, **how)
         assert made.quality is not None
@@ -40,5 +46,7 @@ def test_a_quantized_model_is_within_its_bounds(case: str, tmp_path: Path) -> No
         with torch.inference_mode():
             found = ours(tokens, torch.arange(40))
         assert (found - oracle.logits(oracle.load(made.path), tokens)).abs().max() < 1e-4
-    if kl["int4"] > 1e-6:  # logits that Granite divides to next to nothing tell no more than rounding of sums
+    if (
+        kl["int4"] > 1e-6
+    ):  # logits that Granite divides to next to nothing tell no more than rounding of sums
         assert max(kl["int8"], kl["gptq"]) < kl["int4"]

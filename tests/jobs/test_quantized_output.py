@@ -1,4 +1,6 @@
-"""Quantized folders: what transformers and compressed-tensors make of them, and what the manifest says."""
+"""Quantized folders: what transformers and compressed-tensors make of them, and what the
+manifest says.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {"head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7, "sliding_window_pattern": 2},
+    ),
     "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 LAYERS = 2
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Decompressor = BaseCompressor.get_value_from_registry("pack-quantized")
 
 
-def _source(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def _source(
+    folder: Path, case: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     kind, settings = MODELS[case]
-    return oracle.save(oracle.make(kind, **{"num_hidden_layers": LAYERS, **settings, **changes}).to(dtype), folder)
+    return oracle.save(
+        oracle.make(kind, **{"num_hidden_layers": LAYERS, **settings, **changes}).to(dtype), folder
+    )
 
 
 def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
@@ -96,7 +108,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 @pytest.mark.parametrize("case", MODELS)
-def test_transformers_computes_what_the_reference_backend_does(case: str, scheme: str, tmp_path: Path) -> None:
+def test_transformers_computes_what_the_reference_backend_does(
+    case: str, scheme: str, tmp_path: Path
+) -> None:
     source = _source(tmp_path / "float", case, eos_token_id=None)
     quantkit.quantize(source, tmp_path / "out", scheme, method="rtn")
     _require_parity(tmp_path / "out", source)
@@ -111,22 +125,31 @@ MIXED = _recipe(
 )
 
 
-def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(tmp_path: Path) -> None:
+def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(
+    tmp_path: Path,
+) -> None:
     source = _source(tmp_path / "float", eos_token_id=None)
     quantkit.quantize(source, tmp_path / "out", MIXED, method="rtn")
     _require_parity(tmp_path / "out", source)
     tensors = open_checkpoint(tmp_path / "out")
-    kinds = {m: str(tensors.info(f"{m}.weight").scheme) for m in _manifest(tmp_path / "out")["modules"]}
+    kinds = {
+        m: str(tensors.info(f"{m}.weight").scheme) for m in _manifest(tmp_path / "out")["modules"]
+    }
     assert kinds["lm_head"] == kinds["model.layers.1.mlp.down_proj"] == "int8"
     assert kinds["model.layers.0.self_attn.v_proj"] == "int8-g32"
     assert kinds["model.layers.0.mlp.up_proj"] == "None"
     assert kinds["model.layers.0.mlp.down_proj"] == "int4-g32"
 
 
-def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(tmp_path: Path) -> None:
+def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(
+    tmp_path: Path,
+) -> None:
     source = _source(tmp_path / "float", intermediate_size=80, eos_token_id=None)
     notes = quantkit.quantize(source, tmp_path / "out", "int4-g32", method="rtn").notes
-    assert any("int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp.down_proj first" in n for n in notes)
+    assert any(
+        "int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp.down_proj first" in n
+        for n in notes
+    )
     _require_parity(tmp_path / "out", source)
     tensors = _manifest(tmp_path / "out")["modules"]
     for module, entry in tensors.items():
@@ -137,31 +160,49 @@ def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(t
 
 def test_strict_refuses_rows_that_no_group_divides(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", intermediate_size=80)
-    with pytest.raises(RequestError, match=r"int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp"):
+    with pytest.raises(
+        RequestError, match=r"int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp"
+    ):
         quantkit.quantize(source, tmp_path / "out", "int4-g32", method="rtn", strict=True)
     assert not (tmp_path / "out").exists()
 
 
 def _decompressed(folder: Path, module: str) -> Tensor:
     """A weight as compressed-tensors reads it, in float32."""
-    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+    config = QuantizationConfig.model_validate(
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+    )
     scheme = next(s for s in config.config_groups.values() if isinstance(s, QuantizationScheme))
-    stored = {n.removeprefix(module + "."): t for n, t in load_file(folder / "model.safetensors").items()
-              if n.startswith(module + ".")}  # fmt: skip
+    stored = {
+        n.removeprefix(module + "."): t
+        for n, t in load_file(folder / "model.safetensors").items()
+        if n.startswith(module + ".")
+    }
     stored["weight_scale"] = stored["weight_scale"].float()
     weight: Tensor = Decompressor.decompress(stored, scheme)["weight"]
     return weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme", ["int8", "int8-asym", "int8-g32-asym", "int4", "int4-g32", "int4-g32-asym"])
-def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "scheme", ["int8", "int8-asym", "int8-g32-asym", "int4", "int4-g32", "int4-g32-asym"]
+)
+def test_compressed_tensors_decompresses_to_our_values(
+    scheme: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     # 3 heads of 10: the outputs fill no whole word of zero points.
     source = _source(
-        tmp_path / "float", dtype=dtype, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, head_dim=10,
+        tmp_path / "float",
+        dtype=dtype,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=10,
         hidden_size=96,
-    )  # fmt: skip
-    quantkit.quantize(source, tmp_path / "out", any_scheme(scheme), method="rtn", accept_quality_loss=True)
+    )
+    quantkit.quantize(
+        source, tmp_path / "out", any_scheme(scheme), method="rtn", accept_quality_loss=True
+    )
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         module = f"model.layers.0.{name}"
         ours = _module(tmp_path / "out", module)
@@ -172,14 +213,19 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
 
 @pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
 def test_what_is_no_scheme_is_reported_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"):
+    with pytest.raises(
+        RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"
+    ):
         quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme, method="rtn")
 
 
 def test_one_pattern_of_layers_to_keep_needs_no_list(tmp_path: Path) -> None:
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", "int8", keep="*.0.*")
     modules = _manifest(tmp_path / "out")["modules"]
-    assert all((".0." in name or name == "lm_head") == (facts["scheme"] is None) for name, facts in modules.items())
+    assert all(
+        (".0." in name or name == "lm_head") == (facts["scheme"] is None)
+        for name, facts in modules.items()
+    )
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -192,7 +238,9 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
         for name in ("self_attn.q_proj", "mlp.down_proj"):
             weight = floats[f"model.layers.{layer}.{name}.weight"]
             own = importance[f"model.layers.{layer}.{name}"]
-            expected, _ = round_to_nearest(weight, any_scheme(scheme), torch.bfloat16, column_kernels, own)
+            expected, _ = round_to_nearest(
+                weight, any_scheme(scheme), torch.bfloat16, column_kernels, own
+            )
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
             assert torch.equal(found.scale, expected.scale)
@@ -201,9 +249,16 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
 def test_what_stays_float_is_copied_bit_for_bit(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", "qwen2", torch.bfloat16)
     quantkit.quantize(source, tmp_path / "out", "int4-g32", method="rtn", keep=["*.1.mlp.*"])
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     kept = [name for name in before if name in after]
-    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"} <= set(kept)
+    assert {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    } <= set(kept)
     assert "model.layers.0.self_attn.q_proj.bias" in kept
     assert "model.layers.0.self_attn.q_proj.weight" not in kept
     for name in kept:
@@ -221,7 +276,11 @@ def test_compressed_tensors_parses_the_quantization_config(tmp_path: Path) -> No
     for group in config.config_groups.values():
         assert isinstance(group, QuantizationScheme)
         assert group.weights is not None
-        found[tuple(group.targets)[:1]] = (group.weights.num_bits, group.weights.strategy, group.weights.group_size)
+        found[tuple(group.targets)[:1]] = (
+            group.weights.num_bits,
+            group.weights.strategy,
+            group.weights.group_size,
+        )
     assert found == {
         ("model.layers.1.self_attn.q_proj",): (8, "channel", None),
         ("model.layers.0.self_attn.q_proj",): (4, "group", 32),
@@ -244,27 +303,45 @@ def test_transformers_has_no_complaint_about_the_config(
 ) -> None:
     """compressed-tensors warns of each target that comes behind another for the same module."""
     source = _source(tmp_path / "float", eos_token_id=None)
-    quantkit.quantize(source, tmp_path / "out", SPELLED[case], method="rtn", accept_quality_loss=True)
+    quantkit.quantize(
+        source, tmp_path / "out", SPELLED[case], method="rtn", accept_quality_loss=True
+    )
     _require_parity(tmp_path / "out", source)
     assert caplog.messages == []
     assert "match" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("case", SPELLED)
-def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(case: str, tmp_path: Path) -> None:
-    """Older vLLM and SGLang look for a linear's name among the targets, then for one that is part of its class's name,
-    then for the names of those that it is fused from; an output head is no linear to them."""
+def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(
+    case: str, tmp_path: Path
+) -> None:
+    """Older vLLM and SGLang look for a linear's name among the targets, then for one that is part
+    of its class's name, then for the names of those that it is fused from; an output head is no
+    linear to them.
+    """
     source = _source(tmp_path / "float")
-    quantkit.quantize(source, tmp_path / "out", SPELLED[case], method="rtn", accept_quality_loss=True)
-    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    quantkit.quantize(
+        source, tmp_path / "out", SPELLED[case], method="rtn", accept_quality_loss=True
+    )
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
     bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
 
     def found(name: str, kind: str, parts: list[str]) -> int | None:
         of_class = [target for target in bits if target.lower() in kind.lower()]
-        return bits.get(name) or next(map(bits.get, of_class), None) or next(map(bits.get, parts), None)
+        return (
+            bits.get(name)
+            or next(map(bits.get, of_class), None)
+            or next(map(bits.get, parts), None)
+        )
 
     checkpoint = open_checkpoint(tmp_path / "out")
-    fused = {"self_attn.qkv_proj": "q_proj", "self_attn.o_proj": "o_proj", "mlp.down_proj": "down_proj"}
+    fused = {
+        "self_attn.qkv_proj": "q_proj",
+        "self_attn.o_proj": "o_proj",
+        "mlp.down_proj": "down_proj",
+    }
     for layer in range(LAYERS):
         for name, part in fused.items():
             whole = f"model.layers.{layer}.{name}"
@@ -276,8 +353,12 @@ def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(case: str, tm
     assert found("lm_head", "ParallelLMHead", []) == (None if head is None else head.bits)
 
 
-def _foreign(folder: Path, groups: dict[str, Any], ignore: list[str], **weights: Any) -> dict[str, Tensor]:
-    """Make `folder` a quantized one as other tools write it; gives the weights its values stand for."""
+def _foreign(
+    folder: Path, groups: dict[str, Any], ignore: list[str], **weights: Any
+) -> dict[str, Tensor]:
+    """Make `folder` a quantized one as other tools write it; gives the weights its values stand
+    for.
+    """
     tensors = load_file(folder / "model.safetensors")
     scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
     bits, size, symmetric = weights["num_bits"], weights.get("group_size"), weights["symmetric"]
@@ -286,28 +367,52 @@ def _foreign(folder: Path, groups: dict[str, Any], ignore: list[str], **weights:
         if any(re.match(pattern.removeprefix("re:"), name) for pattern in ignore):
             continue
         weight = tensors.pop(name)
-        step = weight.view(len(weight), -1, size or weight.shape[1]).abs().amax(-1) / 2 ** (bits - 1)
-        zero = torch.zeros_like(step, dtype=torch.int8) if symmetric else torch.randint_like(step, -4, 4).to(torch.int8)
+        step = weight.view(len(weight), -1, size or weight.shape[1]).abs().amax(-1) / 2 ** (
+            bits - 1
+        )
+        zero = (
+            torch.zeros_like(step, dtype=torch.int8)
+            if symmetric
+            else torch.randint_like(step, -4, 4).to(torch.int8)
+        )
         state = {"weight": weight, "weight_scale": step, "weight_zero_point": zero}
         packed = Decompressor.compress(state, scheme)
         truth[name] = Decompressor.decompress(packed, scheme)["weight"]
-        tensors |= {f"{name.removesuffix('weight')}{key}": value.contiguous() for key, value in packed.items()}
+        tensors |= {
+            f"{name.removesuffix('weight')}{key}": value.contiguous()
+            for key, value in packed.items()
+        }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "global_compression_ratio": None, "ignore": ignore, "kv_cache_scheme": None, "version": "0.20.0",
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "version": "0.20.0",
         "config_groups": groups,
-    }  # fmt: skip
+    }
     oracle.edit_json(folder / "config.json", quantization_config=config)
     return truth
 
 
 def _group(targets: list[str], **weights: Any) -> dict[str, Any]:
     full = {
-        "actorder": None, "block_structure": None, "dynamic": False, "observer": "minmax", "observer_kwargs": {},
-        "type": "int", **weights,
-    }  # fmt: skip
-    return {"targets": targets, "weights": full, "input_activations": None, "output_activations": None}
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "type": "int",
+        **weights,
+    }
+    return {
+        "targets": targets,
+        "weights": full,
+        "input_activations": None,
+        "output_activations": None,
+    }
 
 
 W4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
@@ -347,7 +452,11 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two bits": ({}, {**W4, "num_bits": 2}, r"found int2 per group, expected int4 or int8"),
     "another order": ({}, {**W4, "actorder": "dynamic"}, "this order of columns is not read"),
     "floats": ({}, {**W4, "type": "float"}, r"found float4 per group"),
-    "one scale per block": ({}, {"num_bits": 8, "strategy": "block", "symmetric": True}, r"found int8 per block"),
+    "one scale per block": (
+        {},
+        {"num_bits": 8, "strategy": "block", "symmetric": True},
+        r"found int8 per block",
+    ),
     "dynamic weights": ({}, {**W4, "dynamic": True}, "this compressed-tensors scheme is not read"),
     "another method": ({"quant_method": "quip", "bits": 4}, W4, r"found quip 4"),
     "no method": ({"quant_method": None}, W4, "an unnamed scheme"),
@@ -373,7 +482,13 @@ def _change_quantization(folder: Path, **changes: Any) -> None:
 def test_quantized_activations_stay_floats(tmp_path: Path) -> None:
     folder = _source(tmp_path / "model")
     group = _group(["Linear"], **W4)
-    group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    group["input_activations"] = {
+        "num_bits": 8,
+        "type": "int",
+        "strategy": "token",
+        "dynamic": True,
+        "symmetric": True,
+    }
     truth = _foreign(folder, {"group_0": group}, ["lm_head"], **W4)
     checkpoint = open_checkpoint(folder)
     assert checkpoint.notes == [
@@ -417,7 +532,9 @@ def test_a_stored_shape_that_contradicts_the_config_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym"])
-def test_equal_inputs_give_equal_folders_and_leave_the_random_state(scheme: str, tmp_path: Path) -> None:
+def test_equal_inputs_give_equal_folders_and_leave_the_random_state(
+    scheme: str, tmp_path: Path
+) -> None:
     source = _source(tmp_path / "float")
     state = torch.get_rng_state()
     for name in ("a", "b"):
@@ -437,7 +554,9 @@ def test_quantizing_leaves_the_source_as_it_is(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"float", "out"}
 
 
-def test_the_manifest_reports_the_hashes_of_the_sources_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+def test_the_manifest_reports_the_hashes_of_the_sources_tokenizer(
+    demo_model: Path, tmp_path: Path
+) -> None:
     """Of Meta's file, and of each that a Hugging Face folder has."""
     quantkit.convert(demo_model, tmp_path / "hf")
     quantkit.quantize(tmp_path / "hf", tmp_path / "int8", "int8")
@@ -445,11 +564,16 @@ def test_the_manifest_reports_the_hashes_of_the_sources_tokenizer(demo_model: Pa
         reported = _manifest(tmp_path / made)["source"]["sha256"]
         read = {path.name for path in source.iterdir() if path.name.startswith("tokenizer")}
         assert read <= set(reported)
-        assert all(reported[name] == hashlib.sha256((source / name).read_bytes()).hexdigest() for name in reported)
+        assert all(
+            reported[name] == hashlib.sha256((source / name).read_bytes()).hexdigest()
+            for name in reported
+        )
     assert read == {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
-def test_a_tokenizer_that_changes_during_the_job_is_an_error(demo_model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_changes_during_the_job_is_an_error(
+    demo_model: Path, tmp_path: Path
+) -> None:
     source = oracle.copy(demo_model, tmp_path / "m")
     size = (source / "tokenizer.model").stat().st_size
 
@@ -458,7 +582,9 @@ def test_a_tokenizer_that_changes_during_the_job_is_an_error(demo_model: Path, t
             with (source / "tokenizer.model").open("ab") as file:
                 file.write(b"\n")
 
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: the source changed while it was read"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.model: the source changed while it was read"
+    ):
         quantkit.convert(source, tmp_path / "out", source_check=False, progress=change)
     assert not (tmp_path / "out").exists()
 
@@ -486,7 +612,9 @@ def test_the_manifest_reports_hashes_schemes_and_errors(tmp_path: Path) -> None:
         weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
         assert entry["scheme"] == str(quantized.scheme)
-        assert entry["solver"] == (Solver.ROUNDING if quantized.scheme.bits == 8 else Solver.WEIGHTED)
+        assert entry["solver"] == (
+            Solver.ROUNDING if quantized.scheme.bits == 8 else Solver.WEIGHTED
+        )
         exact = weight.double()
         expected = float((quantized.dequantize().double() - exact).norm() / exact.norm())
         assert entry["relative_error"] == pytest.approx(expected, rel=0.01)
@@ -517,7 +645,9 @@ def test_many_shards_have_an_index_that_transformers_reads(
     count = len(shards)
     assert count > 3
     assert set(shards) == {f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)}
-    assert index["weight_map"] == {name: file for file, tensors in shards.items() for name in tensors}
+    assert index["weight_map"] == {
+        name: file for file, tensors in shards.items() for name in tensors
+    }
     merged = {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in merged.values())
     for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
@@ -529,9 +659,14 @@ def test_many_shards_have_an_index_that_transformers_reads(
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
 def test_converting_a_quantized_folder_copies_its_codes(scheme: str, tmp_path: Path) -> None:
-    quantkit.quantize(_source(tmp_path / "float", dtype=torch.bfloat16), tmp_path / "q", scheme, method="rtn")
+    quantkit.quantize(
+        _source(tmp_path / "float", dtype=torch.bfloat16), tmp_path / "q", scheme, method="rtn"
+    )
     quantkit.convert(tmp_path / "q", tmp_path / "copy")
-    before, after = load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
+    before, after = (
+        load_file(tmp_path / "q" / "model.safetensors"),
+        load_file(tmp_path / "copy" / "model.safetensors"),
+    )
     assert set(after) == set(before)
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
@@ -541,7 +676,9 @@ def test_converting_a_quantized_folder_copies_its_codes(scheme: str, tmp_path: P
 
 
 @pytest.mark.parametrize("options", [{"to": "meta"}, {"dtype": "fp16"}], ids=str)
-def test_a_quantized_folder_is_not_converted_where_codes_would_be_lost(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_quantized_folder_is_not_converted_where_codes_would_be_lost(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "q", "int8")
     with pytest.raises(UnsupportedError, match="the source is quantized"):
         quantkit.convert(tmp_path / "q", tmp_path / "out", **options)
@@ -550,26 +687,40 @@ def test_a_quantized_folder_is_not_converted_where_codes_would_be_lost(options: 
 
 def test_a_quantized_folder_is_not_quantized_again(tmp_path: Path) -> None:
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "q", "int8")
-    with pytest.raises(UnsupportedError, match=r"quantized already \(found compressed-tensors \(int8\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"quantized already \(found compressed-tensors \(int8\)"
+    ):
         quantkit.quantize(tmp_path / "q", tmp_path / "out", "int4-g32", method="rtn")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    "name",
+    [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    ],
 )
-def test_weights_that_are_not_finite_are_refused_by_name(name: str, value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name(
+    name: str, value: float, tmp_path: Path
+) -> None:
     source = _source(tmp_path / "float")
     tensors = load_file(source / "model.safetensors")
     tensors[name].view(-1)[7] = value
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NonFiniteError, match=re.escape(f"tensor '{name}' holds 1 values that are NaN or Inf")):
+    with pytest.raises(
+        NonFiniteError, match=re.escape(f"tensor '{name}' holds 1 values that are NaN or Inf")
+    ):
         quantkit.quantize(source, tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_quantized_weight_that_is_not_finite_is_refused_even_if_others_may_be(tmp_path: Path) -> None:
+def test_a_quantized_weight_that_is_not_finite_is_refused_even_if_others_may_be(
+    tmp_path: Path,
+) -> None:
     source = _source(tmp_path / "float")
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
@@ -614,7 +765,10 @@ def test_shapes_that_a_format_does_not_hold_are_refused_before_samples_are_drawn
 ) -> None:
     monkeypatch.setattr("quantkit.jobs.settings.GptqSettings.draw", _not_reached)
     source = _source(tmp_path / "float", dtype=torch.bfloat16, intermediate_size=36)
-    with pytest.raises(UnsupportedError, match=rf"{target} does not hold 'model.layers.0.mlp.gate_proj' in int4-g32"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"{target} does not hold 'model.layers.0.mlp.gate_proj' in int4-g32",
+    ):
         quantkit.quantize(source, tmp_path / "out", "int4-g32", to=target, method="rtn")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
@@ -626,7 +780,9 @@ def _not_reached(*_: object, **__: object) -> Any:
 def test_the_demo_model_quantizes_from_its_meta_shards(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g32", method="rtn")
     text = "The old house stood at the end of the road"
-    model, tokenizer = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32, backend="reference")
+    model, tokenizer = quantkit.load(
+        tmp_path / "out", device="cpu", dtype=torch.float32, backend="reference"
+    )
     tokens = torch.tensor([tokenizer.encode(text)])
     expected = oracle.logits(oracle.load(tmp_path / "out"), tokens)
     assert (_logits(model, tokens) - expected).abs().max() < 1e-4

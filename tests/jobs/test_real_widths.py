@@ -1,4 +1,6 @@
-"""Quantized models of published widths, with their tokenizers: transformers and the gguf package judge the results."""
+"""Quantized models of published widths, with their tokenizers: transformers and the gguf package
+judge the results.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def count_columns(name: str, module: str) -> int:
 
 
 def cut_windows(folder: Path, text: str, window: int) -> Tensor:
-    """Return the first two windows of a text as transformers tokenizes it, each beginning as a prompt does."""
+    """Return the first two windows of a text as transformers tokenizes it, each beginning as a
+    prompt does.
+    """
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     prefix = tokenizer("")["input_ids"]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -62,7 +66,9 @@ def int8(
 
     @functools.cache
     def quantize(name: str) -> quantkit.QuantizeResult:
-        return quantkit.quantize(real_shape(name), tmp_path_factory.mktemp(name) / "int8", "int8", **OPTIONS)
+        return quantkit.quantize(
+            real_shape(name), tmp_path_factory.mktemp(name) / "int8", "int8", **OPTIONS
+        )
 
     return quantize
 
@@ -76,28 +82,43 @@ def test_the_gate_measures_what_transformers_computes(
     reference, model = oracle.load(real_shape(name)), oracle.load(int8(name).path)
     for measured in quality["texts"]:
         windows = cut_windows(real_shape(name), gate_texts()[measured["text"]], quality["window"])
-        assert measured["kl"] == pytest.approx(measure_kl(reference, model, windows), rel=2e-3, abs=1e-6), measured[
-            "text"
-        ]
+        assert measured["kl"] == pytest.approx(
+            measure_kl(reference, model, windows), rel=2e-3, abs=1e-6
+        ), measured["text"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_quantized_folder_keeps_its_tokenizer(
     name: str, real_shape: Callable[[str], Path], int8: Callable[[str], quantkit.QuantizeResult]
 ) -> None:
-    expected, actual = (AutoTokenizer.from_pretrained(str(folder)) for folder in (real_shape(name), int8(name).path))
+    expected, actual = (
+        AutoTokenizer.from_pretrained(str(folder)) for folder in (real_shape(name), int8(name).path)
+    )
     for text in TEXTS:
         assert actual(text)["input_ids"] == expected(text)["input_ids"], text
     model = oracle.load(int8(name).path)
-    assert model.generation_config.eos_token_id == oracle.load(real_shape(name)).generation_config.eos_token_id
+    assert (
+        model.generation_config.eos_token_id
+        == oracle.load(real_shape(name)).generation_config.eos_token_id
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "size", "up_size", "down_size"),
-    [("smollm", 128, 64, 128), ("qwen2", 64, 64, 32), ("gemma3", 128, 128, 128), ("llama2", 128, 128, 32)],
+    [
+        ("smollm", 128, 64, 128),
+        ("qwen2", 64, 64, 32),
+        ("gemma3", 128, 128, 128),
+        ("llama2", 128, 128, 32),
+    ],
 )
 def test_rows_that_groups_do_not_divide_have_smaller_ones(
-    name: str, size: int, up_size: int, down_size: int, real_shape: Callable[[str], Path], tmp_path: Path
+    name: str,
+    size: int,
+    up_size: int,
+    down_size: int,
+    real_shape: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     result = quantkit.quantize(real_shape(name), tmp_path / "int4", f"int4-g{size}", **FEW)
     coded = schemes(open_checkpoint(result.path))
@@ -110,7 +131,9 @@ def test_rows_that_groups_do_not_divide_have_smaller_ones(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_k_quant_mix_has_the_types_of_llama_cpp(name: str, real_shape: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_k_quant_mix_has_the_types_of_llama_cpp(
+    name: str, real_shape: Callable[[str], Path], tmp_path: Path
+) -> None:
     result = quantkit.quantize(real_shape(name), tmp_path / "q4.gguf", "q4_k_m", **FEW)
     reader = gguf.GGUFReader(result.path)
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
@@ -120,6 +143,8 @@ def test_a_k_quant_mix_has_the_types_of_llama_cpp(name: str, real_shape: Callabl
         assert types[f"blk.1.{module}.weight"] == expected, module
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
     windows = cut_windows(real_shape(name), gate_texts()["mixed"], 64)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="q4.gguf", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="q4.gguf", dtype=torch.float32
+    ).eval()
     assert 1e-5 < measure_kl(oracle.load(real_shape(name)), model, windows) < 0.5
     assert verify(result.path, real_shape(name)).problems == []

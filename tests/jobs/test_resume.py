@@ -24,7 +24,13 @@ from partial import interrupted
 
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, NoSpaceError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    InterruptedRunError,
+    NoSpaceError,
+    ResumeError,
+)
 from quantkit.formats.output import sink
 from quantkit.formats.output.destination import OwnFolder
 from quantkit.jobs import output
@@ -34,21 +40,37 @@ pytestmark = pytest.mark.processes
 
 JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
-    "convert-meta": lambda src, dst, **options: quantkit.convert(src, dst, to="meta", mp=2, **options),
+    "convert-meta": lambda src, dst, **options: quantkit.convert(
+        src, dst, to="meta", mp=2, **options
+    ),
     "quantize": lambda src, dst, **options: quantkit.quantize(
         src, dst, "int4-g32", method="rtn", kv_cache="fp8", **options
     ),
     "gptq": lambda src, dst, **options: quantkit.quantize(
-        src, dst, "int4-g64", method="gptq", kv_cache="fp8", calibration=EXCERPT, samples=24, length=128, **options
+        src,
+        dst,
+        "int4-g64",
+        method="gptq",
+        kv_cache="fp8",
+        calibration=EXCERPT,
+        samples=24,
+        length=128,
+        **options,
     ),
 }
 CALLS = {
     "convert-hf": "quantkit.convert(src, dst, progress=progress, source_check=False)",
-    "convert-meta": "quantkit.convert(src, dst, to='meta', mp=2, progress=progress, source_check=False)",
-    "quantize": "quantkit.quantize(src, dst, 'int4-g32', method='rtn', kv_cache='fp8', progress=progress,"
-    " source_check=False)",
-    "gptq": "quantkit.quantize(src, dst, 'int4-g64', method='gptq', kv_cache='fp8', calibration=EXCERPT, samples=24,"
-    " length=128, progress=progress, source_check=False)",
+    "convert-meta": (
+        "quantkit.convert(src, dst, to='meta', mp=2, progress=progress, source_check=False)"
+    ),
+    "quantize": (
+        "quantkit.quantize(src, dst, 'int4-g32', method='rtn', kv_cache='fp8', progress=progress,"
+        " source_check=False)"
+    ),
+    "gptq": (
+        "quantkit.quantize(src, dst, 'int4-g64', method='gptq', kv_cache='fp8',"
+        " calibration=EXCERPT, samples=24, length=128, progress=progress, source_check=False)"
+    ),
 }
 CHILD = """
 import os, signal, sys
@@ -90,7 +112,9 @@ def _killed(job: str, src: Path, dst: Path, moment: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_contents(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+def whole_contents(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, bytes]]:
     """What a job makes that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
 
@@ -105,7 +129,11 @@ def whole_contents(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("moment", [0.0, 0.35, 0.75])
 @pytest.mark.parametrize("job", JOBS)
 def test_a_killed_run_resumes_to_the_same_bytes(
-    job: str, moment: float, demo_model: Path, tmp_path: Path, whole_contents: Callable[[str], dict[str, bytes]]
+    job: str,
+    moment: float,
+    demo_model: Path,
+    tmp_path: Path,
+    whole_contents: Callable[[str], dict[str, bytes]],
 ) -> None:
     killed = tmp_path / "killed"
     _killed(job, demo_model, killed, moment)
@@ -126,7 +154,9 @@ def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_p
     assert written[-1][0] == written[-1][1]
 
 
-def test_another_source_of_the_same_names_sizes_and_times_is_noticed(demo_model: Path, tmp_path: Path) -> None:
+def test_another_source_of_the_same_names_sizes_and_times_is_noticed(
+    demo_model: Path, tmp_path: Path
+) -> None:
     source, dst = tmp_path / "source", tmp_path / "out"
     quantkit.convert(demo_model, source)
     forked.python(CHILD + CALLS["convert-hf"], source, dst, "0.6")
@@ -155,12 +185,16 @@ def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["shorter", "changed"])
-def test_a_partial_file_that_was_tampered_with_is_refused(damage: str, demo_model: Path, tmp_path: Path) -> None:
+def test_a_partial_file_that_was_tampered_with_is_refused(
+    damage: str, demo_model: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / "out"
     _killed("convert-hf", demo_model, dst, 0.6)
     oldest = sorted(_partial(dst).glob("*.safetensors"))[0]
     content = oldest.read_bytes()
-    oldest.write_bytes(content[:-1000] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1]))
+    oldest.write_bytes(
+        content[:-1000] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1])
+    )
     with pytest.raises(ResumeError, match="not what the interrupted run left"):
         quantkit.convert(demo_model, dst, resume=True)
     assert not dst.exists()
@@ -186,7 +220,9 @@ def test_an_interrupted_run_is_not_overwritten_unrequested(
         quantkit.convert(demo_model, tmp_path / "out")
 
 
-def test_resume_refuses_other_options(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_refuses_other_options(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _interrupt(monkeypatch, demo_model, tmp_path / "out")
     with pytest.raises(ResumeError, match="changed option dtype"):
         quantkit.convert(demo_model, tmp_path / "out", dtype="fp32", resume=True)
@@ -194,29 +230,53 @@ def test_resume_refuses_other_options(demo_model: Path, tmp_path: Path, monkeypa
         quantkit.quantize(demo_model, tmp_path / "out", "int8", resume=True)
 
 
-def test_of_options_in_one_another_the_changed_ones_are_named(demo_model: Path, tmp_path: Path) -> None:
+def test_of_options_in_one_another_the_changed_ones_are_named(
+    demo_model: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States, and of the world. " * 200)
-    given: dict[str, Any] = {"method": "gptq", "calibration": text, "length": 32, "source_check": False}
+    given: dict[str, Any] = {
+        "method": "gptq",
+        "calibration": text,
+        "length": 32,
+        "source_check": False,
+    }
 
     def interrupt(phase: str, done: int, *_: object) -> None:
         if (phase, done) == ("quantize", 14):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", samples=8, progress=interrupt, **given)
-    with pytest.raises(ResumeError, match=r"found changed option calibration \([a-z_0-9, ]*samples[a-z_0-9, ]*\)\)"):
+        quantkit.quantize(
+            demo_model, tmp_path / "out", "int4-g64", samples=8, progress=interrupt, **given
+        )
+    with pytest.raises(
+        ResumeError, match=r"found changed option calibration \([a-z_0-9, ]*samples[a-z_0-9, ]*\)\)"
+    ):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", samples=9, resume=True, **given)
-    with pytest.raises(ResumeError, match=r"found changed option method, option recipe \(default\)\)"):
+    with pytest.raises(
+        ResumeError, match=r"found changed option method, option recipe \(default\)\)"
+    ):
         quantkit.quantize(demo_model, tmp_path / "out", "int8", source_check=False, resume=True)
 
 
-def test_gptq_records_the_number_of_threads_and_is_not_resumed_with_another(demo_model: Path, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"calibration": EXCERPT, "samples": 4, "length": 64, "source_check": False}
+def test_gptq_records_the_number_of_threads_and_is_not_resumed_with_another(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {
+        "calibration": EXCERPT,
+        "samples": 4,
+        "length": 64,
+        "source_check": False,
+    }
     made = quantkit.quantize(demo_model, tmp_path / "whole", "int4-g64", **arguments)
     assert made.manifest["computed_by"]["number of threads"] == torch.get_num_threads() == 1
     assert made.manifest["computed_by"]["torch"] == torch.__version__
-    interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **arguments | b), demo_model, tmp_path / "out")
+    interrupted(
+        lambda *a, **b: quantkit.quantize(*a, "int4-g64", **arguments | b),
+        demo_model,
+        tmp_path / "out",
+    )
     torch.set_num_threads(2)
     try:
         with pytest.raises(ResumeError, match="found changed number of threads"):
@@ -225,7 +285,9 @@ def test_gptq_records_the_number_of_threads_and_is_not_resumed_with_another(demo
         torch.set_num_threads(1)
 
 
-def test_resume_refuses_a_changed_source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_refuses_a_changed_source(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(demo_model, source)
     _interrupt(monkeypatch, source, tmp_path / "out")
@@ -247,9 +309,12 @@ def test_a_second_writer_is_locked_out(
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_disk_that_fills_up_leaves_a_resumable_run(
-    job: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     whole_contents: Callable[[str], dict[str, bytes]],
-) -> None:  # fmt: skip
+) -> None:
     dst = tmp_path / "out"
     expected = whole_contents(job)
     real = sink._GrowingFile.write
@@ -276,13 +341,17 @@ def test_too_little_space_is_reported_before_any_work(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**6, 10**6))
-    with pytest.raises(NoSpaceError, match=r"too little space.*1 MB free, expected \d+(\.\d)? MB") as caught:
+    with pytest.raises(
+        NoSpaceError, match=r"too little space.*1 MB free, expected \d+(\.\d)? MB"
+    ) as caught:
         quantkit.convert(demo_model, tmp_path / "out")
     assert caught.value.retryable
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_disk_cannot_be_written(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_disk_cannot_be_written(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As /proc, whose size is 0."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
@@ -304,7 +373,9 @@ def test_a_source_that_changes_meanwhile_is_noticed(demo_model: Path, tmp_path: 
     assert not _partial(tmp_path / "out").exists()
 
 
-def test_a_destination_that_appears_meanwhile_is_left_alone(demo_model: Path, tmp_path: Path) -> None:
+def test_a_destination_that_appears_meanwhile_is_left_alone(
+    demo_model: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / "out"
 
     def appear(phase: str, done: int, total: int, unit: str) -> None:
@@ -343,7 +414,9 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
 def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
     number: signal.Signals, code: int, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -351,15 +424,21 @@ def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
     quantkit.convert(demo_model, whole)
     child = subprocess.Popen(
         forked.command("-c", SLOW, "convert", demo_model, dst),
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while child.poll() is None and not any(file.stat().st_size for file in _partial(dst).glob("*.safetensors")):
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while child.poll() is None and not any(
+        file.stat().st_size for file in _partial(dst).glob("*.safetensors")
+    ):
         time.sleep(0.02)
     time.sleep(0.3)
     child.send_signal(number)
     out, err = child.communicate(timeout=300)
     assert (child.returncode, out) == (code, "")
-    assert without_progress(err) == f"quantkit: interrupted; {_partial(dst)} is kept: add --resume\n"
+    assert (
+        without_progress(err) == f"quantkit: interrupted; {_partial(dst)} is kept: add --resume\n"
+    )
     assert not dst.exists()
     code, out, err = run(capfd, "convert", demo_model, dst, "--resume")
     assert (code, out.partition(":")[0], err) == (0, f"wrote {dst}", "")

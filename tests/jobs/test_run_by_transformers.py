@@ -48,8 +48,14 @@ def test_inspecting_it_imports_no_transformers(hybrid_int4: Path) -> None:
 
 def test_the_card_has_the_figures_and_how_to_load_it(hybrid_int4: Path) -> None:
     card = _words(hybrid_int4)
-    assert f"Measured by quantkit against the source, both run by {RUN_BY}, in float32, on texts" in card
-    assert f"did not run the model itself: {RUN_BY} ran it for the figures above and for calibration." in card
+    assert (
+        f"Measured by quantkit against the source, both run by {RUN_BY}, in float32, on texts"
+        in card
+    )
+    assert (
+        f"did not run the model itself: {RUN_BY} ran it for the figures above and for calibration."
+        in card
+    )
     assert "no logits were compared" not in card
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert "checks them and measures the perplexities again." in card
@@ -60,30 +66,42 @@ def test_the_card_has_the_figures_and_how_to_load_it(hybrid_int4: Path) -> None:
 
 def test_the_commands_of_the_card_run(hybrid_int4: Path, tmp_path: Path, capfd: Capture) -> None:
     (folder,) = set(re.findall(r"quantkit eval (\S+)", (hybrid_int4 / "README.md").read_text()))
-    assert f'quantkit generate {folder} "Once upon a time" --backend transformers' in _words(hybrid_int4)
-    assert run(capfd, "generate", hybrid_int4, "Once upon a time", "--backend", "transformers")[0] == 0
+    assert f'quantkit generate {folder} "Once upon a time" --backend transformers' in _words(
+        hybrid_int4
+    )
+    assert (
+        run(capfd, "generate", hybrid_int4, "Once upon a time", "--backend", "transformers")[0] == 0
+    )
 
 
 def test_the_card_of_a_rounded_model_states_no_calibration(hybrid: Path, tmp_path: Path) -> None:
     made = quantkit.quantize(hybrid, tmp_path / "int8", "int8", source_check=False)
     assert f"{RUN_BY} ran it for the figures above. Load it" in _words(made.path)
-    asymmetric = quantkit.quantize(hybrid, tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False)
+    asymmetric = quantkit.quantize(
+        hybrid, tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False
+    )
     assert "transformers does not load the packed weights" in _words(asymmetric.path)
     assert "from_pretrained" not in _words(asymmetric.path)
 
 
 def test_a_plan_foretells_the_result(hybrid: Path, hybrid_int4: Path, tmp_path: Path) -> None:
-    planned = quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="transformers", samples=32)
+    planned = quantkit.plan.quantize(
+        hybrid, tmp_path / "x", "int4-g32", via="transformers", samples=32
+    )
     made = json.loads((hybrid_int4 / "quantkit.json").read_text())
-    assert planned.layers["int4-g32"] == sum(one["scheme"] == "int4-g32" for one in made["modules"].values())
-    assert planned.disk_bytes == pytest.approx(sum(one.stat().st_size for one in hybrid_int4.iterdir()), rel=0.05)
+    assert planned.layers["int4-g32"] == sum(
+        one["scheme"] == "int4-g32" for one in made["modules"].values()
+    )
+    assert planned.disk_bytes == pytest.approx(
+        sum(one.stat().st_size for one in hybrid_int4.iterdir()), rel=0.05
+    )
     assert any(f"run by {RUN_BY}" in line for line in planned.lines())
     assert not (tmp_path / "x").exists()
 
 
 def test_a_plan_makes_the_checks_of_the_command(
     hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     with pytest.raises(UnsupportedError, match="architecture is not supported"):
         quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="own")
     with pytest.raises(RequestError, match="`target_bits` does not go with"):

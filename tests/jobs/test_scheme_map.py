@@ -28,35 +28,50 @@ def _lines(scheme: str, **sizes: int) -> list[str]:
         (
             "int4-g64",
             {"intermediate_size": 72},
-            ["int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 is used there"],
+            [
+                "int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj"
+                " first; int8 is used there"
+            ],
         ),
         (
             "int4-g128",
             {"intermediate_size": 96},
             [
-                "int4-g128 does not divide the rows of 18 linears, model.layers.0.self_attn.q_proj first; "
-                "int4-g64 is used there",
-                "int4-g128 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; "
-                "int4-g32 is used there",
+                (
+                    "int4-g128 does not divide the rows of 18 linears,"
+                    " model.layers.0.self_attn.q_proj first; int4-g64 is used there"
+                ),
+                (
+                    "int4-g128 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj"
+                    " first; int4-g32 is used there"
+                ),
             ],
         ),
         (
             "int4-g128",
             {"intermediate_size": 72, "num_hidden_layers": 1},
             [
-                "int4-g128 does not divide the rows of 6 linears, model.layers.0.self_attn.q_proj first; "
-                "int4-g64 is used there",
-                "int4-g128 does not divide the rows of model.layers.0.mlp.down_proj; int8 is used there",
+                (
+                    "int4-g128 does not divide the rows of 6 linears,"
+                    " model.layers.0.self_attn.q_proj first; int4-g64 is used there"
+                ),
+                (
+                    "int4-g128 does not divide the rows of model.layers.0.mlp.down_proj; int8 is"
+                    " used there"
+                ),
             ],
         ),
     ],
 )
-def test_each_replacement_is_reported_with_its_layers(scheme: str, sizes: dict[str, int], expected: list[str]) -> None:
+def test_each_replacement_is_reported_with_its_layers(
+    scheme: str, sizes: dict[str, int], expected: list[str]
+) -> None:
     assert _lines(scheme, **sizes) == expected
 
 
 @pytest.mark.parametrize(
-    ("scheme", "used"), [("int4-g128", "int4-g64"), ("int4-g64", "int4-g64"), ("int8", "int8"), ("q4_k", None)]
+    ("scheme", "used"),
+    [("int4-g128", "int4-g64"), ("int4-g64", "int4-g64"), ("int8", "int8"), ("q4_k", None)],
 )
 def test_all_experts_of_a_layer_have_one_scheme(scheme: str, used: str | None) -> None:
     """vLLM has gate, up and down of all experts as one module; llama.cpp does not."""

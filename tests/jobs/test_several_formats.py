@@ -1,4 +1,6 @@
-"""`to` with several formats: one solution, a folder for each format with the bytes of a run in it alone, one rename."""
+"""`to` with several formats: one solution, a folder for each format with the bytes of a run in
+it alone, one rename.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from partial import contents, partial
 
 import quantkit
 from quantkit.doctor.diagnose import diagnose
-from quantkit.errors import CheckpointError, DestinationError, QualityError, RequestError, ResumeError, UnsupportedError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    QualityError,
+    RequestError,
+    ResumeError,
+    UnsupportedError,
+)
 from quantkit.jobs.settings import GptqSettings
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -29,7 +38,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "rtn": {"scheme": "int4-g32", "method": "rtn", "head": "int4-g32"},
     "gptq": {"scheme": "int4-g32", "samples": 8, "length": 64, "keep": "*.1.*"},
 }
-TWO_GROUP_SIZES = Recipe(QuantScheme.parse("int4-g32"), (Override("*.1.mlp.*", QuantScheme.parse("int4-g64")),))
+TWO_GROUP_SIZES = Recipe(
+    QuantScheme.parse("int4-g32"), (Override("*.1.mlp.*", QuantScheme.parse("int4-g64")),)
+)
 CHILD = """
 import json, os, signal, sys
 import torch
@@ -44,7 +55,7 @@ def progress(phase, done, total, unit):
         os.kill(os.getpid(), signal.SIGKILL)
 
 quantkit.quantize(src, dst, to=formats.split(","), source_check=False, progress=progress, **json.loads(job))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +66,15 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def source(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
-    return quantkit.convert(tiny_model("llama"), folder / "llama", dtype="bf16", source_check=False).path
+    return quantkit.convert(
+        tiny_model("llama"), folder / "llama", dtype="bf16", source_check=False
+    ).path
 
 
 @pytest.fixture(scope="module")
-def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, bytes]]]:
+def alone(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, dict[str, bytes]]]:
     """What runs in one format write, by job and format."""
     folder = tmp_path_factory.mktemp("alone")
     made: dict[str, dict[str, dict[str, bytes]]] = {}
@@ -72,7 +87,9 @@ def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
 
 
 def _several(source: Path, dst: Path, job: str = "rtn", **options: Any) -> quantkit.QuantizeResult:
-    return quantkit.quantize(source, dst, **{"to": FORMATS, "source_check": False, **JOBS[job], **options})
+    return quantkit.quantize(
+        source, dst, **{"to": FORMATS, "source_check": False, **JOBS[job], **options}
+    )
 
 
 def _by_format(dst: Path) -> dict[str, dict[str, bytes]]:
@@ -83,7 +100,9 @@ def _by_format(dst: Path) -> dict[str, dict[str, bytes]]:
 def test_each_format_has_the_bytes_of_a_run_in_it_alone(
     job: str, source: Path, alone: dict[str, dict[str, dict[str, bytes]]], tmp_path: Path
 ) -> None:
-    made = _several(source, tmp_path / "out", job, to=reversed(FORMATS))  # an iterator, in another order
+    made = _several(
+        source, tmp_path / "out", job, to=reversed(FORMATS)
+    )  # an iterator, in another order
     assert _by_format(tmp_path / "out") == alone[job]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (made.path, list(made.formats)) == (tmp_path / "out", list(FORMATS))
@@ -96,10 +115,14 @@ def test_each_format_has_the_bytes_of_a_run_in_it_alone(
     assert last.startswith(f"wrote {tmp_path / 'out'}: 4 formats, ")
     again = _several(source, tmp_path / "out", job, if_exists="skip")
     assert again.skipped
-    assert [one.manifest for one in again.formats.values()] == [one.manifest for one in made.formats.values()]
+    assert [one.manifest for one in again.formats.values()] == [
+        one.manifest for one in made.formats.values()
+    ]
 
 
-def test_experts_that_formats_order_differently(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_that_formats_order_differently(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     source, formats = tiny_model("mixtral"), ("compressed-tensors", "mlx", "gguf")
     options: dict[str, Any] = {"method": "rtn", "source_check": False}
     quantkit.quantize(source, tmp_path / "out", "int8", to=formats, **options)
@@ -114,14 +137,23 @@ def test_experts_that_formats_order_differently(tiny_model: Callable[[str], Path
     [("rtn", "quantize", 0.5), ("gptq", "quantize", 0.4), ("gptq", "gate of awq", 0.0)],
 )
 def test_a_killed_run_resumes_to_the_same_bytes(
-    job: str, phase: str, share: float, source: Path, alone: dict[str, dict[str, dict[str, bytes]]], tmp_path: Path
+    job: str,
+    phase: str,
+    share: float,
+    source: Path,
+    alone: dict[str, dict[str, dict[str, bytes]]],
+    tmp_path: Path,
 ) -> None:
     dst = tmp_path / "out"
-    child = forked.python(CHILD, source, dst, phase, str(share), ",".join(FORMATS), json.dumps(JOBS[job]))
+    child = forked.python(
+        CHILD, source, dst, phase, str(share), ",".join(FORMATS), json.dumps(JOBS[job])
+    )
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert not dst.exists()
     for path in partial(dst), partial(dst) / "gptq":
-        with pytest.raises(CheckpointError, match="is not a model yet but what an unfinished run of quantize left"):
+        with pytest.raises(
+            CheckpointError, match="is not a model yet but what an unfinished run of quantize left"
+        ):
             quantkit.inspect(path)
     with pytest.raises(ResumeError, match="other inputs or options"):
         _several(source, dst, job, to=FORMATS[1:], resume=True)
@@ -131,7 +163,10 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
 
 def test_a_layer_that_only_some_formats_have_is_solved_again(
-    source: Path, alone: dict[str, dict[str, dict[str, bytes]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    alone: dict[str, dict[str, dict[str, bytes]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from quantkit.jobs.output import Writer
 
@@ -163,7 +198,11 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
     ],
 )
 def test_what_a_format_cannot_hold_is_found_before_anything_is_solved(
-    options: dict[str, Any], named: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    named: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GptqSettings, "draw", _not_reached)
     with pytest.raises(UnsupportedError, match=named):
@@ -177,10 +216,14 @@ def test_shapes_and_files_that_a_format_cannot_hold_are_found_before_anything_is
     monkeypatch.setattr(GptqSettings, "draw", _not_reached)
     odd = oracle.save(oracle.make("llama", intermediate_size=36).bfloat16(), tmp_path / "odd")
     for to in ("awq", ["awq", "gptq"]):
-        with pytest.raises(UnsupportedError, match=r"(awq|gptq) does not hold 'model.layers.0.mlp.gate_proj'"):
+        with pytest.raises(
+            UnsupportedError, match=r"(awq|gptq) does not hold 'model.layers.0.mlp.gate_proj'"
+        ):
             quantkit.quantize(odd, tmp_path / "out", "int4-g32", to=to)  # type: ignore[arg-type]
     bare = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
-    code, _, err = run(capfd, "quantize", bare, tmp_path / "out", "--scheme", "int8", "--to", "gptq,gguf")
+    code, _, err = run(
+        capfd, "quantize", bare, tmp_path / "out", "--scheme", "int8", "--to", "gptq,gguf"
+    )
     assert code == 4
     assert "gguf: the source has no tokenizer" in err
     assert {path.name for path in tmp_path.iterdir()} == {"odd", "bare"}
@@ -200,13 +243,24 @@ def _not_reached(*_: object, **__: object) -> Any:
         ({"to": 3}, "`to` is of the wrong type"),
         ({"to": ("gptq", 3)}, "`to` is of the wrong type"),
         ({"to": ("gptq", "awq"), "dst": "out.gguf"}, "the destination is a GGUF file by its name"),
-        ({"to": ("gptq", "awq"), "scheme": None, "target_bits": 4.5}, "`target_bits` goes with one format"),
-        ({"to": ("gptq", "awq"), "scheme": None, "max_size": 10**6}, "`max_size` goes with one format"),
-        ({"to": ("compressed-tensors", "awq"), "tensors_only": True}, "`tensors_only=True` goes with"),
+        (
+            {"to": ("gptq", "awq"), "scheme": None, "target_bits": 4.5},
+            "`target_bits` goes with one format",
+        ),
+        (
+            {"to": ("gptq", "awq"), "scheme": None, "max_size": 10**6},
+            "`max_size` goes with one format",
+        ),
+        (
+            {"to": ("compressed-tensors", "awq"), "tensors_only": True},
+            "`tensors_only=True` goes with",
+        ),
         ({"to": ("compressed-tensors", "awq"), "via": "transformers"}, "`to` does not go with"),
     ],
 )
-def test_requests_that_make_no_sense(options: dict[str, Any], expected: str, source: Path, tmp_path: Path) -> None:
+def test_requests_that_make_no_sense(
+    options: dict[str, Any], expected: str, source: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / options.pop("dst", "out")
     with pytest.raises(RequestError, match=expected):
         quantkit.quantize(source, dst, **{"scheme": "int4-g32", **options})
@@ -219,15 +273,25 @@ def test_a_list_of_one_format_is_that_format(source: Path, tmp_path: Path) -> No
 
 
 def test_the_plan_counts_all_formats(source: Path, tmp_path: Path) -> None:
-    plans = {to: quantkit.plan.quantize(source, tmp_path / "out", "int4-g32", to=to) for to in (*FORMATS, FORMATS)}
+    plans = {
+        to: quantkit.plan.quantize(source, tmp_path / "out", "int4-g32", to=to)
+        for to in (*FORMATS, FORMATS)
+    }
     whole = plans.pop(FORMATS)
     assert whole.disk_bytes == sum(one.disk_bytes for one in plans.values())
-    assert [step for step in whole.steps if "gate" in step] == [f"gate of {name}" for name in FORMATS]
+    assert [step for step in whole.steps if "gate" in step] == [
+        f"gate of {name}" for name in FORMATS
+    ]
     assert whole.seconds < sum(one.seconds for one in plans.values())
 
 
-def test_another_set_of_formats_is_another_result(source: Path, tmp_path: Path, capfd: Capture) -> None:
-    dst, options = tmp_path / "out", ("--scheme", "int8", "--no-source-check", "--if-exists", "skip")
+def test_another_set_of_formats_is_another_result(
+    source: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    dst, options = (
+        tmp_path / "out",
+        ("--scheme", "int8", "--no-source-check", "--if-exists", "skip"),
+    )
     assert run(capfd, "quantize", source, dst, *options, "--to", "gptq,mlx")[0] == 0
     for to in ("gptq", "gptq,mlx,gguf", "gptq,gguf"):
         code, _, err = run(capfd, "quantize", source, dst, *options, "--to", to)
@@ -237,7 +301,12 @@ def test_another_set_of_formats_is_another_result(source: Path, tmp_path: Path, 
         0,
         f"{dst} exists already, from the same inputs and options",
     )
-    for command in (("verify", dst), ("inspect", dst), ("generate", dst, "--prompt", "x"), ("doctor", dst)):
+    for command in (
+        ("verify", dst),
+        ("inspect", dst),
+        ("generate", dst, "--prompt", "x"),
+        ("doctor", dst),
+    ):
         code, out, err = run(capfd, *command)
         assert code in (3, 12)
         assert re.search("gptq, .*mlx", out + err)

@@ -1,4 +1,6 @@
-"""Files next to the weights: jobs refuse damaged ones before they begin, and name those that they do not carry over."""
+"""Files next to the weights: jobs refuse damaged ones before they begin, and name those that
+they do not carry over.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def _require_refused(source: Path, name: str, **options: Any) -> CheckpointError:
-    """Require that the jobs refuse a source because of a file, and write nothing; return the error."""
+    """Require that the jobs refuse a source because of a file, and write nothing; return the
+    error.
+    """
     target = source.with_name("dst")
     errors = []
     jobs: list[Callable[[], object]] = [
@@ -77,7 +81,9 @@ def _put_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COPIED)
-@pytest.mark.parametrize("put", [_put_dangling_link, _put_pointer, _put_nothing, Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    "put", [_put_dangling_link, _put_pointer, _put_nothing, Path.mkdir, os.mkfifo]
+)
 def test_what_is_no_file_is_refused(source: Path, name: str, put: Callable[[Path], object]) -> None:
     (source / name).unlink(missing_ok=True)
     put(source / name)
@@ -105,7 +111,9 @@ def test_what_is_no_file_is_refused(source: Path, name: str, put: Callable[[Path
 )
 def test_damage_is_refused_before_the_job_begins(source: Path, name: str, content: bytes) -> None:
     if name == SETTINGS:
-        (source / "chat_template.jinja").unlink(missing_ok=True)  # it would hide the one in the settings
+        (source / "chat_template.jinja").unlink(
+            missing_ok=True
+        )  # it would hide the one in the settings
     (source / name).write_bytes(content)
     _require_refused(source, name)
     assert quantkit.diagnose(source).broken
@@ -115,7 +123,9 @@ def test_a_requested_template_replaces_a_damaged_one(source: Path) -> None:
     (source / "chat_template.jinja").write_text("{% if %}")
     template = source.with_name("good.jinja")
     template.write_text("{{ messages[0].content }}")
-    made = quantkit.convert(source, source.with_name("dst"), template=str(template), source_check=False).path
+    made = quantkit.convert(
+        source, source.with_name("dst"), template=str(template), source_check=False
+    ).path
     assert (made / "chat_template.jinja").read_text() == template.read_text()
 
 
@@ -123,7 +133,10 @@ def test_a_requested_template_replaces_a_damaged_one(source: Path) -> None:
 def test_files_copied_for_a_model_that_is_not_known_are_read(source: Path, name: str) -> None:
     build.edit(source, "config.json", model_type="nobody_knows")
     (source / name).write_text("{%")
-    for job in (quantkit.convert, lambda *paths, **options: quantkit.quantize(*paths, "int8", **options)):
+    for job in (
+        quantkit.convert,
+        lambda *paths, **options: quantkit.quantize(*paths, "int8", **options),
+    ):
         with pytest.raises(CheckpointError) as caught:
             job(source, source.with_name("dst"), tensors_only=True)  # type: ignore[operator]
         assert caught.value.path == source / name
@@ -157,7 +170,9 @@ ACCEPTED_BY_GENERATION: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", REFUSED_BY_GENERATION)
-def test_generation_settings_that_transformers_refuses_are_refused(source: Path, settings: dict[str, Any]) -> None:
+def test_generation_settings_that_transformers_refuses_are_refused(
+    source: Path, settings: dict[str, Any]
+) -> None:
     (source / GENERATION).write_text(json.dumps(settings))
     with pytest.raises(Exception):  # noqa: B017, PT011 (of whatever type transformers happens to raise)
         GenerationConfig.from_pretrained(source)
@@ -166,7 +181,9 @@ def test_generation_settings_that_transformers_refuses_are_refused(source: Path,
 
 
 @pytest.mark.parametrize("settings", ACCEPTED_BY_GENERATION)
-def test_generation_settings_that_transformers_accepts_are_accepted(source: Path, settings: dict[str, Any]) -> None:
+def test_generation_settings_that_transformers_accepts_are_accepted(
+    source: Path, settings: dict[str, Any]
+) -> None:
     (source / GENERATION).write_text(json.dumps(settings))
     GenerationConfig.from_pretrained(source)
     require_valid(source)
@@ -174,11 +191,17 @@ def test_generation_settings_that_transformers_accepts_are_accepted(source: Path
 
 TOKEN = {"content": "<a>", "__type": "AddedToken"}
 REFUSED_BY_TOKENIZER: list[tuple[str, dict[str, Any]]] = [
-    *[(SETTINGS, {"additional_special_tokens": tokens}) for tokens in (5, "x", ["<a>", 5], [{"content": "<a>"}])],
+    *[
+        (SETTINGS, {"additional_special_tokens": tokens})
+        for tokens in (5, "x", ["<a>", 5], [{"content": "<a>"}])
+    ],
     *[(SETTINGS, {"extra_special_tokens": tokens}) for tokens in (5, {"a": 5})],
     *[(SETTINGS, {"eos_token": token}) for token in (5, ["x"], {"content": 5}, {"content": "<a>"})],
     (SETTINGS, {"mask_token": 5}),
-    *[(SETTINGS, {"added_tokens_decoder": tokens}) for tokens in (5, {"x": {"content": "a"}}, {"5": 5})],
+    *[
+        (SETTINGS, {"added_tokens_decoder": tokens})
+        for tokens in (5, {"x": {"content": "a"}}, {"5": 5})
+    ],
     (SETTINGS, {"added_tokens_decoder": {"5": {"content": "<a>", "special": "x"}}}),
     (SETTINGS, {"model_max_length": "x"}),
     (SETTINGS, {"padding_side": "up"}),
@@ -303,7 +326,9 @@ def test_all_layouts_of_the_hub_cache_are_read(source: Path, layout: str) -> Non
     assert (made / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize("target", ["blobs/" + "a" * 40, "models--x/blobs/id_rsa", "models--x/" + "a" * 64])
+@pytest.mark.parametrize(
+    "target", ["blobs/" + "a" * 40, "models--x/blobs/id_rsa", "models--x/" + "a" * 64]
+)
 def test_other_files_are_not_taken_for_blobs(tmp_path: Path, target: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -315,7 +340,12 @@ def test_other_files_are_not_taken_for_blobs(tmp_path: Path, target: str) -> Non
 
 
 def test_one_note_names_every_file_that_is_not_carried(source: Path) -> None:
-    for name in ("preprocessor_config.json", "notes.pdf", "optimizer-00001-of-00002.pt", "optimizer-00002-of-00002.pt"):
+    for name in (
+        "preprocessor_config.json",
+        "notes.pdf",
+        "optimizer-00001-of-00002.pt",
+        "optimizer-00002-of-00002.pt",
+    ):
         (source / name).write_text("{}")
     for name in ("README.md", "LICENSE", ".gitattributes", "quantkit.json"):
         (source / name).write_text("")
@@ -325,7 +355,13 @@ def test_one_note_names_every_file_that_is_not_carried(source: Path) -> None:
     converted = quantkit.convert(source, source.with_name("dst"), source_check=False)
     (note,) = [note for note in converted.notes if "not copied" in note]
     listed = note.partition("not copied: ")[2].partition(";")[0].split(", ")
-    expected = ["README.md", "notes.pdf", "onnx/", "optimizer-*-of-00002.pt", "preprocessor_config.json"]
+    expected = [
+        "README.md",
+        "notes.pdf",
+        "onnx/",
+        "optimizer-*-of-00002.pt",
+        "preprocessor_config.json",
+    ]
     assert listed == expected
     assert not {path.name for path in converted.path.iterdir()} & set(expected)
 
@@ -336,7 +372,9 @@ def test_nothing_is_noted_if_all_files_are_carried(source: Path) -> None:
 
 
 def test_an_embedding_model_is_refused_by_name(source: Path) -> None:
-    modules = [{"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    modules = [
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    ]
     (source / "modules.json").write_text(json.dumps(modules))
     (source / "1_Pooling").mkdir()
     for job in (

@@ -1,4 +1,6 @@
-"""Models of any architecture by their tensors alone: rounded, converted, verified, carried bit for bit; never run."""
+"""Models of any architecture by their tensors alone: rounded, converted, verified, carried bit
+for bit; never run.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import linear_columns, parameters
-from quantkit.errors import CheckpointError, NonFiniteError, QualityError, RequestError, UnsupportedError
+from quantkit.errors import (
+    CheckpointError,
+    NonFiniteError,
+    QualityError,
+    RequestError,
+    UnsupportedError,
+)
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.weights_only import COMPARED
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.linears import with_linears
 
 TRANSFORMERS = importlib.metadata.version("transformers")
-KEPT_CONFIG = {"model_type": "nobody_knows", "custom": {"deep": [1, 2.5, None]}, "torch_dtype": "float32"}
+KEPT_CONFIG = {
+    "model_type": "nobody_knows",
+    "custom": {"deep": [1, 2.5, None]},
+    "torch_dtype": "float32",
+}
 
 
 def _folder(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
@@ -66,7 +78,11 @@ def _require_carried(made: Path, source: dict[str, Tensor], quantized: set[str])
     found: dict[str, Tensor] = {}
     for file in made.glob("*.safetensors"):
         found |= load_file(file)
-    kept = {name: tensor for name, tensor in source.items() if name.removesuffix(".weight") not in quantized}
+    kept = {
+        name: tensor
+        for name, tensor in source.items()
+        if name.removesuffix(".weight") not in quantized
+    }
     parts = {name for name in found if name.rpartition(".weight_")[0] in quantized}
     assert set(found) - parts == set(kept)
     for name, tensor in kept.items():
@@ -81,7 +97,9 @@ def test_an_unknown_architecture_is_refused_with_the_flag_in_the_hint(tmp_path: 
         lambda: quantkit.convert(source, tmp_path / "dst"),
         lambda: quantkit.quantize(source, tmp_path / "dst", "int8"),
     ):
-        with pytest.raises(UnsupportedError, match=r"architecture is not supported.*`tensors_only=True`"):
+        with pytest.raises(
+            UnsupportedError, match=r"architecture is not supported.*`tensors_only=True`"
+        ):
             job()
 
 
@@ -93,15 +111,22 @@ def test_linears_are_rounded_and_everything_else_is_carried_bit_for_bit(tmp_path
     (source / "modeling_custom.py").write_text("raise SystemExit")
     made = quantkit.quantize(source, tmp_path / "dst", "int4-g32", method="rtn", tensors_only=True)
     quantized = {
-        "net.layers.0.attn.q_proj", "net.layers.0.mlp.experts.3.w1", "net.layers.1.odd näme/with spaces.w2",
-    }  # fmt: skip
-    assert set(quantkit.inspect(made.path).tensors) == {"int4-g32", *(str(t.dtype)[6:] for t in tensors.values())}
+        "net.layers.0.attn.q_proj",
+        "net.layers.0.mlp.experts.3.w1",
+        "net.layers.1.odd näme/with spaces.w2",
+    }
+    assert set(quantkit.inspect(made.path).tensors) == {
+        "int4-g32",
+        *(str(t.dtype)[6:] for t in tensors.values()),
+    }
     _require_carried(made.path, tensors, quantized)
     config = json.loads((made.path / "config.json").read_text())
     settings = config.pop("quantization_config")
     assert config == KEPT_CONFIG
     (group,) = settings["config_groups"].values()
-    assert set(group["targets"]) == quantized  # not of a class: nobody knows which modules its readers have
+    assert (
+        set(group["targets"]) == quantized
+    )  # not of a class: nobody knows which modules its readers have
     assert {f"net.layers.1.moe.experts.{n}.gate_proj" for n in range(4)} <= set(settings["ignore"])
     assert {"preprocessor_config.json", "vocab.txt"} <= {path.name for path in made.path.iterdir()}
     assert not list(made.path.glob("*.py"))
@@ -112,10 +137,15 @@ def test_linears_are_rounded_and_everything_else_is_carried_bit_for_bit(tmp_path
     assert made.manifest["linears_by"] == "names"
     recorded = {module: one for module, one in made.manifest["modules"].items() if one["scheme"]}
     assert set(recorded) == quantized
-    assert set(made.manifest["carried"]) == {n for n in tensors if n.removesuffix(".weight") not in quantized}
+    assert set(made.manifest["carried"]) == {
+        n for n in tensors if n.removesuffix(".weight") not in quantized
+    }
     assert set(made.manifest["carried"].values()) == {"bit for bit"}
     for module, record in recorded.items():
-        weight, found = tensors[f"{module}.weight"], open_checkpoint(made.path).load(f"{module}.weight")
+        weight, found = (
+            tensors[f"{module}.weight"],
+            open_checkpoint(made.path).load(f"{module}.weight"),
+        )
         assert isinstance(found, QuantTensor)
         error = (found.dequantize() - weight).norm() / weight.norm()
         assert record["relative_error"] == pytest.approx(error.item(), rel=1e-3)
@@ -127,22 +157,33 @@ def test_a_result_is_verified_alone_and_against_its_source(tmp_path: Path) -> No
     alone = quantkit.verify(made)
     assert alone.ok
     assert any(COMPARED in line for line in alone.lines())
-    for pair in ((made, source), (source, made)):  # nobody has to say that the source is one of these
+    for pair in (
+        (made, source),
+        (source, made),
+    ):  # nobody has to say that the source is one of these
         report = quantkit.verify(*pair)
         assert report.verdict.name == "WITHIN_BOUND"
         assert len(report.differing) == 3
-        assert f"{COMPARED}: transformers does not know 'nobody_knows', as of version {TRANSFORMERS}" in report.lines()
+        assert (
+            f"{COMPARED}: transformers does not know 'nobody_knows', as of version {TRANSFORMERS}"
+            in report.lines()
+        )
     copy = quantkit.convert(source, tmp_path / "copy", tensors_only=True).path
     assert quantkit.verify(copy, source).same
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ids", torch.tensor([[2**40 + 1, -1]])), ("flags", torch.tensor([True, True]))]
+    ("name", "value"),
+    [("ids", torch.tensor([[2**40 + 1, -1]])), ("flags", torch.tensor([True, True]))],
 )
-def test_a_tensor_that_differs_is_found_whatever_its_type(name: str, value: Tensor, tmp_path: Path) -> None:
+def test_a_tensor_that_differs_is_found_whatever_its_type(
+    name: str, value: Tensor, tmp_path: Path
+) -> None:
     source = _folder(tmp_path / "src", _some())
     copy = quantkit.convert(source, tmp_path / "copy", tensors_only=True).path
-    other = _folder(tmp_path / "other", {**_some(), **load_file(source / "model.safetensors"), name: value})
+    other = _folder(
+        tmp_path / "other", {**_some(), **load_file(source / "model.safetensors"), name: value}
+    )
     report = quantkit.verify(copy, other)
     assert [one.name for one in report.differing] == [name]
     assert not report.ok
@@ -161,7 +202,8 @@ def test_an_error_that_is_not_the_manifests_is_a_problem(tmp_path: Path) -> None
     manifest["modules"]["net.layers.0.attn.q_proj"]["scheme"] = None
     path.write_text(json.dumps(manifest))
     with pytest.raises(
-        CheckpointError, match=r"scheme of 'net\.layers\.0\.attn\.q_proj' is not what the manifest says"
+        CheckpointError,
+        match=r"scheme of 'net\.layers\.0\.attn\.q_proj' is not what the manifest says",
     ):
         quantkit.verify(made)
 
@@ -170,7 +212,9 @@ def test_what_rounding_changes_too_much_keeps_its_floats(tmp_path: Path) -> None
     tensors = _some()
     flat = torch.zeros(16, 64)
     flat[:, 0] = 1.0
-    flat[:, 1:] = 0.06  # below half a step of int4, and together as large as the outlier: rounded away
+    flat[:, 1:] = (
+        0.06  # below half a step of int4, and together as large as the outlier: rounded away
+    )
     tensors["net.layers.0.attn.q_proj.weight"] = flat
     source = _folder(tmp_path / "flat", tensors)
     made = quantkit.quantize(source, tmp_path / "kept", "int4-g64", method="rtn", tensors_only=True)
@@ -178,7 +222,11 @@ def test_what_rounding_changes_too_much_keeps_its_floats(tmp_path: Path) -> None
     assert record["scheme"] is None
     assert "more than 0.25" in record["reason"]
     assert any("'net.layers.0.attn.q_proj' keeps its floats" in note for note in made.notes)
-    _require_carried(made.path, tensors, {"net.layers.0.mlp.experts.3.w1", "net.layers.1.odd näme/with spaces.w2"})
+    _require_carried(
+        made.path,
+        tensors,
+        {"net.layers.0.mlp.experts.3.w1", "net.layers.1.odd näme/with spaces.w2"},
+    )
     only = _folder(tmp_path / "only", {"a.q_proj.weight": flat})
     with pytest.raises(QualityError, match="rounding changes every linear layer too much"):
         quantkit.quantize(only, tmp_path / "none", "int4-g64", method="rtn", tensors_only=True)
@@ -188,11 +236,15 @@ def test_recipes_name_modules_and_heads(tmp_path: Path) -> None:
     tensors = _some()
     source = _folder(tmp_path / "src", tensors)
     int8, int4 = quantkit.QuantScheme.parse("int8"), quantkit.QuantScheme.parse("int4-g32")
-    recipe = quantkit.Recipe(int4, (quantkit.Override("lm_head", int8), quantkit.Override("*.experts.*", None)))
+    recipe = quantkit.Recipe(
+        int4, (quantkit.Override("lm_head", int8), quantkit.Override("*.experts.*", None))
+    )
     made = quantkit.quantize(source, tmp_path / "dst", recipe, method="rtn", tensors_only=True)
     assert made.schemes == {"int4-g32": 2, "int8": 1}
     _require_carried(
-        made.path, tensors, {"lm_head", "net.layers.0.attn.q_proj", "net.layers.1.odd näme/with spaces.w2"}
+        made.path,
+        tensors,
+        {"lm_head", "net.layers.0.attn.q_proj", "net.layers.1.odd näme/with spaces.w2"},
     )
     with pytest.raises(RequestError, match="pattern matches no linear layer"):
         quantkit.quantize(source, tmp_path / "x", "int8", tensors_only=True, keep="net.layers.7.*")
@@ -203,7 +255,9 @@ def test_nothing_that_needs_to_run_it_does(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Some text. " * 100)
     with pytest.raises(UnsupportedError, match="cannot be calibrated"):
-        quantkit.quantize(source, tmp_path / "x", "int8", tensors_only=True, method="gptq", calibration=text)
+        quantkit.quantize(
+            source, tmp_path / "x", "int8", tensors_only=True, method="gptq", calibration=text
+        )
     with pytest.raises(RequestError, match='`tensors_only=True` does not go with `to="meta"`'):
         quantkit.convert(source, tmp_path / "x", to="meta", tensors_only=True)
     with pytest.raises(RequestError, match="exclude each other"):
@@ -239,7 +293,9 @@ def test_floats_take_another_type_and_others_do_not(tmp_path: Path) -> None:
     made = quantkit.convert(source, tmp_path / "dst", dtype="bf16", tensors_only=True)
     found = load_file(made.path / "model.safetensors")
     for name, tensor in tensors.items():
-        assert found[name].dtype == (torch.bfloat16 if tensor.dtype == torch.float32 else tensor.dtype)
+        assert found[name].dtype == (
+            torch.bfloat16 if tensor.dtype == torch.float32 else tensor.dtype
+        )
     written = json.loads((made.path / "config.json").read_text())
     assert written["torch_dtype"] == written["text_config"]["dtype"] == "bfloat16"
     assert made.manifest["carried"]["scalar"] == "cast to bfloat16"
@@ -248,7 +304,12 @@ def test_floats_take_another_type_and_others_do_not(tmp_path: Path) -> None:
 
 def test_bin_files_with_shared_and_turned_tensors(tmp_path: Path) -> None:
     weight = torch.randn(16, 32)
-    tensors = {"a.q_proj.weight": weight, "b.q_proj.weight": weight, "c.w1.weight": torch.randn(32, 8).t(), "n": weight}
+    tensors = {
+        "a.q_proj.weight": weight,
+        "b.q_proj.weight": weight,
+        "c.w1.weight": torch.randn(32, 8).t(),
+        "n": weight,
+    }
     folder = tmp_path / "src"
     folder.mkdir()
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -290,8 +351,12 @@ def test_plan_reports_such_models_too(tmp_path: Path) -> None:
     assert quantkit.plan.convert(source, tmp_path / "dst", tensors_only=True).disk_bytes > 0
 
 
-def test_linears_are_reported_by_names_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_checkpoint(_folder(tmp_path / "src", _some(), {"model_type": "deepseek_v3"}), tensors_only=True)
+def test_linears_are_reported_by_names_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint(
+        _folder(tmp_path / "src", _some(), {"model_type": "deepseek_v3"}), tensors_only=True
+    )
     real = importlib.import_module
 
     def missing(name: str, package: str | None = None) -> Any:
@@ -307,7 +372,9 @@ def test_linears_are_reported_by_names_without_transformers(tmp_path: Path, monk
 
 
 def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that grows with the square of their number would never end on DeepSeek V3: names are counted, not time."""
+    """Work that grows with the square of their number would never end on DeepSeek V3: names are
+    counted, not time.
+    """
     from quantkit.architectures.families import opaque
 
     requested = 0
@@ -329,7 +396,11 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("family", ["mixtral", "phi3"])
 def test_a_model_that_runs_is_verified_as_it_was_made(family: str, tmp_path: Path) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {"pad_token_id": 0}
+    experts = (
+        {"num_local_experts": 4, "num_experts_per_tok": 2}
+        if family == "mixtral"
+        else {"pad_token_id": 0}
+    )
     source = oracle.save(oracle.make(family, num_hidden_layers=1, **experts), tmp_path / "src")
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
     assert quantkit.verify(made).ok
@@ -342,12 +413,29 @@ def test_a_model_that_runs_is_verified_as_it_was_made(family: str, tmp_path: Pat
     assert "was taken by its tensors only" in " ".join((made / "README.md").read_text().split())
 
 
-def test_linears_with_as_many_rows_as_experts_are_linears_and_routers_are_not(tmp_path: Path) -> None:
+def test_linears_with_as_many_rows_as_experts_are_linears_and_routers_are_not(
+    tmp_path: Path,
+) -> None:
     config = {**KEPT_CONFIG, "num_experts": 32}
-    linears = ["l.mlp.gate_proj", "l.mlp.experts.0.gate_proj", "l.mlp.gate_up_proj", "l.mlp.w1", "l.mlp.up_proj"]
-    routers = ["l.mlp.gate", "l.mlp.router", "l.mlp.router.wi", "l.mlp.gate.wg", "l.mlp.wg", "l.mlp.gating"]
+    linears = [
+        "l.mlp.gate_proj",
+        "l.mlp.experts.0.gate_proj",
+        "l.mlp.gate_up_proj",
+        "l.mlp.w1",
+        "l.mlp.up_proj",
+    ]
+    routers = [
+        "l.mlp.gate",
+        "l.mlp.router",
+        "l.mlp.router.wi",
+        "l.mlp.gate.wg",
+        "l.mlp.wg",
+        "l.mlp.gating",
+    ]
     tensors = {f"{name}.weight": torch.randn(32, 64) for name in [*linears, *routers]}
-    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    made = quantkit.quantize(
+        _folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True
+    )
     assert {name for name, one in made.manifest["modules"].items() if one["scheme"]} == set(linears)
 
 
@@ -361,11 +449,20 @@ def test_matrices_that_stay_floats_are_named_with_their_share(tmp_path: Path) ->
         "model.layers.2.eh_proj.weight": torch.randn(32, 64),
     }
     config = {**KEPT_CONFIG, "num_hidden_layers": 2}
-    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    made = quantkit.quantize(
+        _folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True
+    )
     (note,) = (note for note in made.notes if "kept as they are" in note)
-    names = "(model.layers.*.block_sparse_moe.input_linear.weight, model.layers.*.ffn.experts.mlp.w1)"
-    assert f"other matrices: 12.29K parameters in 2 tensors {names}, 55.0% of the parameters" in note
-    assert "further layers for prediction: 2.05K parameters in 1 tensor (model.layers.*.eh_proj.weight)" in note
+    names = (
+        "(model.layers.*.block_sparse_moe.input_linear.weight, model.layers.*.ffn.experts.mlp.w1)"
+    )
+    assert (
+        f"other matrices: 12.29K parameters in 2 tensors {names}, 55.0% of the parameters" in note
+    )
+    assert (
+        "further layers for prediction: 2.05K parameters in 1 tensor"
+        " (model.layers.*.eh_proj.weight)" in note
+    )
     assert "embed" not in note
     assert "conv" not in note
 
@@ -373,8 +470,12 @@ def test_matrices_that_stay_floats_are_named_with_their_share(tmp_path: Path) ->
 def test_a_linear_with_nan_is_refused_with_a_hint_that_helps(tmp_path: Path) -> None:
     weight = torch.randn(8, 32)
     weight[0, 0] = torch.nan
-    source = _folder(tmp_path / "src", {"l.q_proj.weight": torch.randn(8, 32), "l.k_proj.weight": weight})
-    with pytest.raises(NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it as it is'):
+    source = _folder(
+        tmp_path / "src", {"l.q_proj.weight": torch.randn(8, 32), "l.k_proj.weight": weight}
+    )
+    with pytest.raises(
+        NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it as it is'
+    ):
         quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, allow_nonfinite=True)
     options: Any = {"tensors_only": True, "allow_nonfinite": True, "keep": "l.k_proj"}
     assert quantkit.quantize(source, tmp_path / "dst", "int8", **options).schemes == {"int8": 1}
@@ -398,10 +499,14 @@ def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -
         quantkit.verify(made)
 
 
-def test_the_model_card_of_zero_points_names_no_reader_that_does_not_load_them(tmp_path: Path) -> None:
+def test_the_model_card_of_zero_points_names_no_reader_that_does_not_load_them(
+    tmp_path: Path,
+) -> None:
     source = _folder(tmp_path / "src", _some())
     for scheme in ("int4-g32", "int4-g32-asym"):
-        made = quantkit.quantize(source, tmp_path / scheme, scheme, method="rtn", tensors_only=True).path
+        made = quantkit.quantize(
+            source, tmp_path / scheme, scheme, method="rtn", tensors_only=True
+        ).path
         readme = " ".join((made / "README.md").read_text().split())
         assert "Loading was not tried" in readme
         assert ("transformers" in readme.partition("## Use")[2]) == (scheme == "int4-g32")

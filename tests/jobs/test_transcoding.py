@@ -40,7 +40,9 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = oracle.make("llama", vocab_size=load_tokenizer(DEMO_MODEL).vocab_size, **SIZES).to(torch.bfloat16)
+    model = oracle.make("llama", vocab_size=load_tokenizer(DEMO_MODEL).vocab_size, **SIZES).to(
+        torch.bfloat16
+    )
     folder = oracle.save(model, tmp_path_factory.mktemp("floats") / "m")
     shutil.copyfile(DEMO_MODEL / "tokenizer.model", folder / "tokenizer.model")
     return folder
@@ -48,7 +50,9 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models in compressed-tensors as quantkit lays them out, every third of their scales negative."""
+    """Models in compressed-tensors as quantkit lays them out, every third of their scales
+    negative.
+    """
     made, base = {}, tmp_path_factory.mktemp("quantized")
     for scheme in ("int4-g32", "int4-g64", "int4-g128", "int4-g64-asym", "int8"):
         source = quantized(floats, base / f"{scheme}-source", QuantScheme.parse(scheme))
@@ -59,7 +63,9 @@ def folders(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def _change(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: change(name, tensor) for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        {name: change(name, tensor) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
 
 
@@ -68,10 +74,20 @@ def _manifest(folder: Path) -> Any:
 
 
 EXACT = [
-    ("int4-g32", "gptq"), ("int4-g64", "gptq"), ("int4-g128", "gptq"), ("int4-g64-asym", "gptq"), ("int8", "gptq"),
-    ("int4-g32", "awq"), ("int4-g128", "awq"), ("int4-g64-asym", "awq"), ("int4-g32", "mlx"), ("int4-g64", "mlx"),
-    ("int4-g128", "mlx"), ("int8", "mlx"), ("int8", "int-quantized"),
-]  # fmt: skip
+    ("int4-g32", "gptq"),
+    ("int4-g64", "gptq"),
+    ("int4-g128", "gptq"),
+    ("int4-g64-asym", "gptq"),
+    ("int8", "gptq"),
+    ("int4-g32", "awq"),
+    ("int4-g128", "awq"),
+    ("int4-g64-asym", "awq"),
+    ("int4-g32", "mlx"),
+    ("int4-g64", "mlx"),
+    ("int4-g128", "mlx"),
+    ("int8", "mlx"),
+    ("int8", "int-quantized"),
+]
 
 
 @pytest.mark.parametrize(("scheme", "to"), EXACT, ids=str)
@@ -85,7 +101,9 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     assert (there.exact.tensors, there.exact.equal) == (count, count)
     assert f"all {count} quantized tensors equal as numbers" in there.lines()[0]
     assert _manifest(tmp_path / "there")["exact"] == {"tensors": count, "equal": count, "floats": 7}
-    kept = quantkit.convert(tmp_path / "there", tmp_path / "kept", source_check=False)  # as it lies there
+    kept = quantkit.convert(
+        tmp_path / "there", tmp_path / "kept", source_check=False
+    )  # as it lies there
     assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == to
     quantkit.convert(tmp_path / "kept", tmp_path / "back", to=CT, source_check=False)
     for name in ("model.safetensors", "config.json"):
@@ -97,12 +115,17 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     assert found.verdict is Verdict.SAME
     assert found.lines()[:2] == [
         f"formats: {CT} ({scheme}) and {to} ({scheme})",
-        f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
+        (
+            f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their"
+            " codes"
+        ),
     ]
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64", "int4-g128", "int8"])
-def test_blocks_of_gguf_are_the_same_numbers(scheme: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_blocks_of_gguf_are_the_same_numbers(
+    scheme: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     source, file = folders[scheme], tmp_path / "there.gguf"
     there = quantkit.convert(source, file, source_check=False)
     assert there.exact is not None
@@ -111,8 +134,10 @@ def test_blocks_of_gguf_are_the_same_numbers(scheme: str, folders: dict[str, Pat
     assert set(map(str, schemes(open_checkpoint(file)).values())) == {in_blocks}
     assert json.loads((tmp_path / "there.gguf.quantkit.json").read_text())["exact"]["tensors"] == 14
     assert verify(source, file).verdict is Verdict.SAME
-    assert verify(file).lines()[1] == (
-        "when it was made it was compared with its source: all 14 quantized tensors equal as numbers"
+    assert (
+        verify(file).lines()[1]
+        == "when it was made it was compared with its source: all 14 quantized tensors equal as"
+        " numbers"
     )
     back = quantkit.convert(file, tmp_path / "back", source_check=False)
     assert open_checkpoint(back.path).method == CT
@@ -157,25 +182,40 @@ def test_scales_that_are_no_numbers_are_not_carried(
     _change(source, change)
     ways: list[dict[str, Any]] = [{"to": to} for to in (CT, "gptq", "mlx", "gguf")]
     for options in [*ways, {"to": "mlx", "requantize": True}]:
-        with pytest.raises(NonFiniteError, match=rf"tensor '{re.escape(DOWN)}\.weight' {problem}") as failed:
+        with pytest.raises(
+            NonFiniteError, match=rf"tensor '{re.escape(DOWN)}\.weight' {problem}"
+        ) as failed:
             quantkit.convert(source, tmp_path / "out", source_check=False, **options)
         assert failed.value.exit_code == 7
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
     if what != "overflow":
-        made = quantkit.convert(source, tmp_path / "out", to="gptq", source_check=False, allow_nonfinite=True)
+        made = quantkit.convert(
+            source, tmp_path / "out", to="gptq", source_check=False, allow_nonfinite=True
+        )
         assert made.exact is not None
         assert made.exact.equal == made.exact.tensors == 14
 
 
 @pytest.mark.parametrize(("scheme", "to", "reason", "headers_state", "by_scales"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
-    scheme: str, to: str, reason: str, headers_state: bool, by_scales: bool, folders: dict[str, Path], tmp_path: Path,
+    scheme: str,
+    to: str,
+    reason: str,
+    headers_state: bool,
+    by_scales: bool,
+    folders: dict[str, Path],
+    tmp_path: Path,
     capfd: Capture,
-) -> None:  # fmt: skip
+) -> None:
     for words in (("convert",), *([("plan", "convert")] if headers_state else [])):
-        code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check")
+        code, _, err = run(
+            capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check"
+        )
         assert code == 4
-        assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
+        assert (
+            f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}:"
+            f" {reason}" in err
+        )
         assert ("--requantize casts scales" in err) == by_scales
         assert ("--requantize rounds it anew" in err) != by_scales
     assert not list(tmp_path.iterdir())
@@ -195,8 +235,12 @@ def steep(folders: dict[str, Path], tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_scale_that_the_target_has_not_is_refused_and_leaves_nothing(steep: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=rf"'{DOWN}\.weight' cannot be held exactly as gptq: a scale is not"):
+def test_a_scale_that_the_target_has_not_is_refused_and_leaves_nothing(
+    steep: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"'{DOWN}\.weight' cannot be held exactly as gptq: a scale is not"
+    ):
         quantkit.convert(steep, tmp_path / "out", to="gptq", source_check=False)
     assert [path.name for path in tmp_path.iterdir()] == ["steep"]
 
@@ -207,7 +251,10 @@ def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_so
     requested = "--to", "gptq", "--requantize", "--no-source-check"
     code, out, err = run(capfd, "convert", steep, tmp_path / "out", *requested)
     assert code == 0, err
-    assert f"1 of 14 quantized tensors cannot be held exactly as gptq and are rounded anew to int4-g64 ('{DOWN}" in err
+    assert (
+        "1 of 14 quantized tensors cannot be held exactly as gptq and are rounded anew to int4-g64"
+        f" ('{DOWN}" in err
+    )
     assert "all 13 quantized tensors equal as numbers, 1 rounded anew, KL" in out
     made = _manifest(tmp_path / "out")
     assert made["exact"]["equal"] == 13
@@ -220,8 +267,12 @@ def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_so
     assert verify(steep, tmp_path / "out").verdict is Verdict.WITHIN_BOUND
 
 
-def test_leave_to_round_anew_changes_nothing_where_all_is_exact(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.convert(folders["int8"], tmp_path / "out", to="gptq", requantize=True, source_check=False)
+def test_leave_to_round_anew_changes_nothing_where_all_is_exact(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = quantkit.convert(
+        folders["int8"], tmp_path / "out", to="gptq", requantize=True, source_check=False
+    )
     assert any("`requantize=True` was not needed" in note for note in made.notes)
     assert made.exact is not None
     assert (made.exact.tensors, made.rounded, made.quality) == (14, 0, None)
@@ -238,7 +289,10 @@ def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_
     before = open_checkpoint(source)
     stored_as = before.info(name).stored_as
     assert stored_as is not None
-    with pytest.raises(UnsupportedError, match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize",
+    ):
         quantkit.convert(source, tmp_path / "out", to=CT, source_check=False)
     with pytest.raises(UnsupportedError, match=r"quantized already \(found gptq \(int4-g64"):
         quantkit.quantize(source, tmp_path / "out", "int8")
@@ -263,15 +317,27 @@ def test_a_result_that_is_not_its_source_is_a_failure_that_resume_checks_again(
     with monkeypatch.context() as patch:
         patch.setattr(GptqLinear, "decode", decoded)
         for resume in (False, True):
-            with pytest.raises(QuantkitError, match=r"q_proj\.weight' is not what the source holds") as failed:
-                quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False, resume=resume)
+            with pytest.raises(
+                QuantkitError, match=r"q_proj\.weight' is not what the source holds"
+            ) as failed:
+                quantkit.convert(
+                    folders["int4-g64"],
+                    tmp_path / "out",
+                    to="gptq",
+                    source_check=False,
+                    resume=resume,
+                )
             assert failed.value.exit_code == 1
             assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    assert quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False, resume=True).exact
+    assert quantkit.convert(
+        folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False, resume=True
+    ).exact
 
 
 @pytest.mark.parametrize("kind", ["act-order", "fp8", "bitsandbytes"])
-def test_what_is_read_as_floats_is_rounded_once(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_read_as_floats_is_rounded_once(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Of a model in bfloat16 float32 has more than bfloat16's numbers, and float16 other ones."""
     source, name = tmp_path / "source", f"{DOWN}.weight"
     expected = _read_as_floats(kind, folders["int4-g64"], source)
@@ -280,20 +346,26 @@ def test_what_is_read_as_floats_is_rounded_once(kind: str, folders: dict[str, Pa
     assert torch.equal(before, expected.bfloat16())
     assert not torch.equal(before.float(), expected)
     for dtype in ("fp32", "fp16"):
-        made = quantkit.convert(source, tmp_path / dtype, dequantize=True, dtype=dtype, source_check=False)  # type: ignore[arg-type]
+        made = quantkit.convert(
+            source, tmp_path / dtype, dequantize=True, dtype=dtype, source_check=False
+        )  # type: ignore[arg-type]
         found = load_file(made.path / "model.safetensors")[name]
         assert torch.equal(found, expected.to(found.dtype))
     model, _ = quantkit.load(source, dtype="fp32", device="cpu")
     assert torch.equal(model.get_parameter(name), expected)
     if kind == "act-order":
-        codes = quantkit.convert(source, tmp_path / "codes", to=CT, requantize=True, source_check=False)
+        codes = quantkit.convert(
+            source, tmp_path / "codes", to=CT, requantize=True, source_check=False
+        )
         value, rounded = (
             open_checkpoint(codes.path).load(name),
             round_to_nearest(expected, INT4, torch.bfloat16, column_kernels)[0],
         )
         assert isinstance(value, QuantTensor)
         assert equal_as_numbers(value, rounded)
-        assert not equal_as_numbers(value, round_to_nearest(before, INT4, torch.bfloat16, column_kernels)[0])
+        assert not equal_as_numbers(
+            value, round_to_nearest(before, INT4, torch.bfloat16, column_kernels)[0]
+        )
 
 
 def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:
@@ -301,7 +373,10 @@ def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     if kind == "act-order":
         quantkit.convert(codes, folder, to="gptq", source_check=False)
-        tensors, order = load_file(folder / "model.safetensors"), torch.randperm(256, generator=generator) // 64
+        tensors, order = (
+            load_file(folder / "model.safetensors"),
+            torch.randperm(256, generator=generator) // 64,
+        )
         tensors[f"{DOWN}.g_idx"] = order.to(torch.int32)
         value = open_checkpoint(codes).load(f"{DOWN}.weight")
         assert isinstance(value, QuantTensor)
@@ -319,7 +394,9 @@ def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:
         else:
             settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
             scale = torch.rand(len(weight), generator=generator)
-            tensors[f"{DOWN}.weight"] = torch.randint(-127, 128, weight.shape, generator=generator, dtype=torch.int8)
+            tensors[f"{DOWN}.weight"] = torch.randint(
+                -127, 128, weight.shape, generator=generator, dtype=torch.int8
+            )
             tensors[f"{DOWN}.SCB"] = scale
             expected = tensors[f"{DOWN}.weight"].float() * scale.unsqueeze(1) * (1 / 127)
         oracle.edit_json(folder / "config.json", quantization_config=settings)
@@ -328,11 +405,17 @@ def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", ["int4-g64-asym", "int8"])
-def test_dequantized_weights_are_rounded_once(scheme: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_dequantized_weights_are_rounded_once(
+    scheme: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     source = folders[scheme]
     quantkit.convert(source, tmp_path / "own", dequantize=True, source_check=False)
-    quantkit.convert(source, tmp_path / "wide", to="meta", dequantize=True, dtype="fp32", source_check=False)
-    before, own, wide = (open_checkpoint(path) for path in (source, tmp_path / "own", tmp_path / "wide"))
+    quantkit.convert(
+        source, tmp_path / "wide", to="meta", dequantize=True, dtype="fp32", source_check=False
+    )
+    before, own, wide = (
+        open_checkpoint(path) for path in (source, tmp_path / "own", tmp_path / "wide")
+    )
     assert schemes(own) == schemes(wide) == {}
     for module in schemes(before):
         value = before.load(f"{module}.weight")
@@ -349,7 +432,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("int8", {"to": "hf", "requantize": True}, '`requantize=True` does not go with `to="hf"`'),
     ("int8", {"dequantize": True, "requantize": True}, "exclude each other"),
     ("int8", {"to": "gptq", "dtype": "fp16"}, "it is written as another float type only"),
-    ("int8", {"to": "meta", "dequantize": True, "split_max_size": 1000}, "`mp` says how many files"),
+    (
+        "int8",
+        {"to": "meta", "dequantize": True, "split_max_size": 1000},
+        "`mp` says how many files",
+    ),
     ("int8", {"split_max_size": 0}, "`split_max_size` must be positive"),
     ("floats", {"to": "awq"}, "the source is not quantized"),
     ("floats", {"requantize": True}, "`requantize=True` is for a quantized source"),
@@ -358,7 +445,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("source", "options", "words"), WRONG, ids=str)
 def test_what_contradicts_itself_is_refused(
-    source: str, options: dict[str, Any], words: str, floats: Path, folders: dict[str, Path], tmp_path: Path
+    source: str,
+    options: dict[str, Any],
+    words: str,
+    floats: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     path = floats if source == "floats" else folders[source]
     for job in (quantkit.convert, quantkit.plan.convert):
@@ -368,22 +460,35 @@ def test_what_contradicts_itself_is_refused(
 
 
 @pytest.mark.parametrize("to", ["gptq", "awq"])
-def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_models_are_quantized_into_any_format(
+    to: str, floats: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
     made = quantkit.quantize(floats, tmp_path / "out", "int4-g64", method="rtn", to=to, **UNCHECKED)
     result = open_checkpoint(tmp_path / "out")
     assert result.method == to
     assert set(map(str, schemes(result).values())) == {"int4-g64"}
     assert f"--to {to}" in (tmp_path / "out" / "README.md").read_text()
-    assert {str(result.info(f"{module}.weight").dtype) for module in schemes(result)} == {"float16"}  # not bfloat16
+    assert {str(result.info(f"{module}.weight").dtype) for module in schemes(result)} == {
+        "float16"
+    }  # not bfloat16
     assert made.manifest["to"] == to
     assert all(one.rounding_kl is None for one in made.quality.texts)  # it is its own baseline
 
 
-@pytest.mark.parametrize(("to", "scheme"), [("gptq", "int4-g64-asym"), ("gguf", "int4-g64")], ids=str)
+@pytest.mark.parametrize(
+    ("to", "scheme"), [("gptq", "int4-g64-asym"), ("gguf", "int4-g64")], ids=str
+)
 def test_an_interrupted_solver_reads_back_what_it_has_written(
     to: str, scheme: str, floats: Path, tmp_path: Path
 ) -> None:
-    requested: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
+    requested: Any = {
+        "to": to,
+        "method": "gptq",
+        "calibration": EXCERPT,
+        "samples": 8,
+        "length": 64,
+        **UNCHECKED,
+    }
     quantkit.quantize(floats, tmp_path / "whole", scheme, **requested)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:
@@ -393,20 +498,28 @@ def test_an_interrupted_solver_reads_back_what_it_has_written(
     with pytest.raises(KeyboardInterrupt):
         quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **requested)
     quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **requested)
-    whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
+    whole, stopped = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED
+    )
     assert whole == stopped
 
 
-def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(floats: Path, tmp_path: Path) -> None:
+def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(
+    floats: Path, tmp_path: Path
+) -> None:
     for job in (quantkit.quantize, quantkit.plan.quantize):
-        with pytest.raises(UnsupportedError, match=r"awq does not hold int8: .* for 'model\.layers\.0\."):
+        with pytest.raises(
+            UnsupportedError, match=r"awq does not hold int8: .* for 'model\.layers\.0\."
+        ):
             job(floats, tmp_path / "out", "int8", to="awq")
         with pytest.raises(RequestError, match='`to="hf"` is a format of floats'):
             job(floats, tmp_path / "out", "int8", to="hf")
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_as_large_as_requested(folders: dict[str, Path], floats: Path, tmp_path: Path) -> None:
+def test_files_are_as_large_as_requested(
+    folders: dict[str, Path], floats: Path, tmp_path: Path
+) -> None:
     quantkit.convert(folders["int8"], tmp_path / "cut", split_max_size=60_000, source_check=False)
     quantkit.quantize(floats, tmp_path / "made", "int8", split_max_size=60_000, **UNCHECKED)
     for name in ("cut", "made"):
@@ -415,9 +528,15 @@ def test_files_are_as_large_as_requested(folders: dict[str, Path], floats: Path,
         assert sum(size > 62_000 for size in sizes) == 2  # embedding and head, alone
 
 
-def _weight(scheme: QuantScheme, rows: int = 5, columns: int = 128, dtype: torch.dtype = torch.float16) -> QuantTensor:
+def _weight(
+    scheme: QuantScheme, rows: int = 5, columns: int = 128, dtype: torch.dtype = torch.float16
+) -> QuantTensor:
     groups = scheme.groups(columns)
-    zero = None if scheme.symmetric else torch.randint(scheme.levels, (rows, groups), dtype=torch.uint8)
+    zero = (
+        None
+        if scheme.symmetric
+        else torch.randint(scheme.levels, (rows, groups), dtype=torch.uint8)
+    )
     codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8)
     return QuantTensor(codes, torch.randn(rows, groups).to(dtype), zero, scheme)
 
@@ -441,7 +560,9 @@ def test_weights_are_equal_as_numbers_in_whatever_groups_and_types(
     assert equal_as_numbers(wide, _in_groups(value, 8))
     middle = torch.full_like(value.scale, value.scheme.levels // 2, dtype=torch.uint8)
     if symmetric:
-        reported = QuantTensor(value.codes, value.scale, middle, QuantScheme(bits, group_size, False))
+        reported = QuantTensor(
+            value.codes, value.scale, middle, QuantScheme(bits, group_size, False)
+        )
         assert equal_as_numbers(value, reported)
     value.scale[0, 0] = 0.0
     negative = QuantTensor(value.codes.clone(), value.scale.clone(), value.zero, value.scheme)

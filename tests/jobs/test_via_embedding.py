@@ -1,4 +1,6 @@
-"""The embedding and the head of models that transformers runs, quantized: as for models with an own decoder."""
+"""The embedding and the head of models that transformers runs, quantized: as for models with an
+own decoder.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def made(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         dst = folder / "-".join([name, method, via, *options])
         return quantkit.quantize(sources[name], dst, "int4-g32", method=method, via=via, **given)
 
-    return lambda name, method="rtn", via="transformers", **options: quantized(name, method, via, **options)
+    return lambda name, method="rtn", via="transformers", **options: quantized(
+        name, method, via, **options
+    )
 
 
 def _embedding(folder: Path) -> QuantTensor:
@@ -77,8 +81,13 @@ def test_it_is_rounded_and_measured_as_by_the_own_decoder(name: str, made: Made)
     assert next(kls) == pytest.approx(next(kls), rel=0.01)
     assert own.embedding == other.embedding == "int8"
     assert own.manifest["modules"][EMBEDDING] == other.manifest["modules"][EMBEDDING]
-    groups = [json.loads((result.path / "config.json").read_text())["quantization_config"] for result in (own, other)]
-    assert [list(group["config_groups"].values())[-1]["targets"] for group in groups] == [["Embedding"]] * 2
+    groups = [
+        json.loads((result.path / "config.json").read_text())["quantization_config"]
+        for result in (own, other)
+    ]
+    assert [list(group["config_groups"].values())[-1]["targets"] for group in groups] == [
+        ["Embedding"]
+    ] * 2
     assert EMBEDDING not in groups[1]["ignore"]
     on_cpus = "" if name == "tied" else " on CPUs"
     assert any(note.endswith(f"{UNREAD}{on_cpus}; quantkit does") for note in other.notes)
@@ -99,22 +108,43 @@ def test_gptq_leaves_it_rounded_and_all_that_reads_the_result_reads_it(
     floats = quantkit.convert(result.path, tmp_path / "floats", dequantize=True, tensors_only=True)
     model = oracle.load(floats.path)
     assert torch.equal(model.get_input_embeddings().weight, expected.dequantize())
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (name == "tied")
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (
+        name == "tied"
+    )
 
 
-def test_a_head_is_solved_last_whatever_its_name(made: Made, tiny_model: Tiny, tmp_path: Path) -> None:
+def test_a_head_is_solved_last_whatever_its_name(
+    made: Made, tiny_model: Tiny, tmp_path: Path
+) -> None:
     records = made("qwen3_next", "gptq", head="int8").manifest["modules"]
     assert [records[name]["scheme"] for name in (EMBEDDING, "lm_head")] == ["int8", "int8"]
-    assert [records[name]["solver"] for name in (EMBEDDING, "lm_head")] == ["round-to-nearest", "gptq"]
-    given: dict[str, Any] = {"method": "rtn", "via": "transformers", "source_check": False, "head": "int8"}
+    assert [records[name]["solver"] for name in (EMBEDDING, "lm_head")] == [
+        "round-to-nearest",
+        "gptq",
+    ]
+    given: dict[str, Any] = {
+        "method": "rtn",
+        "via": "transformers",
+        "source_check": False,
+        "head": "int8",
+    }
     other = quantkit.quantize(tiny_model("gpt_neox"), tmp_path / "neox", "int4-g32", **given)
     assert other.manifest["modules"]["embed_out"]["scheme"] == "int8"
 
 
-def test_a_tied_head_has_the_embeddings_scheme(made: Made, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tied_head_has_the_embeddings_scheme(
+    made: Made, sources: dict[str, Path], tmp_path: Path
+) -> None:
     assert made("tied", head="int8").schemes == made("tied").schemes
-    given: dict[str, Any] = {"method": "rtn", "via": "transformers", "source_check": False, "head": "int8"}
-    with pytest.raises(RequestError, match=r"lm_head is tied to the embedding.*`embedding=\"int8\"` quantizes both"):
+    given: dict[str, Any] = {
+        "method": "rtn",
+        "via": "transformers",
+        "source_check": False,
+        "head": "int8",
+    }
+    with pytest.raises(
+        RequestError, match=r"lm_head is tied to the embedding.*`embedding=\"int8\"` quantizes both"
+    ):
         quantkit.quantize(sources["tied"], tmp_path / "dst", "int4-g32", **given)
     assert not list(tmp_path.iterdir())
 
@@ -127,12 +157,24 @@ def _refused(source: Path, dst: Path, message: str, **options: Any) -> None:
     assert not dst.exists()
 
 
-def test_what_does_not_fit_is_refused_by_name(sources: dict[str, Path], tiny_model: Tiny, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    sources: dict[str, Path], tiny_model: Tiny, tmp_path: Path
+) -> None:
     dst, keeps = tmp_path / "dst", "embedding of this model keeps its floats"
     expected = rf"expected one matrix, '{WEIGHT}'\); leave `embedding` out"
-    _refused(tiny_model("gpt_neox"), dst, rf"{keeps} \(found 'gpt_neox.embed_in.weight', {expected}")
+    _refused(
+        tiny_model("gpt_neox"), dst, rf"{keeps} \(found 'gpt_neox.embed_in.weight', {expected}"
+    )
     copied = oracle.copy(tiny_model("llama"), tmp_path / "copied")
     oracle.edit_json(copied / "config.json", tie_word_embeddings=True)
-    _refused(copied, dst, rf"{keeps} \(found lm_head.weight and {WEIGHT}, which are one in the model")
+    _refused(
+        copied, dst, rf"{keeps} \(found lm_head.weight and {WEIGHT}, which are one in the model"
+    )
     _refused(sources["llama"], dst, "cannot be quantized so", embedding="int4-g32")
-    _refused(sources["llama"], dst, "without a decoder here keeps its floats", tensors_only=True, via=None)
+    _refused(
+        sources["llama"],
+        dst,
+        "without a decoder here keeps its floats",
+        tensors_only=True,
+        via=None,
+    )

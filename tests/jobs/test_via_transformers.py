@@ -36,7 +36,9 @@ RUN_BY = f"transformers {transformers.__version__}"
 EXTRA = r"pip install 'quantkit\[transformers\]'"
 
 
-def _quantize(source: Path, dst: Path, method: str = "gptq", **options: Any) -> quantkit.QuantizeResult:
+def _quantize(
+    source: Path, dst: Path, method: str = "gptq", **options: Any
+) -> quantkit.QuantizeResult:
     samples = {"samples": 40, "length": 128} if method == "gptq" else {}
     given: dict[str, Any] = {"source_check": False, "method": method, **samples, **options}
     return quantkit.quantize(source, dst, "int4-g32", **given)
@@ -71,14 +73,18 @@ def made(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Made:
 def _loaded(folder: Path) -> Any:
     with warnings.catch_warnings(action="ignore"):
         settings = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-        made: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+        made: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **settings
+        )
     model, info = made
     assert not any(info.values()), info
     return model.eval()
 
 
 def _kl(source: Path, result: Path, texts: Tensor) -> float:
-    reference, own = (oracle.logits(one, texts).log_softmax(-1) for one in (oracle.load(source), _loaded(result)))
+    reference, own = (
+        oracle.logits(one, texts).log_softmax(-1) for one in (oracle.load(source), _loaded(result))
+    )
     return float((reference.exp() * (reference - own)).sum(-1).mean())
 
 
@@ -86,11 +92,15 @@ def _kl(source: Path, result: Path, texts: Tensor) -> float:
 def test_transformers_loads_the_result_and_it_loses_less_than_rounding(
     kind: str, tiny_model: Tiny, made: Made, texts: Tensor
 ) -> None:
-    solved, rounded = (_kl(tiny_model(kind), made(kind, method).path, texts) for method in ("gptq", "rtn"))
+    solved, rounded = (
+        _kl(tiny_model(kind), made(kind, method).path, texts) for method in ("gptq", "rtn")
+    )
     assert 0 < solved < rounded
     assert made(kind).schemes == made(kind, "rtn").schemes
     one, other = (made(kind, method).manifest["quality"]["texts"] for method in ("gptq", "rtn"))
-    assert [text["source_perplexity"] for text in one] == [text["source_perplexity"] for text in other]
+    assert [text["source_perplexity"] for text in one] == [
+        text["source_perplexity"] for text in other
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,14 +108,20 @@ def test_what_is_not_quantized_stays_bit_for_bit_and_what_ran_it_is_recorded(
     kind: str, tiny_model: Tiny, made: Made
 ) -> None:
     result = made(kind)
-    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_model(kind), result.path))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tiny_model(kind), result.path)
+    )
     packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
     assert len(packed) == sum(result.schemes.values()) > 0
-    kept = {name: value for name, value in before.items() if name.removesuffix(".weight") not in packed}
+    kept = {
+        name: value for name, value in before.items() if name.removesuffix(".weight") not in packed
+    }
     assert kept.keys() == {name for name in after if ".weight_" not in name}
     for name, value in kept.items():
         assert after[name].dtype == value.dtype
-        assert torch.equal(after[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            after[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        ), name
     manifest = json.loads((result.path / "quantkit.json").read_text())
     assert manifest["run_by"] == RUN_BY
     assert manifest["quality"]["passed"]
@@ -113,16 +129,31 @@ def test_what_is_not_quantized_stays_bit_for_bit_and_what_ran_it_is_recorded(
     assert {one["solver"] for one in manifest["modules"].values() if one["scheme"]} == {"gptq"}
 
 
-def test_a_family_with_a_decoder_loses_as_much_through_either(tiny_model: Tiny, made: Made, texts: Tensor) -> None:
-    own, other = (_kl(tiny_model("llama"), made("llama", via=via).path, texts) for via in ("own", "transformers"))
+def test_a_family_with_a_decoder_loses_as_much_through_either(
+    tiny_model: Tiny, made: Made, texts: Tensor
+) -> None:
+    own, other = (
+        _kl(tiny_model("llama"), made("llama", via=via).path, texts)
+        for via in ("own", "transformers")
+    )
     assert other == pytest.approx(own, rel=0.1)
 
 
 @pytest.mark.parametrize(("written", "left"), [(1, {"0", "1"}), (2, {"1"}), (3, set())])
 def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_bytes(
-    written: int, left: set[str], tiny_model: Tiny, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: int,
+    left: set[str],
+    tiny_model: Tiny,
+    made: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checkpoint, solve, dst, solved = Writer.checkpoint, GroupSolver.solve, tmp_path / "out", list[str]()
+    checkpoint, solve, dst, solved = (
+        Writer.checkpoint,
+        GroupSolver.solve,
+        tmp_path / "out",
+        list[str](),
+    )
     count = itertools.count(1)
 
     def stopped(self: Writer) -> None:
@@ -147,13 +178,18 @@ def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_by
 
 def test_spilling_everything_changes_no_byte(tiny_model: Tiny, made: Made, tmp_path: Path) -> None:
     scratch, files = partial(tmp_path / "out") / SCRATCH, [0]
-    given: dict[str, Any] = {"progress": lambda *_: files.append(len(list(scratch.glob("*")))), "activation_memory": 0}
+    given: dict[str, Any] = {
+        "progress": lambda *_: files.append(len(list(scratch.glob("*")))),
+        "activation_memory": 0,
+    }
     _quantize(tiny_model("mixtral"), tmp_path / "out", via="transformers", **given)
     assert max(files) > 1
     assert contents(tmp_path / "out") == contents(made("mixtral").path)
 
 
-def test_an_expert_that_gets_no_token_is_solved_for_all(tiny_model: Tiny, tmp_path: Path, texts: Tensor) -> None:
+def test_an_expert_that_gets_no_token_is_solved_for_all(
+    tiny_model: Tiny, tmp_path: Path, texts: Tensor
+) -> None:
     model, states = oracle.load(tiny_model("deepseek_v3")), list[Tensor]()
     model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[3] = -100
     source = oracle.save(model, tmp_path / "src")
@@ -165,17 +201,28 @@ def test_an_expert_that_gets_no_token_is_solved_for_all(tiny_model: Tiny, tmp_pa
     for method in ("gptq", "rtn"):
         options = {"via": "transformers", "keep": ["*.self_attn.*", "*.layers.0.*", "*shared*"]}
         made = _loaded(_quantize(source, tmp_path / method, method, **options).path)
-        weights = (one.get_parameter(f"{experts}.gate_up_proj").detach()[3] for one in (made, model))
+        weights = (
+            one.get_parameter(f"{experts}.gate_up_proj").detach()[3] for one in (made, model)
+        )
         errors.append((states[0] @ (next(weights) - next(weights)).t()).norm())
     assert errors[0] < errors[1]
 
 
-def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     made = _quantize(tiny_model("bart"), tmp_path / "bart", via="transformers")
-    left = [one["reason"] for name, one in made.manifest["modules"].items() if "encoder_attn" in name]
+    left = [
+        one["reason"] for name, one in made.manifest["modules"].items() if "encoder_attn" in name
+    ]
     assert left == ["no calibration sample was seen to reach it"] * 8
-    assert any("encoder_attn" in note and "and 4 more keep their floats: no calib" in note for note in made.notes)
-    with pytest.raises(UnsupportedError, match=r'GPTQ can solve no linear.*several times\); `method="rtn"`'):
+    assert any(
+        "encoder_attn" in note and "and 4 more keep their floats: no calib" in note
+        for note in made.notes
+    )
+    with pytest.raises(
+        UnsupportedError, match=r'GPTQ can solve no linear.*several times\); `method="rtn"`'
+    ):
         _quantize(tiny_model("hrm_text"), tmp_path / "hrm", via="transformers")
     assert [path.name for path in tmp_path.iterdir()] == ["bart"]
 
@@ -191,9 +238,15 @@ def test_by_default_transformers_runs_what_no_decoder_does(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"via": "own", "tensors_only": True}, "`via` and `tensors_only=True` exclude each other"),
-    ({"via": "transformers", "tensors_only": True}, "`via` and `tensors_only=True` exclude each other"),
+    (
+        {"via": "transformers", "tensors_only": True},
+        "`via` and `tensors_only=True` exclude each other",
+    ),
     ({"via": "vllm"}, "unknown value of `via`"),
-    ({"certify_positions": 64}, '`certify_positions` does not go with `via="transformers"`'),  # by default
+    (
+        {"certify_positions": 64},
+        '`certify_positions` does not go with `via="transformers"`',
+    ),  # by default
 ]
 
 
@@ -211,19 +264,36 @@ def test_what_is_not_installed_is_named_with_the_command(
     missing: str, tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find: Callable[..., Any] = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == missing else find(name, *args))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == missing else find(name, *args),
+    )
     for kind in ("llama", "gpt_neox"):
-        with pytest.raises(RequestError, match=rf"{missing} must be installed .*; {EXTRA}") as caught:
+        with pytest.raises(
+            RequestError, match=rf"{missing} must be installed .*; {EXTRA}"
+        ) as caught:
             _quantize(tiny_model(kind), tmp_path / "dst", via="transformers")
         assert caught.value.exit_code == 2
-    with pytest.raises(RequestError, match=rf"{missing} must be installed .*gpt_neox.*{EXTRA}; or `tensors_only=True`"):
+    with pytest.raises(
+        RequestError,
+        match=rf"{missing} must be installed .*gpt_neox.*{EXTRA}; or `tensors_only=True`",
+    ):
         _quantize(tiny_model("gpt_neox"), tmp_path / "dst")
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_that_stay_in_one_tensor_are_listed_one_by_one(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_experts_that_stay_in_one_tensor_are_listed_one_by_one(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     """As runtimes build them, which look there for what is not quantized."""
-    made = _quantize(tiny_model("gpt_oss"), tmp_path / "dst", "rtn", via="transformers", accept_quality_loss=True)
+    made = _quantize(
+        tiny_model("gpt_oss"), tmp_path / "dst", "rtn", via="transformers", accept_quality_loss=True
+    )
     ignored = json.loads((made.path / "config.json").read_text())["quantization_config"]["ignore"]
-    experts = {f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(4)}
-    assert {f"{one}.{linear}" for one in experts for linear in ("gate_proj", "up_proj", "down_proj")} <= set(ignored)
+    experts = {
+        f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(4)
+    }
+    assert {
+        f"{one}.{linear}" for one in experts for linear in ("gate_proj", "up_proj", "down_proj")
+    } <= set(ignored)

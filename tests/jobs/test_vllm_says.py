@@ -1,4 +1,6 @@
-"""The note of `quantize`, the model card, `inspect` and `doctor` agree on what vLLM does not load."""
+"""The note of `quantize`, the model card, `inspect` and `doctor` agree on what vLLM does not
+load.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,25 @@ def kept(*patterns: str) -> Recipe:
         ("awq", kept("*.q_proj"), "fused-schemes"),
     ],
 )
-def test_all_say_whether_vllm_loads_a_folder(to: str, recipe: Recipe, rule: str | None, tmp_path: Path) -> None:
+def test_all_say_whether_vllm_loads_a_folder(
+    to: str, recipe: Recipe, rule: str | None, tmp_path: Path
+) -> None:
     source = oracle.save(make("qwen3-moe", **SIZES), tmp_path / "source")
     made = quantkit.quantize(
-        source, tmp_path / "made", recipe, to=to, method="rtn", accept_quality_loss=True, source_check=False
+        source,
+        tmp_path / "made",
+        recipe,
+        to=to,
+        method="rtn",
+        accept_quality_loss=True,
+        source_check=False,
     )
     diagnosis = quantkit.diagnose(made.path, runtime="vllm")
-    errors = {finding.rule.name for finding in diagnosis.findings if diagnosis.severity(finding) == "error"}
+    errors = {
+        finding.rule.name
+        for finding in diagnosis.findings
+        if diagnosis.severity(finding) == "error"
+    }
     assert errors - {"no-tokenizer"} == ({rule} if rule else set())
     inspection = quantkit.inspect(made.path)
     loads = rule is None

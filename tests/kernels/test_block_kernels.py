@@ -1,4 +1,6 @@
-"""The C++ kernels for attention and for whole blocks: each feature, and all together, against float64."""
+"""The C++ kernels for attention and for whole blocks: each feature, and all together, against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ SCORES = {
 
 
 def _mixed(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float | None,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Values mixed by attention, [B, T, H Dh], in float64; `seen` [T, S] or [B, 1, T, S]."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (rows.double().repeat_interleave(group, 1) for rows in (keys, values))
@@ -57,7 +64,14 @@ def _mixed(
     [(8, 2, 1, 600, 64), (4, 4, 3, 300, 80), (6, 1, 33, 260, 20)],
 )
 def test_attention_scores_are_capped_and_sinks_take_their_share(
-    variant: str, scores: str, dtype: torch.dtype, heads: int, shared: int, tokens: int, length: int, size: int
+    variant: str,
+    scores: str,
+    dtype: torch.dtype,
+    heads: int,
+    shared: int,
+    tokens: int,
+    length: int,
+    size: int,
 ) -> None:
     scale, softcap, has_sinks, window = SCORES[scores]
     queries = torch.randn(2, heads, tokens, size).to(dtype)
@@ -65,7 +79,9 @@ def test_attention_scores_are_capped_and_sinks_take_their_share(
     sinks = torch.linspace(-3, 9, heads) if has_sinks else None
     positions = torch.arange(length - tokens, length)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, None, values, None, positions, None, window or 0, scale, softcap, sinks)
+    found = operator(
+        queries, keys, None, values, None, positions, None, window or 0, scale, softcap, sinks
+    )
     distance = positions.unsqueeze(-1) - torch.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
     expected = _mixed(queries, keys, values, seen, scale, softcap, sinks)
@@ -79,24 +95,37 @@ def test_capped_scores_are_right_whatever_their_size(variant: str, tokens: int) 
     """The value of a lone key is its share beside a sink, which tells its score."""
     cap, products = 5.0, torch.cat([torch.linspace(-9, 9, 500), 10 ** torch.linspace(-6, 30, 500)])
     keys = products.view(-1, 1, 1, 1) * torch.eye(4)[0]
-    queries, ones = torch.eye(4)[0].expand(len(products), 1, tokens, 4), torch.ones(len(products), 1, 1, 4)
-    keys, values = (torch.cat([rows, torch.zeros(len(products), 1, tokens, 4)], dim=2) for rows in (keys, ones))
+    queries, ones = (
+        torch.eye(4)[0].expand(len(products), 1, tokens, 4),
+        torch.ones(len(products), 1, 1, 4),
+    )
+    keys, values = (
+        torch.cat([rows, torch.zeros(len(products), 1, tokens, 4)], dim=2) for rows in (keys, ones)
+    )
     positions = torch.zeros(tokens, dtype=torch.int64)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, None, values, None, positions, None, 0, 1.0, cap, torch.zeros(1))
+    found = operator(
+        queries, keys, None, values, None, positions, None, 0, 1.0, cap, torch.zeros(1)
+    )
     expected = torch.sigmoid(cap * torch.tanh(products.double() / cap))
     torch.testing.assert_close(found[:, -1, 0].double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_a_sink_far_above_or_below_all_scores_takes_all_or_nothing(variant: str, tokens: int) -> None:
+def test_a_sink_far_above_or_below_all_scores_takes_all_or_nothing(
+    variant: str, tokens: int
+) -> None:
     queries, keys = torch.randn(1, 3, tokens, 32), torch.randn(1, 3, 300, 32)
     positions = torch.arange(300 - tokens, 300)
     operator = load_kernels(variant).cached_attention
     sinks = torch.tensor([500.0, -500.0, -math.inf])
-    found = operator(queries, keys, None, keys, None, positions, None, 0, 0.2, None, sinks).unflatten(-1, (3, 32))
-    without = operator(queries, keys, None, keys, None, positions, None, 0, 0.2).unflatten(-1, (3, 32))
+    found = operator(
+        queries, keys, None, keys, None, positions, None, 0, 0.2, None, sinks
+    ).unflatten(-1, (3, 32))
+    without = operator(queries, keys, None, keys, None, positions, None, 0, 0.2).unflatten(
+        -1, (3, 32)
+    )
     assert found[:, :, 0].abs().max() < 1e-30
     torch.testing.assert_close(found[:, :, 1:], without[:, :, 1:], rtol=1e-6, atol=1e-6)
 
@@ -109,22 +138,53 @@ def test_capped_attention_hands_on_what_is_not_finite(variant: str, tokens: int)
     keys[0, 1, 4, 3] = torch.nan
     positions = torch.arange(70 - tokens, 70)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, None, values, None, positions, None, 0, 1.0, 5.0, torch.tensor([0.0, 1.0]))
+    found = operator(
+        queries, keys, None, values, None, positions, None, 0, 1.0, 5.0, torch.tensor([0.0, 1.0])
+    )
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
-    found = operator(queries, values, None, values, None, positions, None, 0, 1.0, None, torch.tensor([torch.nan, 1.0]))
+    found = operator(
+        queries,
+        values,
+        None,
+        values,
+        None,
+        positions,
+        None,
+        0,
+        1.0,
+        None,
+        torch.tensor([torch.nan, 1.0]),
+    )
     assert found[..., :32].isnan().all()
     assert found[..., 32:].isfinite().all()
 
 
-@pytest.mark.parametrize("wrong", [{"softcap": 0.0}, {"softcap": -1.0}, {"sinks": torch.zeros(3)},
-                                   {"sinks": torch.zeros(2).double()}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"softcap": 0.0},
+        {"softcap": -1.0},
+        {"sinks": torch.zeros(3)},
+        {"sinks": torch.zeros(2).double()},
+    ],
+    ids=str,
+)
 def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     given = {"softcap": None, "sinks": None} | wrong
     with pytest.raises(RuntimeError, match=r"softcap|sinks"):
         load_kernels().cached_attention(
-            torch.zeros(1, 2, 1, 32), keys, None, keys, None, torch.tensor([3]), None, 0, 1.0, *given.values()
+            torch.zeros(1, 2, 1, 32),
+            keys,
+            None,
+            keys,
+            None,
+            torch.tensor([3]),
+            None,
+            0,
+            1.0,
+            *given.values(),
         )
 
 
@@ -151,9 +211,20 @@ class Features:
 
 
 ALL = Features(
-    norms=(True, True), query_norm=HEADS * SIZE, key_norm=KV_HEADS * SIZE, window=9, scale=0.1, softcap=3.0,
-    sinks=True, clip=1.5, query_scale=True, activation="swiglu_oai", limit=0.7, multiplier=0.4, biases=True,
-)  # fmt: skip
+    norms=(True, True),
+    query_norm=HEADS * SIZE,
+    key_norm=KV_HEADS * SIZE,
+    window=9,
+    scale=0.1,
+    softcap=3.0,
+    sinks=True,
+    clip=1.5,
+    query_scale=True,
+    activation="swiglu_oai",
+    limit=0.7,
+    multiplier=0.4,
+    biases=True,
+)
 FEATURES = {
     "llama": Features(),
     "norms after": Features(norms=(False, True)),
@@ -217,12 +288,20 @@ class ExampleBlock:
             return torch.randn(shape, generator=generator)
 
         own = self.features
-        shapes = {"qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), "out": (HIDDEN, HEADS * SIZE),
-                  "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # fmt: skip
+        shapes = {
+            "qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
+            "out": (HIDDEN, HEADS * SIZE),
+            "gate_up": (2 * INNER, HIDDEN),
+            "down": (HIDDEN, INNER),
+        }
         for name, shape in shapes.items():
             self.weights[name] = quantize_rtn(drawn(*shape) / shape[1] ** 0.5, INT8, torch.float32)
             self.tensors[f"{name}_bias"] = drawn(shape[0]) if own.biases else None
-        widths = {"query_norm": own.query_norm, "key_norm": own.key_norm, "sinks": HEADS if own.sinks else None}
+        widths = {
+            "query_norm": own.query_norm,
+            "key_norm": own.key_norm,
+            "sinks": HEADS if own.sinks else None,
+        }
         for half in ("attention", "feed_forward"):
             for place, there in zip(("before", "after"), own.norms, strict=True):
                 widths[f"{half}_{place}"] = HIDDEN if there else None
@@ -236,19 +315,54 @@ class ExampleBlock:
             name: self.ops.pack(weight.codes, weight.scale, weight.zero, 8, True)
             for name, weight in self.weights.items()
         }
-        attention = [of["attention_before"], packed["qkv"], of["qkv_bias"], of["query_norm"], of["key_norm"],
-                     of["sinks"], packed["out"], of["out_bias"], of["attention_after"]]  # fmt: skip
-        feed_forward = [of["feed_forward_before"], packed["gate_up"], of["gate_up_bias"], packed["down"],
-                        of["down_bias"], of["feed_forward_after"]]  # fmt: skip
+        attention = [
+            of["attention_before"],
+            packed["qkv"],
+            of["qkv_bias"],
+            of["query_norm"],
+            of["key_norm"],
+            of["sinks"],
+            packed["out"],
+            of["out_bias"],
+            of["attention_after"],
+        ]
+        feed_forward = [
+            of["feed_forward_before"],
+            packed["gate_up"],
+            of["gate_up_bias"],
+            packed["down"],
+            of["down_bias"],
+            of["feed_forward_after"],
+        ]
         out = x.clone()
-        rows = [] if stored is None else [part for each in stored for part in each if part is not None]
-        settings = (HEADS, KV_HEADS, own.window or 0, own.scale, own.softcap, own.clip, own.activation, own.limit, 1e-5,
-                    own.multiplier, 0, True)  # fmt: skip
+        rows = (
+            [] if stored is None else [part for each in stored for part in each if part is not None]
+        )
+        settings = (
+            HEADS,
+            KV_HEADS,
+            own.window or 0,
+            own.scale,
+            own.softcap,
+            own.clip,
+            own.activation,
+            own.limit,
+            1e-5,
+            own.multiplier,
+            0,
+            True,
+        )
         blocks = self.ops.prepare_blocks([(attention, feed_forward, settings)])
         self.ops.run_blocks(
-            out, blocks.number, step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots,
-            rows, step.prefill,
-        )  # fmt: skip
+            out,
+            blocks.number,
+            step.angles,
+            step.query_scale if own.query_scale else None,
+            step.positions,
+            step.slots,
+            rows,
+            step.prefill,
+        )
         return out
 
     def expected(self, x: Tensor, step: ExampleStep, stored: Sequence[CachedRows]) -> Tensor:
@@ -256,12 +370,18 @@ class ExampleBlock:
         own, of = self.features, self.tensors
         wide = x.double()
         projected = self._linear("qkv", self._norm(wide, of["attention_before"]))
-        queries, keys, values = projected.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1)
+        queries, keys, values = projected.split(
+            [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1
+        )
         if own.query_norm != SIZE:
             queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         if own.clip is not None:
-            queries, keys, values = (part.clamp(-own.clip, own.clip) for part in (queries, keys, values))
-        queries, keys, values = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (queries, keys, values))
+            queries, keys, values = (
+                part.clamp(-own.clip, own.clip) for part in (queries, keys, values)
+            )
+        queries, keys, values = (
+            part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (queries, keys, values)
+        )
         if own.query_norm == SIZE:
             queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         queries, keys = (_turned(part, *step.angles) for part in (queries, keys))
@@ -272,11 +392,21 @@ class ExampleBlock:
             keys, values = (rows.of_slots(step.slots).floats(torch.float64) for rows in stored)
             distance = step.positions.unsqueeze(-1) - torch.arange(keys.shape[2])
         seen = (distance >= 0) & (distance < (own.window or 10**6))
-        mixed = _mixed(queries, keys, values, seen.unsqueeze(1), own.scale or SIZE**-0.5, own.softcap, of["sinks"])
+        mixed = _mixed(
+            queries,
+            keys,
+            values,
+            seen.unsqueeze(1),
+            own.scale or SIZE**-0.5,
+            own.softcap,
+            of["sinks"],
+        )
         wide = wide + own.multiplier * self._norm(self._linear("out", mixed), of["attention_after"])
         gates = self._linear("gate_up", self._norm(wide, of["feed_forward_before"]))
         inner = _gated(own.activation, own.limit, *gates.chunk(2, -1))
-        return wide + own.multiplier * self._norm(self._linear("down", inner), of["feed_forward_after"])
+        return wide + own.multiplier * self._norm(
+            self._linear("down", inner), of["feed_forward_after"]
+        )
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         bias = self.tensors[f"{name}_bias"]
@@ -306,7 +436,9 @@ STEPS = [(6, True), (1, False), (3, False), (30, False), (1, False)]
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str) -> None:
-    """A prompt, one token, a few, many, of sequences at positions of their own in slots that are not in order."""
+    """A prompt, one token, a few, many, of sequences at positions of their own in slots that are
+    not in order.
+    """
     block = ExampleBlock(FEATURES[name], load_kernels(variant))
     keys, values = (cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2))
     starts = torch.tensor([[0], [0]])
@@ -314,7 +446,9 @@ def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str)
         step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)
         x = torch.randn(2, count, HIDDEN)
         found = block.run(x, step, (keys, values))
-        torch.testing.assert_close(found.double(), block.expected(x, step, (keys, values)), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            found.double(), block.expected(x, step, (keys, values)), rtol=1e-3, atol=1e-3
+        )
         starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
 
 
@@ -327,7 +461,10 @@ def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
     together = block.run(x, step, [CachedRows(rows.clone()) for rows in stored])
     for row in range(3):
         own = ExampleStep(step.positions[row : row + 1], torch.tensor([row]), prefill=False)
-        assert torch.equal(block.run(x[row : row + 1], own, [CachedRows(rows) for rows in stored])[0], together[row])
+        assert torch.equal(
+            block.run(x[row : row + 1], own, [CachedRows(rows) for rows in stored])[0],
+            together[row],
+        )
 
 
 ACTIVATIONS = [("silu", None), ("gelu_tanh", None), ("swiglu_oai", None), ("swiglu_oai", 7.0)]
@@ -335,8 +472,12 @@ ACTIVATIONS = [("silu", None), ("gelu_tanh", None), ("swiglu_oai", None), ("swig
 
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
-def test_activations_are_right_to_float32(variant: str, activation: str, limit: float | None) -> None:
-    """A block that adds the inner state of the first column to the second; its attention adds nothing."""
+def test_activations_are_right_to_float32(
+    variant: str, activation: str, limit: float | None
+) -> None:
+    """A block that adds the inner state of the first column to the second; its attention adds
+    nothing.
+    """
     ops = load_kernels(variant)
 
     def packed(rows: int, columns: int, ones: list[tuple[int, int]]) -> Tensor:
@@ -352,7 +493,17 @@ def test_activations_are_right_to_float32(variant: str, activation: str, limit: 
         x[0, :, 0] = gates
         bias = torch.zeros(64)
         bias[32] = up
-        attention = [None, packed(96, 32, []), None, None, None, None, packed(32, 32, []), None, None]
+        attention = [
+            None,
+            packed(96, 32, []),
+            None,
+            None,
+            None,
+            None,
+            packed(32, 32, []),
+            None,
+            None,
+        ]
         feed_forward = [None, packed(64, 32, [(0, 0)]), bias, packed(32, 32, [(1, 0)]), None, None]
         settings = 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0, 0, True
         blocks = ops.prepare_blocks([(attention, feed_forward, settings)])
@@ -373,7 +524,9 @@ def test_activations_are_right_to_float32(variant: str, activation: str, limit: 
 def test_blocks_that_make_no_sense_are_refused(
     attention: range | None, feed_forward: range | None, activation: str, reason: str
 ) -> None:
-    block = ExampleBlock(replace(FEATURES["llama"], activation=activation), _Shortened(attention, feed_forward))
+    block = ExampleBlock(
+        replace(FEATURES["llama"], activation=activation), _Shortened(attention, feed_forward)
+    )
     step = ExampleStep(torch.arange(3).unsqueeze(0), torch.tensor([0]), prefill=True)
     with pytest.raises(RuntimeError, match=reason):
         block.run(torch.randn(1, 3, HIDDEN), step, None)

@@ -26,13 +26,17 @@ pytestmark = pytest.mark.cpu_kernels
 CPU = torch.device("cpu")
 SCHEMES = ("int4-g32", "int4-g32-asym", "int4-g128", "int4-g128-asym", "int4", "int8")
 SHAPES = ((64, 384), (37, 256), (1, 128), (530, 128))
-"""Rows, which may leave a part of a vector, and columns, more than a kernel takes at once and fewer."""
+"""Rows, which may leave a part of a vector, and columns, more than a kernel takes at once and
+fewer.
+"""
 
 
 def _problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     inputs = torch.randn(2 * columns, columns, generator=generator)
-    inputs = (inputs + inputs.roll(1, 1)) * torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
+    inputs = (inputs + inputs.roll(1, 1)) * torch.logspace(-1, 1, columns)[
+        torch.randperm(columns, generator=generator)
+    ]
     inputs[:, [1, columns - 2]] = 0
     return torch.randn(rows, columns, generator=generator), inputs.t() @ inputs
 
@@ -50,7 +54,11 @@ def test_scales_lose_no_more_than_those_that_torch_finds(
     variant: str, name: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     weight, hessian = _problem(rows, columns)
-    scheme, wanted, importance = any_scheme(name), weight.t().contiguous(), hessian.diagonal().contiguous()
+    scheme, wanted, importance = (
+        any_scheme(name),
+        weight.t().contiguous(),
+        hessian.diagonal().contiguous(),
+    )
     found, zero = cpu_kernels().search_scales(wanted, importance, scheme, dtype)
     expected, others = search_scales(wanted, importance, scheme, dtype)
     assert found.dtype == dtype
@@ -63,7 +71,9 @@ def test_scales_lose_no_more_than_those_that_torch_finds(
         return ((codes * step - grouped).square() * importance.view(len(scale), -1, 1)).sum(1)
 
     # Where a value is half way between two codes, the last bit of a sum decides.
-    assert loss(found, zero).sum().item() == pytest.approx(loss(expected, others).sum().item(), rel=5e-3)
+    assert loss(found, zero).sum().item() == pytest.approx(
+        loss(expected, others).sum().item(), rel=5e-3
+    )
     if dtype != torch.float32:
         assert (found != expected).float().mean() < 1e-2
 
@@ -72,25 +82,33 @@ def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
     weight = torch.zeros(64, 5)
     weight[32:, 1] = 1e-42
     for scheme in ("int4-g32", "int4-g32-asym"):
-        scale, _ = cpu_kernels().search_scales(weight, torch.ones(64), any_scheme(scheme), torch.bfloat16)
+        scale, _ = cpu_kernels().search_scales(
+            weight, torch.ones(64), any_scheme(scheme), torch.bfloat16
+        )
         assert (scale[0] == 1).all()
         assert (scale != 0).all()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_a_layer_loses_as_little_as_with_torch(variant: str, name: str, rows: int, columns: int) -> None:
+def test_a_layer_loses_as_little_as_with_torch(
+    variant: str, name: str, rows: int, columns: int
+) -> None:
     weight, hessian = _problem(rows, columns)
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = hessian.diagonal().mean()  # as the solver takes them
     quantized, report = solve(
         weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=cpu_kernels()
     )
-    _, other = solve(weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH)
+    _, other = solve(
+        weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH
+    )
     # Of one row's scale both signs may lose the same, and all else follows from which is taken.
     assert report.output_error == pytest.approx(other.output_error, rel=0.02 if rows > 1 else 1)
     error = quantized.dequantize() - weight
-    assert report.error.sum().item() == pytest.approx(((error @ hessian) * error).sum().item(), rel=0.01)
+    assert report.error.sum().item() == pytest.approx(
+        ((error @ hessian) * error).sum().item(), rel=0.01
+    )
 
 
 def test_they_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +130,18 @@ def test_torch_replaces_them_without_a_compiler_and_a_warning_says_so(
         assert column_kernels(CPU) is TORCH
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message.startswith("int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is")
+    assert record.message.startswith(
+        "int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is"
+    )
 
 
-def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert column_kernels(torch.device("meta")) is TORCH
-    assert caplog.messages == ["int4 rounding and GPTQ run without kernels on meta, slower; runs on GPUs"]
+    assert caplog.messages == [
+        "int4 rounding and GPTQ run without kernels on meta, slower; runs on GPUs"
+    ]
 
 
 def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +154,6 @@ def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_kernels_would_read_wrongly_is_refused() -> None:
     scheme = any_scheme("int4-g32")
     with pytest.raises(ValueError, match="float32"):
-        cpu_kernels().search_scales(torch.randn(64, 3, dtype=torch.float64), torch.ones(64), scheme, torch.bfloat16)
+        cpu_kernels().search_scales(
+            torch.randn(64, 3, dtype=torch.float64), torch.ones(64), scheme, torch.bfloat16
+        )

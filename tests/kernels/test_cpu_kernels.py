@@ -61,15 +61,31 @@ def _rounding(x: Tensor, weight: Tensor, maximum: int) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.sampled_from([4, 8]), group=st.sampled_from([None, 32, 64, 96, 128]), symmetric=st.booleans(),
-    groups=st.integers(1, 5), ragged=st.integers(0, 40), rows=st.integers(1, 70), tokens=st.integers(1, 70),
-    dtype=st.sampled_from(DTYPES), scale_dtype=st.sampled_from(DTYPES), exact=st.booleans(),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([None, 32, 64, 96, 128]),
+    symmetric=st.booleans(),
+    groups=st.integers(1, 5),
+    ragged=st.integers(0, 40),
+    rows=st.integers(1, 70),
+    tokens=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    scale_dtype=st.sampled_from(DTYPES),
+    exact=st.booleans(),
     seed=st.integers(0, 2**20),
-)  # fmt: skip
+)
 def test_all_instruction_sets_agree_and_are_right(
-    bits: int, group: int | None, symmetric: bool, groups: int, ragged: int, rows: int, tokens: int,
-    dtype: torch.dtype, scale_dtype: torch.dtype, exact: bool, seed: int,
-) -> None:  # fmt: skip
+    bits: int,
+    group: int | None,
+    symmetric: bool,
+    groups: int,
+    ragged: int,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    exact: bool,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     columns = groups * 32 + ragged if group is None else groups * group
     weight = _random(QuantScheme(bits, group, symmetric), rows, columns, scale_dtype)
@@ -79,7 +95,9 @@ def test_all_instruction_sets_agree_and_are_right(
     sums = torch.finfo(torch.float32).eps * columns * size + torch.finfo(dtype).eps * expected.abs()
     found = {name: _linear(load_kernels(name), x, weight, exact).double() for name in HERE}
     for product in found.values():
-        assert ((product - expected).abs() <= _rounding(x, wide, 127 * 256 if exact else 127) + sums).all()
+        assert (
+            (product - expected).abs() <= _rounding(x, wide, 127 * 256 if exact else 127) + sums
+        ).all()
         assert ((product - found["portable"]).abs() <= sums).all()
 
 
@@ -101,10 +119,14 @@ def test_the_largest_codes_and_activations_do_not_overflow(variant: str, exact: 
     for bits in (4, 8):
         scheme = QuantScheme(bits, None, symmetric=False)
         codes = torch.full((16, 4096), scheme.levels - 1, dtype=torch.uint8)
-        weight = QuantTensor(codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.uint8), scheme)
+        weight = QuantTensor(
+            codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.uint8), scheme
+        )
         for sign in (1.0, -1.0):
             found = _linear(load_kernels(variant), torch.full((5, 4096), sign), weight, exact)
-            torch.testing.assert_close(found, torch.full((5, 16), sign * 4096 * (scheme.levels - 1)))
+            torch.testing.assert_close(
+                found, torch.full((5, 16), sign * 4096 * (scheme.levels - 1))
+            )
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -112,7 +134,9 @@ def test_activations_of_any_magnitude_keep_their_precision(variant: str) -> None
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int8"), torch.float32)
     x = torch.randn(4, 64) * torch.tensor([1e-25, 1e-10, 1e10, 1e30]).unsqueeze(1)
     expected = x.double() @ weight.dequantize().double().t()
-    error = (_linear(load_kernels(variant), x, weight, True).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (_linear(load_kernels(variant), x, weight, True).double() - expected).norm(
+        dim=1
+    ) / expected.norm(dim=1)
     assert (error < 1e-4).all()
     assert _linear(load_kernels(variant), torch.zeros(1, 64), weight, True).eq(0).all()
 
@@ -123,7 +147,8 @@ def test_the_exact_mode_is_far_closer_than_the_fast_one() -> None:
     expected = x.double() @ weight.dequantize().double().t()
     ops = load_kernels()
     exact, fast = (
-        (_linear(ops, x, weight, mode).double() - expected).norm() / expected.norm() for mode in (True, False)
+        (_linear(ops, x, weight, mode).double() - expected).norm() / expected.norm()
+        for mode in (True, False)
     )
     assert exact < 5e-5
     assert 1e-3 < fast < 1e-2
@@ -145,9 +170,16 @@ def test_the_exact_mode_is_far_closer_than_the_fast_one() -> None:
     ],
 )
 def test_attention_over_the_cache_equals_softmax(
-    variant: str, dtype: torch.dtype, window: int | None, batch: int, heads: int, shared: int, tokens: int,
-    length: int, size: int,
-) -> None:  # fmt: skip
+    variant: str,
+    dtype: torch.dtype,
+    window: int | None,
+    batch: int,
+    heads: int,
+    shared: int,
+    tokens: int,
+    length: int,
+    size: int,
+) -> None:
     queries = torch.randn(batch, heads, tokens, size).to(dtype)
     keys, values = torch.randn(2, batch, shared, length, size).to(dtype)
     positions = torch.arange(length - tokens - 1, length - 1)
@@ -158,19 +190,28 @@ def test_attention_over_the_cache_equals_softmax(
     distance = positions.unsqueeze(-1) - torch.arange(length - 1)
     mask = (distance >= 0) & (distance < (window or length))
     expected = F.scaled_dot_product_attention(
-        queries.double(), keys[:, :, :-1].double(), values[:, :, :-1].double(), attn_mask=mask, enable_gqa=True
+        queries.double(),
+        keys[:, :, :-1].double(),
+        values[:, :, :-1].double(),
+        attn_mask=mask,
+        enable_gqa=True,
     )
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2).flatten(2), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found.double(), expected.transpose(1, 2).flatten(2), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_rows_of_many_sequences_attend_as_each_alone(variant: str, window: int | None, cached: torch.dtype) -> None:
+def test_rows_of_many_sequences_attend_as_each_alone(
+    variant: str, window: int | None, cached: torch.dtype
+) -> None:
     """Some go on by one token, one by a few, two by many; bit by bit."""
     config = config_from_hf(
-        oracle.make("llama", num_key_value_heads=2, head_dim=32).config.to_dict(), Path("config.json")
+        oracle.make("llama", num_key_value_heads=2, head_dim=32).config.to_dict(),
+        Path("config.json"),
     )
     cache = KVCache(config, 5, 300, cached, "cpu")
     every = torch.arange(300)
@@ -196,7 +237,15 @@ def test_slots_outside_the_cache_are_refused(slots: list[int]) -> None:
     keys = torch.zeros(2, 1, 9, 32)
     with pytest.raises(RuntimeError, match="slot"):
         load_kernels().cached_attention(
-            torch.zeros(2, 1, 1, 32), keys, None, keys, None, torch.tensor([3]), torch.tensor(slots), 0, 1.0
+            torch.zeros(2, 1, 1, 32),
+            keys,
+            None,
+            keys,
+            None,
+            torch.tensor([3]),
+            torch.tensor(slots),
+            0,
+            1.0,
         )
 
 
@@ -207,7 +256,9 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
     values = keys.clone()
     keys[0, 1, 4, 3] = torch.nan
     positions = torch.arange(70 - tokens, 70)
-    found = load_kernels(variant).cached_attention(queries, keys, None, values, None, positions, None, 0, 1.0)
+    found = load_kernels(variant).cached_attention(
+        queries, keys, None, values, None, positions, None, 0, 1.0
+    )
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
 
@@ -224,7 +275,9 @@ def test_positions_outside_the_cache_are_refused(position: int) -> None:
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_products_with_float_rows_are_right(
+    variant: str, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(2, 3, 77).to(dtype), torch.randn(130, 77).to(weight_dtype)
     expected = x.double() @ weight.double().t()
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
@@ -234,7 +287,9 @@ def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, we
 
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("columns", [77, 600])
-def test_products_with_float_rows_have_the_bits_of_each_row_alone(variant: str, columns: int) -> None:
+def test_products_with_float_rows_have_the_bits_of_each_row_alone(
+    variant: str, columns: int
+) -> None:
     x, weight = torch.randn(83, columns), torch.randn(45, columns).bfloat16()
     product = load_kernels(variant).float_linear
     alone = torch.cat([product(row, weight) for row in x.split(1)])
@@ -250,7 +305,9 @@ def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
     torch.testing.assert_close(found, halves.float().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
     finite = halves[halves.isfinite()].float().sort().values
     between = (finite[1:] + finite[:-1]) / 2
-    wide = torch.cat([torch.randint(-(2**31), 2**31, (1 << 16,)).int().view(torch.float32), between])
+    wide = torch.cat(
+        [torch.randint(-(2**31), 2**31, (1 << 16,)).int().view(torch.float32), between]
+    )
     found = ops.float_linear(torch.ones(1, 1, dtype=torch.float16), wide.unsqueeze(1))
     torch.testing.assert_close(found, wide.half().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
 
@@ -265,7 +322,10 @@ def test_the_operators_pass_torchs_own_checks() -> None:
         ("linear", (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
         ("linear", (torch.randn(1, 64).bfloat16(), packed, None, 20)),
         ("rows", (packed, torch.tensor([3, 0]), 64)),
-        ("cached_attention", (torch.randn(1, 4, 2, 32), keys, None, keys.clone(), None, positions, None, 0, 0.5)),
+        (
+            "cached_attention",
+            (torch.randn(1, 4, 2, 32), keys, None, keys.clone(), None, positions, None, 0, 0.5),
+        ),
         ("cached_attention", (torch.randn(1, 4, 2, 32), *codes, *codes, positions, None, 0, 0.5)),
         ("float_linear", (torch.randn(2, 64), torch.randn(10, 64))),
     )
@@ -275,20 +335,38 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("cached", [None, torch.float32, torch.int8], ids=str)
-def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: torch.dtype | None) -> None:
+def test_the_operator_on_blocks_passes_torchs_own_checks(
+    own: bool, cached: torch.dtype | None
+) -> None:
     ops = load_kernels()
 
     def packed(rows: int, columns: int) -> Tensor:
-        weight = quantize_rtn(torch.randn(rows, columns) / 8, QuantScheme.parse("int8"), torch.float32)
+        weight = quantize_rtn(
+            torch.randn(rows, columns) / 8, QuantScheme.parse("int8"), torch.float32
+        )
         product: Tensor = ops.pack(weight.codes, weight.scale, None, 8, True)
         return product
 
-    attention = [torch.ones(64), packed(128, 64), None, None, None, None, packed(64, 64), None, None]
+    attention = [
+        torch.ones(64),
+        packed(128, 64),
+        None,
+        None,
+        None,
+        None,
+        packed(64, 64),
+        None,
+        None,
+    ]
     feed_forward = [torch.ones(64), packed(192, 64), torch.randn(192), packed(64, 96), None, None]
     settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0, 0, True)
     blocks = ops.prepare_blocks([(attention, feed_forward, settings)] * 2)
     x, angles = torch.randn(2, 3, 64), list(torch.randn(4, 3, 16))
-    rows = [] if cached is None else [part for _ in range(4) for part in cached_rows(torch.zeros(2, 2, 9, 16), cached)]
+    rows = (
+        []
+        if cached is None
+        else [part for _ in range(4) for part in cached_rows(torch.zeros(2, 2, 9, 16), cached)]
+    )
     stored = [part for part in rows if part is not None]
     arguments = (x, blocks.number, angles, None, torch.arange(3), None, stored, own)
     if own or cached is not None:
@@ -322,10 +400,20 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     try:
         for threads in (1, 2, 5, 1):
             torch.set_num_threads(threads)
-            products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
+            products = [
+                ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)
+            ]
             mixed = [
                 ops.cached_attention(
-                    queries[:, :, -count:], keys, None, keys, None, torch.arange(850 - count, 850), None, 0, 0.1
+                    queries[:, :, -count:],
+                    keys,
+                    None,
+                    keys,
+                    None,
+                    torch.arange(850 - count, 850),
+                    None,
+                    0,
+                    0.1,
                 )
                 for count in (1, 90)
             ]
@@ -373,7 +461,9 @@ def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None
 def test_a_group_size_that_the_kernels_do_not_support_is_refused_with_the_reason() -> None:
     case = QuantScheme(4, 40), torch.device("cpu"), torch.float32, torch.bfloat16
     reason = "cpu-exact, cpu-fast: group size is not a multiple of 32"
-    with pytest.raises(RequestError, match=f"^no kernels for int4-g40 on cpu in float32; {reason}; "):
+    with pytest.raises(
+        RequestError, match=f"^no kernels for int4-g40 on cpu in float32; {reason}; "
+    ):
         select_backend(*case, allowed_backends())
     assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
 
@@ -384,7 +474,9 @@ def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
     requested: list[str] = []
     monkeypatch.setattr(build.shutil, "which", requested.append)
     case = QuantScheme.parse("int8"), torch.device("cpu"), torch.float32, torch.bfloat16
-    with pytest.raises(RequestError, match=r"cpu-exact, cpu-fast: there is no C\+\+ compiler; install g\+\+ "):
+    with pytest.raises(
+        RequestError, match=r"cpu-exact, cpu-fast: there is no C\+\+ compiler; install g\+\+ "
+    ):
         select_backend(*case, allowed_backends())
     before = len(requested)
     assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
@@ -392,7 +484,8 @@ def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
 
 
 @pytest.mark.parametrize(
-    ("compiler", "reason"), [("/nowhere/c++", "does not start"), ("false", "the C.. compiler failed")]
+    ("compiler", "reason"),
+    [("/nowhere/c++", "does not start"), ("false", "the C.. compiler failed")],
 )
 def test_a_compiler_that_fails_is_reported(
     compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -407,7 +500,9 @@ def test_a_compiler_that_fails_is_reported(
         library._load_once.cache_clear()
 
 
-def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
     monkeypatch.setenv("CXX", "true")  # a compiler must be found
@@ -426,10 +521,17 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
-    compiler = quick_compiler("native", tmp_path / "c++", seconds=2)  # while which the other process begins
-    code = "from quantkit.kernels.library import load_kernels; load_kernels('native').library.quantkit_round_in_turn"
+    compiler = quick_compiler(
+        "native", tmp_path / "c++", seconds=2
+    )  # while which the other process begins
+    code = (
+        "from quantkit.kernels.library import load_kernels;"
+        " load_kernels('native').library.quantkit_round_in_turn"
+    )
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)
+    ]
     assert [process.wait() for process in both] == [0, 0]
     calls = Path(f"{compiler}.calls").read_text().splitlines()
     sources = [call.split(" -c ")[1].split()[0] for call in calls if " -c " in call]

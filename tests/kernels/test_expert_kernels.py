@@ -1,4 +1,6 @@
-"""The kernels for mixtures of experts on a CPU: alone against float64, and in whole blocks against the modules."""
+"""The kernels for mixtures of experts on a CPU: alone against float64, and in whole blocks
+against the modules.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ CPU = torch.device("cpu")
 
 
 def _kernel(text: str, name: str) -> tuple[Backend, ExpertKernel]:
-    backend = select_backend(QuantScheme.parse(text), CPU, torch.float32, torch.float32, allowed_backends(name))
+    backend = select_backend(
+        QuantScheme.parse(text), CPU, torch.float32, torch.float32, allowed_backends(name)
+    )
     operations = backend.operations()
     assert operations is not None
     assert operations.experts is not None
     return backend, operations.experts
 
 
-def _given(mixture: Mixture, text: str, name: str, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def _given(
+    mixture: Mixture, text: str, name: str, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:
     backend, kernel = _kernel(text, name)
     linears = mixture.stacked(backend, kernel, CPU)
     return kernel.run(x, weights, chosen, *linears, mixture.activation, mixture.limit)
@@ -48,7 +54,9 @@ def _given(mixture: Mixture, text: str, name: str, x: Tensor, weights: Tensor, c
 
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g64-asym"])
-def test_each_token_goes_through_its_experts(text: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_token_goes_through_its_experts(
+    text: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUANTKIT_CPU", variant)
     mixture = Mixture.random(text, count=6, hidden=128, size=64)
     for tokens in (1, 2, 17, 150):
@@ -62,13 +70,19 @@ def test_each_token_goes_through_its_experts(text: str, variant: str, monkeypatc
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [40, 49])
-def test_activations_biases_and_widths_that_fill_no_band(activation: str, dtype: torch.dtype, size: int) -> None:
-    mixture = Mixture.random("int8", count=4, hidden=100, size=size, activation=activation, limit=0.5, bias=True)
+def test_activations_biases_and_widths_that_fill_no_band(
+    activation: str, dtype: torch.dtype, size: int
+) -> None:
+    mixture = Mixture.random(
+        "int8", count=4, hidden=100, size=size, activation=activation, limit=0.5, bias=True
+    )
     x, (weights, chosen) = torch.randn(9, 100).to(dtype), mixture.choices(9, 2)
     found = _given(mixture, "int8", "cpu-exact", x, weights, chosen)
     expected = summed(mixture, x, weights, chosen)
     assert found.dtype == dtype
-    assert (found.double() - expected).norm() < (1e-4 if dtype == torch.float32 else 1e-2) * expected.norm()
+    assert (found.double() - expected).norm() < (
+        1e-4 if dtype == torch.float32 else 1e-2
+    ) * expected.norm()
 
 
 def test_a_tokens_bits_do_not_depend_on_the_tokens_next_to_it() -> None:
@@ -79,7 +93,9 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_next_to_it() -> None:
     together = kernel.run(x, weights, chosen, *linears, "silu", None)
     for row in (0, 7, 299):
         part = slice(row, row + 1)
-        assert torch.equal(together[part], kernel.run(x[part], weights[part], chosen[part], *linears, "silu", None))
+        assert torch.equal(
+            together[part], kernel.run(x[part], weights[part], chosen[part], *linears, "silu", None)
+        )
 
 
 def test_an_expert_that_is_not_finite_spoils_its_own_tokens_only() -> None:
@@ -95,30 +111,63 @@ def test_an_expert_that_is_not_finite_spoils_its_own_tokens_only() -> None:
 def test_an_expert_that_is_not_there_is_refused(expert: int) -> None:
     mixture = Mixture.random("int8", count=4, hidden=64, size=32)
     with pytest.raises(RuntimeError, match=f"no expert {expert}"):
-        _given(mixture, "int8", "cpu-exact", torch.randn(1, 64), torch.ones(1, 1), torch.tensor([[expert]]))
+        _given(
+            mixture,
+            "int8",
+            "cpu-exact",
+            torch.randn(1, 64),
+            torch.ones(1, 1),
+            torch.tensor([[expert]]),
+        )
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared": {"shared_size": 64, "shared_gate": True, "normalized": False},
-    "biases": {"bias": True, "router_bias": True, "activation": "swiglu_oai", "activation_limit": 2.0},
+    "biases": {
+        "bias": True,
+        "router_bias": True,
+        "activation": "swiglu_oai",
+        "activation_limit": 2.0,
+    },
     "among dense layers": {"dense": (1,), "qk_norm": "head"},
-    "norms": {"norms": "both", "residual_multiplier": 0.3, "shared_size": 96, "activation": "gelu_tanh"},
+    "norms": {
+        "norms": "both",
+        "residual_multiplier": 0.3,
+        "shared_size": 96,
+        "activation": "gelu_tanh",
+    },
     "norms after": {"norms": "after"},
     "all": {"count": 3},
 }
 
 
-def _mixture(scheme: str | None, overrides: tuple[Override, ...] = (), *, dense: tuple[int, ...] = (),
-             dtype: str = "float32", **changes: Any) -> SyntheticCheckpoint:  # fmt: skip
+def _mixture(
+    scheme: str | None,
+    overrides: tuple[Override, ...] = (),
+    *,
+    dense: tuple[int, ...] = (),
+    dtype: str = "float32",
+    **changes: Any,
+) -> SyntheticCheckpoint:
     """Random weights of a small mixture of experts."""
     own = {field.name for field in dataclasses.fields(ExpertsConfig)} & set(changes)
-    experts = ExpertsConfig(**{"count": 8, "size": 96, "per_token": 3, **{name: changes.pop(name) for name in own}})
+    experts = ExpertsConfig(
+        **{"count": 8, "size": 96, "per_token": 3, **{name: changes.pop(name) for name in own}}
+    )
     config = dataclasses.replace(
-        synthetic("llama-160m", None).config, hidden_size=128, intermediate_size=160, num_heads=4, num_kv_heads=2,
-        head_dim=32, vocab_size=96, dtype=dtype, experts=experts,
-        layers=tuple(LayerConfig(experts=layer not in dense) for layer in range(3)), **changes,
-    )  # fmt: skip
+        synthetic("llama-160m", None).config,
+        hidden_size=128,
+        intermediate_size=160,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=96,
+        dtype=dtype,
+        experts=experts,
+        layers=tuple(LayerConfig(experts=layer not in dense) for layer in range(3)),
+        **changes,
+    )
     recipe = None if scheme is None else Recipe(QuantScheme.parse(scheme), overrides)
     schemes = {} if recipe is None else recipe.assign(linear_columns(config))
     return SyntheticCheckpoint(Path("mixture"), config, schemes)
@@ -156,12 +205,18 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str) -> N
 
 
 def test_sequences_together_have_the_bits_that_each_has_alone() -> None:
-    model = load_model(_mixture("int4-g32", shared_size=64, shared_gate=True), dtype=torch.float32, backend="cpu-fast")
+    model = load_model(
+        _mixture("int4-g32", shared_size=64, shared_gate=True),
+        dtype=torch.float32,
+        backend="cpu-fast",
+    )
     assert model.ops.blocks is not None
     texts = torch.cat([_tokens(), _tokens().flip(0)])
     together = _logits(model, texts, [30, 1, 1], torch.float32)
     for row in range(4):
-        assert torch.equal(together[row], _logits(model, texts[row : row + 1], [30, 1, 1], torch.float32)[0])
+        assert torch.equal(
+            together[row], _logits(model, texts[row : row + 1], [30, 1, 1], torch.float32)[0]
+        )
 
 
 def test_the_weights_of_a_bank_are_there_once() -> None:
@@ -169,7 +224,9 @@ def test_the_weights_of_a_bank_are_there_once() -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             linears = [linear for linear in module.modules() if isinstance(linear, QuantLinear)]
-            memories = {linear.get_buffer("packed").untyped_storage().data_ptr() for linear in linears}
+            memories = {
+                linear.get_buffer("packed").untyped_storage().data_ptr() for linear in linears
+            }
             assert len(linears) == 16
             assert len(memories) == 2
 
@@ -185,11 +242,17 @@ def test_a_bfloat16_model_takes_its_router_as_it_is() -> None:
 
 @pytest.mark.parametrize("left_out", ["*.1.mlp.experts.2.down_proj", "*.1.mlp.experts.2.up_proj"])
 def test_experts_that_are_quantized_differently_go_one_by_one(left_out: str) -> None:
-    model = load_model(_mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="cpu-exact")
+    model = load_model(
+        _mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="cpu-exact"
+    )
     assert [bank is None for bank in _banks(model)] == [False, True, False]
     assert model.ops.blocks is None
-    reference = load_model(_mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="reference")
-    found, expected = (_logits(one, _tokens(), [5, 35], torch.float32) for one in (model, reference))
+    reference = load_model(
+        _mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="reference"
+    )
+    found, expected = (
+        _logits(one, _tokens(), [5, 35], torch.float32) for one in (model, reference)
+    )
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
@@ -205,15 +268,24 @@ def test_a_corrected_choice_is_not_for_the_kernel(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("share", [0.15, 5.0])
-@pytest.mark.parametrize(("wrong", "found"), [("experts", "experts"), ("run_blocks", "decoder blocks")])
+@pytest.mark.parametrize(
+    ("wrong", "found"), [("experts", "experts"), ("run_blocks", "decoder blocks")]
+)
 def test_kernels_for_experts_that_a_compiler_got_wrong_are_not_used(
-    wrong: str, found: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: str,
+    found: str,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernels = load_kernels()
     monkeypatch.setattr(cpu, "load_kernels", lambda: _Wrong(kernels, wrong, share))
     model = load_model(_mixture("int8"), dtype=torch.float32)
     assert model.ops.blocks is None
-    assert f"{found} by the compiled kernels are wrong on this machine; torch's are used" in caplog.text
+    assert (
+        f"{found} by the compiled kernels are wrong on this machine; torch's are used"
+        in caplog.text
+    )
     assert (None in _banks(model)) == (wrong == "experts")
 
 

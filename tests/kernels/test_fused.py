@@ -30,12 +30,18 @@ from quantkit.tensors.scheme import QuantScheme
 pytestmark = pytest.mark.cpu_kernels
 
 
-def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
-    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""
+def _logits(
+    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
+) -> Tensor:
+    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves
+    if `first`.
+    """
     return model.head(_hidden(model, tokens, steps, dtype, first=first))
 
 
-def _hidden(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
+def _hidden(
+    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
+) -> Tensor:
     """The hidden states [B, T, D] of which they are."""
     cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
     parts, start = [], 0
@@ -43,7 +49,9 @@ def _hidden(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype
         for count in steps:
             positions = torch.arange(start, start + count)
             own = first and start == 0
-            parts.append(model.hidden(tokens[:, start : start + count], positions, cache, first=own))
+            parts.append(
+                model.hidden(tokens[:, start : start + count], positions, cache, first=own)
+            )
             start += count
     return torch.cat(parts, dim=1)
 
@@ -53,7 +61,10 @@ SERVED = [case for case in CASES if case != "gpt-oss-limits"]
 
 @pytest.mark.parametrize(
     ("case", "scheme"),
-    [*((case, "int4-g32") for case in SERVED), *((case, "int8") for case in SERVED if case in FULLEST)],
+    [
+        *((case, "int4-g32") for case in SERVED),
+        *((case, "int8") for case in SERVED if case in FULLEST),
+    ],
 )
 def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
@@ -63,13 +74,17 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     quantkit.quantize(folder, tmp_path / "quantized", scheme, method="rtn", **how)
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
     steps = [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
-    if model.config.rope_switch is not None:  # keys that were stored before it are not those of one pass
+    if (
+        model.config.rope_switch is not None
+    ):  # keys that were stored before it are not those of one pass
         steps = [5, 1, 1, 10, 1, 1, 3]
         assert sum(steps) <= model.config.rope_switch
     count = sum(steps)
     tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
-    all_found = [_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)]
+    all_found = [
+        _logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)
+    ]
     with torch.inference_mode():
         all_found.append(model(tokens, torch.arange(count)))
     model.ops = dataclasses.replace(model.ops, blocks=None)
@@ -82,17 +97,27 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 
-PIECES = [[(0, 0, 7)], [(2, 0, 3), (0, 7, 1)], [(1, 0, 25), (0, 8, 1), (2, 3, 2)], [(0, 9, 1), (1, 25, 1), (2, 5, 1)]]
+PIECES = [
+    [(0, 0, 7)],
+    [(2, 0, 3), (0, 7, 1)],
+    [(1, 0, 25), (0, 8, 1), (2, 3, 2)],
+    [(0, 9, 1), (1, 25, 1), (2, 5, 1)],
+]
 """Steps of three sequences: of each piece the sequence, its first position, and how many tokens."""
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias", "smollm3"])
 @pytest.mark.parametrize(
     ("backend", "cached"),
-    [("cpu-exact", torch.float32), ("cpu-fast", torch.bfloat16), ("cpu-exact", torch.int8),
-     ("reference", torch.float32), ("reference", torch.int8)],
+    [
+        ("cpu-exact", torch.float32),
+        ("cpu-fast", torch.bfloat16),
+        ("cpu-exact", torch.int8),
+        ("reference", torch.float32),
+        ("reference", torch.int8),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_sequences_that_come_and_go_are_each_as_if_alone(
     case: str, backend: str, cached: torch.dtype, tmp_path: Path
 ) -> None:
@@ -117,7 +142,9 @@ def test_sequences_that_come_and_go_are_each_as_if_alone(
             alone = _hidden(model, texts[text : text + 1], own, cached)[0]
             together = torch.stack(states)
             if backend == "reference":
-                bound = 1e-4 if cached == torch.float32 else 1e-2  # codes at an edge fall either way
+                bound = (
+                    1e-4 if cached == torch.float32 else 1e-2
+                )  # codes at an edge fall either way
                 torch.testing.assert_close(together, alone, rtol=bound, atol=bound)
             else:
                 assert torch.equal(together, alone)
@@ -172,7 +199,10 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     assert model.ops.blocks is not None
     found = _logits(model, oracle.random_tokens(9), [4, 1, 1, 1, 1, 1], torch.bfloat16)
     whole = _logits(
-        load_model(tmp_path / "quantized", dtype=torch.float32), oracle.random_tokens(9), [9], torch.float32
+        load_model(tmp_path / "quantized", dtype=torch.float32),
+        oracle.random_tokens(9),
+        [9],
+        torch.float32,
     )
     assert (found - whole).abs().max() < 0.05 * whole.std()
 
@@ -181,7 +211,10 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
     plan = Recipe(
         QuantScheme.parse("int8"),
-        (Override("*.1.self_attn.k_proj", QuantScheme.parse("int4-g32")), Override("*.2.mlp.up_proj", None)),
+        (
+            Override("*.1.self_attn.k_proj", QuantScheme.parse("int4-g32")),
+            Override("*.2.mlp.up_proj", None),
+        ),
     )
     quantkit.quantize(folder, tmp_path / "quantized", plan, method="rtn", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.float32)
@@ -191,7 +224,9 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     assert model.ops.blocks is None
     reference = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     tokens = oracle.random_tokens(9)
-    found, expected = (_logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference))
+    found, expected = (
+        _logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference)
+    )
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
@@ -199,9 +234,13 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.15, 5.0])
 def test_operations_that_a_compiler_got_wrong_are_not_used(
-    wrong: str, dtype: torch.dtype, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    wrong: str,
+    dtype: torch.dtype,
+    share: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
     quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
     tokens = oracle.random_tokens(9)
@@ -214,7 +253,9 @@ def test_operations_that_a_compiler_got_wrong_are_not_used(
     assert model.ops.blocks is None
     assert "wrong on this machine; torch's are used" in caplog.text
     found = _logits(model, tokens, [4, 1, 1, 1, 2], dtype)
-    assert (found - expected).abs().max() < (1e-3 if dtype == torch.float32 else 0.1) * expected.std()
+    assert (found - expected).abs().max() < (
+        1e-3 if dtype == torch.float32 else 0.1
+    ) * expected.std()
 
 
 class _Wrong:
@@ -236,11 +277,17 @@ class _Wrong:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128"])
-def test_the_exact_mode_writes_the_references_text(scheme: str, demo_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(demo_model, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
+def test_the_exact_mode_writes_the_references_text(
+    scheme: str, demo_model: Path, tmp_path: Path
+) -> None:
+    quantkit.quantize(
+        demo_model, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True
+    )
     texts = []
     for backend in ("cpu-exact", "reference"):
-        model, tokenizer = quantkit.load(tmp_path / "quantized", dtype=torch.float32, backend=backend)
+        model, tokenizer = quantkit.load(
+            tmp_path / "quantized", dtype=torch.float32, backend=backend
+        )
         model.config = dataclasses.replace(model.config, eos_token_ids=())
         ids = tokenizer.encode("Fellow citizens, the state of")
         texts.append(list(quantkit.generate(model, ids, max_new_tokens=200)))

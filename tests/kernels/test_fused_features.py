@@ -1,4 +1,6 @@
-"""Features of other families in blocks of one call, against the decoder's own modules; and what the self-test finds."""
+"""Features of other families in blocks of one call, against the decoder's own modules; and what
+the self-test finds.
+"""
 
 from __future__ import annotations
 
@@ -50,23 +52,46 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window rope": {"layers": WINDOWED, "window_rope": replace(PLAIN_ROPE, theta=50.0)},
     "no rope": {"layers": (LayerConfig(rotary=False), LayerConfig(), LayerConfig(rotary=False))},
     "query scale": {"rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7)},
-    "outside of blocks": {"embedding_multiplier": 3.0, "logit_multiplier": 0.5, "logit_softcap": 2.0},
+    "outside of blocks": {
+        "embedding_multiplier": 3.0,
+        "logit_multiplier": 0.5,
+        "logit_softcap": 2.0,
+    },
     "as in Gemma 2": {
-        "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_scale": 0.1,
-        "attention_softcap": 0.7, "layers": WINDOWED, "embedding_multiplier": 8.0, "logit_softcap": 30.0,
+        "norms": "both",
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "attention_scale": 0.1,
+        "attention_softcap": 0.7,
+        "layers": WINDOWED,
+        "embedding_multiplier": 8.0,
+        "logit_softcap": 30.0,
     },
     "all": {
-        "norms": "both", "norm_offset": 1.0, "activation": "swiglu_oai", "activation_limit": 0.5, "mlp_bias": True,
-        "qkv_bias": True, "output_bias": True, "attention_scale": 0.1, "attention_softcap": 0.7, "sinks": True,
-        "residual_multiplier": 0.3, "qk_norm": "width", "clip_qkv": 1.5, "layers": WINDOWED,
+        "norms": "both",
+        "norm_offset": 1.0,
+        "activation": "swiglu_oai",
+        "activation_limit": 0.5,
+        "mlp_bias": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_scale": 0.1,
+        "attention_softcap": 0.7,
+        "sinks": True,
+        "residual_multiplier": 0.3,
+        "qk_norm": "width",
+        "clip_qkv": 1.5,
+        "layers": WINDOWED,
         "window_rope": replace(PLAIN_ROPE, theta=50.0),
         "rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7),
     },
-}  # fmt: skip
+}
 
 
 class RandomWeights(SyntheticCheckpoint):
-    """As the checkpoint it is made like, with norms, biases and sinks that differ and weights that are larger."""
+    """As the checkpoint it is made like, with norms, biases and sinks that differ and weights
+    that are larger.
+    """
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         weight = super().load(name)
@@ -90,9 +115,16 @@ def _model(**features: Any) -> Decoder:
 
 
 def _logits(
-    model: Decoder, tokens: Tensor, steps: list[int], cached: torch.dtype = torch.float32, *, first: bool = False
+    model: Decoder,
+    tokens: Tensor,
+    steps: list[int],
+    cached: torch.dtype = torch.float32,
+    *,
+    first: bool = False,
 ) -> Tensor:
-    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""
+    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves
+    if `first`.
+    """
     cache, parts, start = KVCache(model.config, len(tokens), tokens.shape[1], cached, "cpu"), [], 0
     with torch.inference_mode():
         for count in steps:
@@ -140,42 +172,73 @@ def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype) -> None
             alone = KVCache(model.config, 1, 31, cached, "cpu")
             start = 0
             for count in steps:
-                own = texts[text : text + 1, start : start + count], torch.arange(start, start + count), alone
-                assert torch.equal(model.hidden(*own)[0], torch.stack(found[text][start : start + count]))
+                own = (
+                    texts[text : text + 1, start : start + count],
+                    torch.arange(start, start + count),
+                    alone,
+                )
+                assert torch.equal(
+                    model.hidden(*own)[0], torch.stack(found[text][start : start + count])
+                )
                 start += count
 
 
-SETTINGS = ("heads", "kv_heads", "window", "scale", "softcap", "clip", "activation", "limit", "eps", "multiplier",
-            "per_token", "normalized")  # fmt: skip
+SETTINGS = (
+    "heads",
+    "kv_heads",
+    "window",
+    "scale",
+    "softcap",
+    "clip",
+    "activation",
+    "limit",
+    "eps",
+    "multiplier",
+    "per_token",
+    "normalized",
+)
 """Of a block, in order."""
 
 FORGOTTEN: dict[str, tuple[str, Any]] = {
-    "query scale": ("query_scale", None), "window rope": ("window", 0), "scale": ("scale", None),
-    "softcap": ("softcap", None), "clip": ("clip", None), "gelu": ("activation", "silu"),
-    "swiglu_oai": ("limit", None), "residual multiplier": ("multiplier", 1.0),
-}  # fmt: skip
+    "query scale": ("query_scale", None),
+    "window rope": ("window", 0),
+    "scale": ("scale", None),
+    "softcap": ("softcap", None),
+    "clip": ("clip", None),
+    "gelu": ("activation", "silu"),
+    "swiglu_oai": ("limit", None),
+    "residual multiplier": ("multiplier", 1.0),
+}
 """By the feature, the operand that a wrong kernel does not look at, and what it does instead."""
 
 
 class _Forgetful:
-    """Kernels that do something for all blocks, or all attention, that a block's features do not say."""
+    """Kernels that do something for all blocks, or all attention, that a block's features do not
+    say.
+    """
 
     def __init__(self, operand: str, instead: Any, *operators: str) -> None:
         self._operand, self._instead, self._operators = operand, instead, operators
         self._kernels = load_kernels()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self, f"_{name}") if name in self._operators else getattr(self._kernels, name)
+        return (
+            getattr(self, f"_{name}") if name in self._operators else getattr(self._kernels, name)
+        )
 
     def _prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
         def changed(settings: tuple[Any, ...]) -> tuple[Any, ...]:
             named = dict(zip(SETTINGS, settings, strict=True))
             return tuple((named | {self._operand: self._instead}).values())[: len(SETTINGS)]
 
-        prepared: Blocks = self._kernels.prepare_blocks([(*halves, changed(own)) for *halves, own in blocks])
+        prepared: Blocks = self._kernels.prepare_blocks(
+            [(*halves, changed(own)) for *halves, own in blocks]
+        )
         return prepared
 
-    def _run_blocks(self, x: Tensor, blocks: int, angles: list[Tensor], query_scale: Tensor, *operands: Any) -> None:
+    def _run_blocks(
+        self, x: Tensor, blocks: int, angles: list[Tensor], query_scale: Tensor, *operands: Any
+    ) -> None:
         scale = self._instead if self._operand == "query_scale" else query_scale
         self._kernels.run_blocks(x, blocks, angles, scale, *operands)
 
@@ -208,16 +271,21 @@ def test_a_block_kernel_that_forgets_a_feature_is_found_at_load(
     ids=["scale", "softcap", "softcap, scale", "sinks", "window"],
 )
 def test_attention_that_forgets_a_feature_is_found_at_load(
-    features: dict[str, Any], operand: str, instead: Any, monkeypatch: pytest.MonkeyPatch,
+    features: dict[str, Any],
+    operand: str,
+    instead: Any,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     kernels = _Forgetful(operand, instead, "cached_attention")
     monkeypatch.setattr(cpu, "load_kernels", lambda: kernels)
     assert _model(**features).ops.blocks is None
     assert "attention by the compiled kernels are wrong on this machine" in caplog.text
 
 
-def test_a_bfloat16_model_with_sinks_attends_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bfloat16_model_with_sinks_attends_by_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without blocks in one call: layers of floats."""
     checkpoint = _checkpoint(**FEATURES["all"])
     kept = {name: scheme for name, scheme in checkpoint.schemes.items() if "layers.1." not in name}
@@ -225,6 +293,8 @@ def test_a_bfloat16_model_with_sinks_attends_by_its_kernels(monkeypatch: pytest.
     assert model.ops.blocks is None
     tokens = oracle.random_tokens(33, batch=2)
     found = _logits(model, tokens, STEPS, torch.bfloat16)
-    exact = load_model(dataclasses.replace(checkpoint, schemes=kept), dtype=torch.float32, backend="reference")
+    exact = load_model(
+        dataclasses.replace(checkpoint, schemes=kept), dtype=torch.float32, backend="reference"
+    )
     expected = _logits(exact, tokens, STEPS)
     assert (found - expected).abs().max() < 0.2 * expected.std()

@@ -56,7 +56,9 @@ class WrongRow(Wrapped):
 class WrongScales(Wrapped):
     """Scales of one dtype are read wrongly, where `places` is."""
 
-    def __init__(self, inner: str, dtype: torch.dtype, places: tuple[slice, slice], share: float) -> None:
+    def __init__(
+        self, inner: str, dtype: torch.dtype, places: tuple[slice, slice], share: float
+    ) -> None:
         super().__init__(inner)
         self.dtype, self.places, self.share = dtype, places, share
 
@@ -81,7 +83,9 @@ def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None
 
 @pytest.mark.parametrize("tokens", check.SMALL.tokens)
 @pytest.mark.parametrize("inner", MODES)
-def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str, tokens: int) -> None:
+def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(
+    inner: str, tokens: int
+) -> None:
     for row in (0, 17, ROWS - 1):
         wrong = WrongRow(inner, row, 0.15, tokens)
         found = self_test(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
@@ -90,9 +94,15 @@ def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str, 
 
 @pytest.mark.parametrize("inner", MODES)
 @pytest.mark.parametrize("wrong", DTYPES, ids=str)
-def test_scales_of_one_dtype_that_are_read_wrongly_are_found_out(wrong: torch.dtype, inner: str) -> None:
+def test_scales_of_one_dtype_that_are_read_wrongly_are_found_out(
+    wrong: torch.dtype, inner: str
+) -> None:
     scheme = QuantScheme.parse("int4-g32")
-    for places in ((slice(5, 6), slice(None)), (slice(None), slice(4, None)), (slice(36, None), slice(1, 2))):
+    for places in (
+        (slice(5, 6), slice(None)),
+        (slice(None), slice(4, None)),
+        (slice(36, None), slice(1, 2)),
+    ):
         backend = WrongScales(inner, wrong, places, -0.15)
         for scale_dtype in DTYPES:
             found = self_test(backend, scheme, CPU, torch.bfloat16, scale_dtype)
@@ -103,7 +113,9 @@ def test_scales_of_one_dtype_that_are_read_wrongly_are_found_out(wrong: torch.dt
 def test_zero_points_and_negative_scales_that_are_lost_are_found_out(inner: str) -> None:
     class Positive(Wrapped):
         def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
-            return self.inner.prepare(QuantTensor(weight.codes, weight.scale.abs(), weight.zero, weight.scheme))
+            return self.inner.prepare(
+                QuantTensor(weight.codes, weight.scale.abs(), weight.zero, weight.scheme)
+            )
 
     class Centred(Wrapped):
         def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
@@ -111,7 +123,9 @@ def test_zero_points_and_negative_scales_that_are_lost_are_found_out(inner: str)
             return self.inner.prepare(QuantTensor(weight.codes, weight.scale, zero, weight.scheme))
 
     for kind in (Positive, Centred):
-        assert self_test(kind(inner), QuantScheme.parse("int4-g64-asym"), CPU, torch.bfloat16, torch.bfloat16)
+        assert self_test(
+            kind(inner), QuantScheme.parse("int4-g64-asym"), CPU, torch.bfloat16, torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -129,11 +143,17 @@ def _require_no_fault(backend: Backend) -> None:
     for text, dtype, scale_dtype in itertools.product(SCHEMES, DTYPES, DTYPES):
         scheme = any_scheme(text)
         assert backend.unsupported_reason(scheme, CPU, dtype) is None
-        assert self_test(backend, scheme, CPU, dtype, scale_dtype) is None, (text, dtype, scale_dtype)
+        assert self_test(backend, scheme, CPU, dtype, scale_dtype) is None, (
+            text,
+            dtype,
+            scale_dtype,
+        )
 
 
 @pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
-@pytest.mark.parametrize("size", [check.SMALL, *check.ON_GPUS], ids=["small", "gpu", "gpu, whole units"])
+@pytest.mark.parametrize(
+    "size", [check.SMALL, *check.ON_GPUS], ids=["small", "gpu", "gpu, whole units"]
+)
 def test_the_example_has_what_real_weights_have(text: str, size: check._Size) -> None:
     scheme = any_scheme(text)
     weight = check._example(scheme, size, torch.bfloat16)
@@ -152,7 +172,11 @@ def test_the_example_has_what_real_weights_have(text: str, size: check._Size) ->
         assert weight.zero.unique().numel() > 10
     if size in check.ON_GPUS:
         assert {2, 16, 128} <= set(size.tokens)
-        assert columns == 4096 if not size.ragged else columns % 128 or (scheme.group_size or 0) % 128 == 0
+        assert (
+            columns == 4096
+            if not size.ragged
+            else columns % 128 or (scheme.group_size or 0) % 128 == 0
+        )
 
 
 def test_a_number_that_is_not_finite_is_not_within_anything() -> None:

@@ -21,18 +21,30 @@ from quantkit.tensors.scheme import QuantScheme
 pytestmark = pytest.mark.cpu_kernels
 
 CPU = torch.device("cpu")
-SCHEMES = ["int8", "int8-asym", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g128-asym"]
+SCHEMES = [
+    "int8",
+    "int8-asym",
+    "int4-g32",
+    "int4-g64",
+    "int4-g128",
+    "int4-g32-asym",
+    "int4-g128-asym",
+]
 SIZES = [1, 2, 3, 15, 16, 17, 64]
 DTYPES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 MODES = {"reference": 0.0, "cpu-exact": 2e-4, "cpu-fast": 4e-2}
 """What rounding the products and the activations may cost, of the size of the products."""
 
 
-def _quantized(text: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> QuantTensor:
+def _quantized(
+    text: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16
+) -> QuantTensor:
     return quantize_rtn(torch.randn(rows, columns), any_scheme(text), dtype)
 
 
-def _require_product(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, tolerance: float) -> None:
+def _require_product(
+    found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, tolerance: float
+) -> None:
     """Hold a product against float64, the error against what products of such terms are like."""
     wide = weight.dequantize().double()
     exact = x.double() @ wide.t()
@@ -49,7 +61,9 @@ def _require_product(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("backend", MODES)
-def test_the_product_equals_dequantize_times_x(text: str, dtype: torch.dtype, with_bias: bool, backend: str) -> None:
+def test_the_product_equals_dequantize_times_x(
+    text: str, dtype: torch.dtype, with_bias: bool, backend: str
+) -> None:
     for size, rows, columns in itertools.product(SIZES, (1, 33), (128, 384)):
         weight = _quantized(text, rows, columns)
         bias = torch.randn(rows).to(dtype) if with_bias else None
@@ -58,7 +72,9 @@ def test_the_product_equals_dequantize_times_x(text: str, dtype: torch.dtype, wi
         _require_product(layer(x), x, weight, bias, DTYPES[dtype] + MODES[backend])
 
 
-@pytest.mark.parametrize(("text", "columns"), [("int8", 1), ("int8", 7), ("int8", 129), ("int4", 5), ("int4-g32", 96)])
+@pytest.mark.parametrize(
+    ("text", "columns"), [("int8", 1), ("int8", 7), ("int8", 129), ("int4", 5), ("int4-g32", 96)]
+)
 @pytest.mark.parametrize("backend", MODES)
 def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, backend: str) -> None:
     weight = _quantized(text, 3, columns, torch.float32)
@@ -79,7 +95,9 @@ def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", MODES)
-def test_views_multiply_as_their_copies_and_stay_as_they_are(dtype: torch.dtype, backend: str) -> None:
+def test_views_multiply_as_their_copies_and_stay_as_they_are(
+    dtype: torch.dtype, backend: str
+) -> None:
     layer = QuantLinear(_quantized("int4-g32", 7, 64), None, CPU, dtype, allowed_backends(backend))
     base = torch.randn(64, 128).to(dtype)
     before = base.clone()
@@ -90,7 +108,10 @@ def test_views_multiply_as_their_copies_and_stay_as_they_are(dtype: torch.dtype,
 
 def test_large_values_accumulate_in_float32() -> None:
     weight = QuantTensor(
-        torch.full((1, 4096), 255, dtype=torch.uint8), torch.ones(1, 1), None, QuantScheme.parse("int8")
+        torch.full((1, 4096), 255, dtype=torch.uint8),
+        torch.ones(1, 1),
+        None,
+        QuantScheme.parse("int8"),
     )
     x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
     x[0, ::2] = -0.125
@@ -116,8 +137,12 @@ def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> N
 
 
 def test_a_layers_state_can_be_handed_to_another() -> None:
-    first = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends())
-    second = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends())
+    first = QuantLinear(
+        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends()
+    )
+    second = QuantLinear(
+        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends()
+    )
     x = torch.randn(2, 64)
     assert not torch.equal(first(x), second(x))
     second.load_state_dict(first.state_dict())
@@ -133,7 +158,9 @@ def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> N
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"):
+    with pytest.raises(
+        RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"
+    ):
         allowed_backends("cuda-magic")
 
 
@@ -144,18 +171,27 @@ class _Refusing(Backend):
         self.name = name
         self._reason = reason
 
-    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(
+        self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
         return self._reason
 
 
 def test_without_kernels_each_reason_is_stated_once_and_the_reference_needs_permission(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups"), _Refusing("three", "needs a GPU"))
+    listed = (
+        _Refusing("one", "needs a GPU"),
+        _Refusing("two", "needs groups"),
+        _Refusing("three", "needs a GPU"),
+    )
     monkeypatch.setattr(dispatch, "BACKENDS", (*listed, REFERENCE))
     case = QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16
     reasons = "one, three: needs a GPU; two: needs groups"
-    with pytest.raises(RequestError, match=f"^no kernels for int8 on cpu in bfloat16; {reasons}; `allow_slow=True` "):
+    with pytest.raises(
+        RequestError,
+        match=f"^no kernels for int8 on cpu in bfloat16; {reasons}; `allow_slow=True` ",
+    ):
         select_backend(*case, allowed_backends())
     with pytest.raises(RequestError, match="bfloat16; two: needs groups; `allow_slow=True` "):
         select_backend(*case, allowed_backends("two"))
@@ -168,8 +204,15 @@ def test_without_kernels_each_reason_is_stated_once_and_the_reference_needs_perm
     assert record.message.endswith(reasons)
 
 
-def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", None), _Refusing("three", None), REFERENCE)
+def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = (
+        _Refusing("one", "needs a GPU"),
+        _Refusing("two", None),
+        _Refusing("three", None),
+        REFERENCE,
+    )
     monkeypatch.setattr(dispatch, "BACKENDS", listed)
     case = QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16
     for allow_slow in (False, True):
@@ -179,8 +222,16 @@ def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(monkeypa
 
 
 def test_integer_activations_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"reference: activations are torch.int8; triton: runs on GPUs$"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.int8, torch.bfloat16, allowed_backends(allow_slow=True))
+    with pytest.raises(
+        RequestError, match=r"reference: activations are torch.int8; triton: runs on GPUs$"
+    ):
+        select_backend(
+            QuantScheme.parse("int8"),
+            CPU,
+            torch.int8,
+            torch.bfloat16,
+            allowed_backends(allow_slow=True),
+        )
 
 
 class _Mistaken(Backend):
@@ -192,7 +243,12 @@ class _Mistaken(Backend):
         self._mistake = mistake
 
     def linear(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+        self,
+        x: Tensor,
+        prepared: dict[str, Tensor],
+        scheme: QuantScheme,
+        rows: int,
+        bias: Tensor | None,
     ) -> Tensor:
         return self._mistake(super().linear(x, prepared, scheme, rows, bias))
 
@@ -223,13 +279,17 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
         select_backend(*case, allowed_backends())
 
 
-def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class OnGpus(_Refusing):
         def operations(self) -> Operations:
             return offered
 
     offered, device = Operations(), torch.device("meta")
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None)))
+    monkeypatch.setattr(
+        dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None))
+    )
     assert dispatch.operations_for_floats(device, torch.bfloat16) is offered
     assert dispatch.operations_for_floats(CPU, torch.bfloat16) is None
     monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), Backend()))

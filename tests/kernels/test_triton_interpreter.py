@@ -12,15 +12,30 @@ from paths import ROOT
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with numpy 2.4")
 
 pytestmark = pytest.mark.gpu_kernels
-FILES = [ROOT / f"tests/kernels/triton_{name}.py" for name in ("products", "attention", "experts", "gptq", "blocks")]
+FILES = [
+    ROOT / f"tests/kernels/triton_{name}.py"
+    for name in ("products", "attention", "experts", "gptq", "blocks")
+]
 
 
 def test_the_kernels_are_right_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
     done = subprocess.run(
-        [*command, *map(str, FILES)], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/", capture_output=True,
+        [*command, *map(str, FILES)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd="/",
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

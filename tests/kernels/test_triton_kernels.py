@@ -1,4 +1,6 @@
-"""The Triton backend without a GPU: kernels in the compiler, what torch compiles around them, what it refuses."""
+"""The Triton backend without a GPU: kernels in the compiler, what torch compiles around them,
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ pytest.importorskip("triton")
 
 
 def _compiled(
-    kernel: Any, constants: dict[str, Any], target: str, cached: str | None = None, others: dict[str, str] | None = None
+    kernel: Any,
+    constants: dict[str, Any],
+    target: str,
+    cached: str | None = None,
+    others: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The stages of a kernel compiled for a GPU that need not be there.
 
@@ -61,20 +67,48 @@ def _compiled(
     from triton.compiler import ASTSource
 
     arch, lanes, dtype = TARGETS[target]
-    pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
+    pointers = {
+        "x": dtype,
+        "words": "i32",
+        "scale": "fp16",
+        "zero": "u8",
+        "bias": dtype,
+        "out": dtype,
+    }
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
-    pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype, "places": "i32", "experts": "i32"}
-    pointers |= dict.fromkeys(("mixed", "largest", "total", "parts", "key_scales", "value_scales"), "fp32")
+    pointers |= {
+        "positions": "i64",
+        "slots": "i64",
+        "sinks": dtype,
+        "places": "i32",
+        "experts": "i32",
+    }
+    pointers |= dict.fromkeys(
+        ("mixed", "largest", "total", "parts", "key_scales", "value_scales"), "fp32"
+    )
     pointers |= {"arrived": "i32"}
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
     types = {
-        name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32"
+        name: "constexpr"
+        if name in constants
+        else f"*{pointers[name]}"
+        if name in pointers
+        else "i32"
         for name in names
     } | (others or {})
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants}
-    source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attrs=aligned)
-    stages: dict[str, Any] = triton.compile(source, target=GPUTarget(target, arch, lanes), options=options).asm
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants
+    }
+    source = ASTSource(
+        kernel,
+        types,
+        {(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    stages: dict[str, Any] = triton.compile(
+        source, target=GPUTarget(target, arch, lanes), options=options
+    ).asm
     return stages
 
 
@@ -103,7 +137,9 @@ def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_gemm import gemm
 
-    config = gemm_config(4 if group else 8, tokens, 4096, 4096, LARGE if target == "cuda" else SMALL)
+    config = gemm_config(
+        4 if group else 8, tokens, 4096, 4096, LARGE if target == "cuda" else SMALL
+    )
     constants = {"GROUP": group, "SYMMETRIC": symmetric, "BIAS": True, **config.constants()}
     stages = _compiled(gemm, constants, target, others={"scale": f"*{TARGETS[target][2]}"})
     assert stages["cubin" if target == "cuda" else "hsaco"]
@@ -115,7 +151,11 @@ def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
         assert "ld.shared.v4" in loop
         assert "ld.global" in loop or not group
         assert "cp.async.cg.shared.global" in stages["ptx"]
-        assert not [word for word in ("st.shared", "ldmatrix", "shfl", "st.local", "cvt.rn.bf16") if word in loop]
+        assert not [
+            word
+            for word in ("st.shared", "ldmatrix", "shfl", "st.local", "cvt.rn.bf16")
+            if word in loop
+        ]
 
 
 @pytest.mark.parametrize(("group", "symmetric"), [(0, True), (32, False)])
@@ -127,7 +167,9 @@ def test_float32_has_no_tensor_cores_and_compiles_as_well(
 
     config = gemm_config(4 if group else 8, 32, 4096, 4096, LARGE, wide=True)
     constants = {"GROUP": group, "SYMMETRIC": symmetric, "BIAS": True, **config.constants()}
-    assert _compiled(gemm, constants, "cuda", others=dict.fromkeys(("x", "bias", "out"), "*fp32"))["cubin"]
+    assert _compiled(gemm, constants, "cuda", others=dict.fromkeys(("x", "bias", "out"), "*fp32"))[
+        "cubin"
+    ]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -150,19 +192,30 @@ def test_kernels_for_few_tokens_compile_for_gpus_that_are_not_here(
         ptx = stages_of_it["ptx"]
         assert "mma.sync" in ptx
         assert "ld.global.v4" in ptx if stages == 1 else "cp.async" in ptx
-        assert ptx.count("shfl") <= 1  # which distinguishes warps: each thread multiplies the words that it has loaded
+        assert (
+            ptx.count("shfl") <= 1
+        )  # which distinguishes warps: each thread multiplies the words that it has loaded
         assert "st.local" not in ptx
 
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_kernels_for_few_tokens_compile_for_one(bits: int, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_few_tokens_compile_for_one(
+    bits: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_skinny
 
     config = default_config(bits, 1, 4096, 4096, False, LARGE)
-    flags = {"m": 1, "GROUP": 64 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, "JOINED": joined, "WHOLE": True}
+    flags = {
+        "m": 1,
+        "GROUP": 64 if bits == 4 else 0,
+        "SYMMETRIC": False,
+        "BIAS": True,
+        "JOINED": joined,
+        "WHOLE": True,
+    }
     assert _compiled(triton_skinny.skinny, {**flags, **config.constants()}, "cuda")
 
 
@@ -177,23 +230,41 @@ def test_kernels_for_experts_compile_for_gpus_that_are_not_here(
 
     config = triton_experts.config_for(bits, places, 128, 1536, 2048, False, SMALL)
     kernel = getattr(triton_experts, f"grouped_{config.path}")
-    constants = {"GROUP": 64 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, **config.constants()}
+    constants = {
+        "GROUP": 64 if bits == 4 else 0,
+        "SYMMETRIC": False,
+        "BIAS": True,
+        **config.constants(),
+    }
     assert _compiled(kernel, constants, target)["cubin" if target == "cuda" else "hsaco"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cached", [None, "i8"])
-@pytest.mark.parametrize(("slots", "softcap"), [(False, 0.0), (True, 50.0)], ids=["plain", "slots, capped"])
+@pytest.mark.parametrize(
+    ("slots", "softcap"), [(False, 0.0), (True, 50.0)], ids=["plain", "slots, capped"]
+)
 @pytest.mark.parametrize(("rows", "size"), [(4, 128), (64, 80), (16, 256)])
 def test_attention_compiles_for_gpus_that_are_not_here(
-    rows: int, size: int, slots: bool, softcap: float, cached: str | None, target: str,
+    rows: int,
+    size: int,
+    slots: bool,
+    softcap: float,
+    cached: str | None,
+    target: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_attention import attend_and_join, attend_span, join_spans, tile_for
 
     tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
-    constants = {"SIZE": size, "TOKENS": 1, "SPANS": 33, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
+    constants = {
+        "SIZE": size,
+        "TOKENS": 1,
+        "SPANS": 33,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": tile.block_d,
+    }
     launch = {"BLOCK_M": tile.block_m, "num_warps": 4, "num_stages": tile.stages}
     spans = {"SCALE": 0.1, "SOFTCAP": softcap, "SLOTS": slots} | launch
     join = {"SINKS": softcap > 0, "BLOCK_S": 64, "num_warps": 4, "num_stages": 1}
@@ -205,23 +276,42 @@ def test_attention_compiles_for_gpus_that_are_not_here(
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
         assert "st.local" not in stages["ptx"]
-        copies = re.findall(r"cp\.async\.c\w+\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+),", stages["ptx"])
+        copies = re.findall(
+            r"cp\.async\.c\w+\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+),", stages["ptx"]
+        )
         assert set(copies) == {"10", "4"} if cached else {"10"}  # bytes; four of scales alone
-        assert "cvt.rn.f32.s" not in stages["ptx"].replace("cvt.rn.f32.s32", "")  # codes become bfloat16 at once
+        assert "cvt.rn.f32.s" not in stages["ptx"].replace(
+            "cvt.rn.f32.s32", ""
+        )  # codes become bfloat16 at once
 
 
 BLOCK_TYPES = {
-    "states": "*bf16", "weighted": "*bf16", "queries": "*bf16", "norm": "*fp32", "norms": "*fp32", "squares": "*fp32",
-    "cosine": "*fp32", "sine": "*fp32", "query_scale": "*fp32", "growth": "fp32",
-}  # fmt: skip
+    "states": "*bf16",
+    "weighted": "*bf16",
+    "queries": "*bf16",
+    "norm": "*fp32",
+    "norms": "*fp32",
+    "squares": "*fp32",
+    "cosine": "*fp32",
+    "sine": "*fp32",
+    "query_scale": "*fp32",
+    "growth": "fp32",
+}
 ENDS: dict[str, dict[str, Any]] = {
     "project_heads": {
-        "NORMS": True, "ROTARY": True, "QUERY_SCALE": False, "SLOTS": True, "CLIP": 0.0, "EPS": 1e-5, "SIZE": 128,
-        "HALF": 64, "EACH": 1,
+        "NORMS": True,
+        "ROTARY": True,
+        "QUERY_SCALE": False,
+        "SLOTS": True,
+        "CLIP": 0.0,
+        "EPS": 1e-5,
+        "SIZE": 128,
+        "HALF": 64,
+        "EACH": 1,
     },
     "add_product": {"MULTIPLIER": 1.0},
     "gate_product": {"ACTIVATION": 0, "LIMIT": 0.0, "ALPHA": 1.702, "EPS": 1e-5},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -235,13 +325,27 @@ def test_the_launches_of_a_block_compile_for_gpus_that_are_not_here(
     from quantkit.kernels import triton_projections, triton_qkv
 
     config = replace(default_config(bits, 1, 4096, 4096, False, LARGE), block_n=32, stages=3)
-    tile = {"GROUP": 128 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, "WHOLE": True, "TOKENS": 1}
+    tile = {
+        "GROUP": 128 if bits == 4 else 0,
+        "SYMMETRIC": False,
+        "BIAS": True,
+        "WHOLE": True,
+        "TOKENS": 1,
+    }
     kernel = getattr(triton_qkv if name == "project_heads" else triton_projections, name)
     once = {argument: 1 for argument in ("m", "tokens") if argument in kernel.arg_names}
-    types = {argument: kind for argument, kind in BLOCK_TYPES.items() if argument in kernel.arg_names}
+    types = {
+        argument: kind for argument, kind in BLOCK_TYPES.items() if argument in kernel.arg_names
+    }
     if target == "hip":
         types = {argument: kind.replace("bf16", "fp16") for argument, kind in types.items()}
-    stages = _compiled(kernel, {**once, **tile, **ENDS[name], "SPLIT": 8, **config.constants()}, target, cached, types)
+    stages = _compiled(
+        kernel,
+        {**once, **tile, **ENDS[name], "SPLIT": 8, **config.constants()},
+        target,
+        cached,
+        types,
+    )
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "mma.sync" in stages["ptx"]
@@ -261,12 +365,22 @@ def test_columns_are_rounded_without_a_word_between_threads(
 
     tensors = ("start", "wanted", "ratios", "inverse", "scale", "zero", "codes", "errors")
     types = dict.fromkeys(tensors, "*fp32") | {"columns": "*i64", "levels": "fp32"}
-    constants = {"SYMMETRIC": symmetric, "DESCEND": descend, "ROWS": 32, "num_warps": 1, "num_stages": 1}
+    constants = {
+        "SYMMETRIC": symmetric,
+        "DESCEND": descend,
+        "ROWS": 32,
+        "num_warps": 1,
+        "num_stages": 1,
+    }
     stages = _compiled(round_columns, constants, target, others=types)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "div.rn.f32" in stages["ptx"]
-        assert not [word for word in ("st.local", "shfl", "st.shared", "ld.global.nc") if word in stages["ptx"]]
+        assert not [
+            word
+            for word in ("st.local", "shfl", "st.shared", "ld.global.nc")
+            if word in stages["ptx"]
+        ]
 
 
 class _Driver:
@@ -295,9 +409,13 @@ def _graph_of(
         return lambda *arguments: [torch.zeros(value.shape, dtype=value.dtype) for value in values]
 
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True, decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=keep, keep_inference_input_mutations=True, decompositions=select_decomp_table()
+    )
     with torch.no_grad():
-        torch.compile(lambda *given: function(*given) + 1, backend=backend, fullgraph=True)(*operands)
+        torch.compile(lambda *given: function(*given) + 1, backend=backend, fullgraph=True)(
+            *operands
+        )
     assert not [node for node in graphs[0].graph.nodes if "quantkit" in str(node.target)]
     return graphs[0].graph
 
@@ -309,7 +427,9 @@ def _kernels_in(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def _kernels_seen(
     function: Callable[..., Tensor], operands: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.fx.Node]:
-    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a GPU that need not be there."""
+    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a GPU that need
+    not be there.
+    """
     return _kernels_in(_graph_of(function, operands, monkeypatch))
 
 
@@ -321,7 +441,9 @@ def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
     scheme, backend = QuantScheme.parse(text), TritonBackend()
     prepared = backend.prepare(quantize_rtn(torch.randn(40, 96), scheme, torch.float16))
     x = torch.randn(tokens, 96, dtype=torch.bfloat16)
-    (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
+    (kernel,) = _kernels_seen(
+        lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch
+    )
     assert kernel.kwargs["tensors_to_clone"] == ["out"]
 
 
@@ -335,7 +457,9 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
     prepared = backend.prepare(quantize_rtn(torch.randn(40, 1024), scheme, torch.float16))
     x = torch.randn(2, 1024, dtype=torch.bfloat16)
     try:
-        (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
+        (kernel,) = _kernels_seen(
+            lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch
+        )
     finally:
         triton_tiles.gpu_spec.cache_clear()
     assert sorted(kernel.kwargs["tensors_to_clone"]) == ["arrived", "out", "parts"]
@@ -344,14 +468,18 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
 
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
-def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quantkit.kernels import triton_linear
 
     monkeypatch.setattr(triton_linear, "FLOAT_BYTES", 1)
     scheme, backend = QuantScheme.parse(text), TritonBackend()
     prepared = backend.prepare(quantize_rtn(torch.randn(300, 96), scheme, torch.float16))
     x, bias = torch.randn(600, 96, dtype=torch.bfloat16), torch.randn(300, dtype=torch.bfloat16)
-    kernels = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 300, bias), (x,), monkeypatch)
+    kernels = _kernels_seen(
+        lambda x: backend.linear(x, prepared, scheme, 300, bias), (x,), monkeypatch
+    )
     assert [kernel.kwargs["tensors_to_clone"] for kernel in kernels] == [["out"]] * 3
 
 
@@ -389,7 +517,9 @@ def test_a_compiler_stores_into_the_cache_without_copying_it(
     assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
 
 
-def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_sees_five_launches_a_block_and_no_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from quantkit.kernels.triton_block import prepare_blocks
 
     scheme, backend, dtype = QuantScheme.parse("int4-g32-asym"), TritonBackend(), torch.bfloat16
@@ -400,7 +530,9 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest
         return PreparedLinear(prepared, scheme, None)
 
     def weights() -> BlockWeights:
-        qkv, out, gate_up, down = (linear(*shape) for shape in ((128, 64), (64, 64), (192, 64), (64, 96)))
+        qkv, out, gate_up, down = (
+            linear(*shape) for shape in ((128, 64), (64, 64), (192, 64), (64, 96))
+        )
         return BlockWeights(norm, qkv, None, None, None, out, None, norm, gate_up, down, None, None)
 
     settings = BlockSettings(2, 1, 32, None, True, None, None, None, "silu", None, 1.702, 1e-5, 1.0)
@@ -414,14 +546,26 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest
         cached = list(zip(stored[:2], stored[2:], strict=True))
         return run(x, BlockStep(positions, None, None, False, [(angle, angle)] * 2, cached))
 
-    operands = torch.randn(1, 3, 64, dtype=dtype), torch.tensor([7, 8, 9]), torch.zeros(3, 32), *rows, *scales
+    operands = (
+        torch.randn(1, 3, 64, dtype=dtype),
+        torch.tensor([7, 8, 9]),
+        torch.zeros(3, 32),
+        *rows,
+        *scales,
+    )
     graph = _graph_of(step, operands, monkeypatch)
     assert len(_kernels_in(graph)) == 1 + 2 * 5
     reinplace_inplaceable_ops_core(graph)
     assert all(kernel.kwargs["tensors_to_clone"] == [] for kernel in _kernels_in(graph))
     calls = {str(node.target) for node in graph.nodes if node.op == "call_function"}
-    others = {call for call in calls if "triton_kernel_wrapper" not in call and "getitem" not in call}
-    assert others <= {"aten.empty.memory_format", "aten.view.default", "aten.add.Tensor"}  # which adds 1 at the end
+    others = {
+        call for call in calls if "triton_kernel_wrapper" not in call and "getitem" not in call
+    }
+    assert others <= {
+        "aten.empty.memory_format",
+        "aten.view.default",
+        "aten.add.Tensor",
+    }  # which adds 1 at the end
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -429,7 +573,10 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest
 def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
     cached: torch.dtype, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, attention = load_model(DEMO_MODEL, dtype=torch.bfloat16), TritonBackend().operations().cached_attention
+    model, attention = (
+        load_model(DEMO_MODEL, dtype=torch.bfloat16),
+        TritonBackend().operations().cached_attention,
+    )
     assert attention is not None
     model.model.layers = model.model.layers[:1]
     model.ops = DecoderOps(cached_attention=_by_kernel(attention))
@@ -439,17 +586,23 @@ def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
         greedy_step(model, rows, last, drawn, cache, slots == 1)
         return drawn
 
-    operands = tuple(torch.zeros(shape, dtype=torch.long) for shape in ((3, slots), slots + 1, slots))
+    operands = tuple(
+        torch.zeros(shape, dtype=torch.long) for shape in ((3, slots), slots + 1, slots)
+    )
     graph = _graph_of(step, operands, monkeypatch)
     reinplace_inplaceable_ops_core(graph)
     targets = [str(node.target) for node in graph.nodes]
     assert targets.count("aten.index_put_.default") > 2
     assert not {"aten.index_put.default", "aten.index_copy.default"} & set(targets)
-    copied = [node.args[0].meta["val"] for node in graph.nodes if str(node.target) == "aten.copy_.default"]
+    copied = [
+        node.args[0].meta["val"] for node in graph.nodes if str(node.target) == "aten.copy_.default"
+    ]
     assert all(tensor.numel() <= 3 * slots for tensor in copied)
 
 
-def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
+def _unsupported_reason(
+    dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA
+) -> str | None:
     return TritonBackend().unsupported_reason(QuantScheme(8, None), device, dtype)
 
 
@@ -481,4 +634,6 @@ def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])
 def test_the_scripts_say_what_they_do_without_a_gpu(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
-    assert "GPU at hand" in " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert "GPU at hand" in " ".join(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )

@@ -1,4 +1,6 @@
-"""Tile configs of the Triton kernels: defaults, measured ones, those worth trying, and how they are timed."""
+"""Tile configs of the Triton kernels: defaults, measured ones, those worth trying, and how they
+are timed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ PATHS = {"gemv", "skinny", "gemm", "matmul"}
 
 
 def test_the_default_gives_tile_configs_that_fit() -> None:
-    shapes = itertools.product((4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL))
+    shapes = itertools.product(
+        (4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL)
+    )
     for bits, tokens, rows, columns, wide, gpu in shapes:
         config = default_config(bits, tokens, rows, columns, wide, gpu)
         sizes = (config.block_m, config.block_n, config.units, config.split, config.warps)
@@ -44,7 +48,11 @@ def test_the_default_gives_tile_configs_that_fit() -> None:
         if config.path in ("gemv", "skinny"):
             assert config.block_m >= tokens
         if config.path == "gemm":
-            ahead = config.stages * config.units * (128 * config.block_m * 2 + config.block_n * 16 * bits)
+            ahead = (
+                config.stages
+                * config.units
+                * (128 * config.block_m * 2 + config.block_n * 16 * bits)
+            )
             assert ahead <= gpu.shared_memory
             assert config.warps == config.block_n // 16
 
@@ -53,7 +61,10 @@ def test_the_default_gives_tile_configs_that_fit() -> None:
 def test_parts_of_split_rows_move_a_quarter_of_the_weight_at_most(bits: int) -> None:
     for tokens, columns in itertools.product((1, 16, 128), (1024, 4096, 14336)):
         split = max_split(bits, tokens, columns)
-        assert split == 1 or split * tokens * 4 * 2 <= columns * bits / 8 / 4 < (split + 1) * tokens * 4 * 2
+        assert (
+            split == 1
+            or split * tokens * 4 * 2 <= columns * bits / 8 / 4 < (split + 1) * tokens * 4 * 2
+        )
     assert max_split(4, 128, 4096) == 1
 
 
@@ -74,15 +85,19 @@ def test_measured_configs_serve_their_gpu_and_shapes_near_theirs(
         save_configs(tmp_path / triton_tiles.CACHED_FILE, LARGE, "int8", 1024, 1024, {2: other})
         found = {
             (rows, tokens, dtype, gpu.name): tile_config_for("int8", tokens, rows, 4096, dtype, gpu)
-            for rows in (4096, 6144, 16384) for tokens in (9, 16, 17)
-            for dtype in (torch.bfloat16, torch.float32) for gpu in (LARGE, SMALL)
-        }  # fmt: skip
+            for rows in (4096, 6144, 16384)
+            for tokens in (9, 16, 17)
+            for dtype in (torch.bfloat16, torch.float32)
+            for gpu in (LARGE, SMALL)
+        }
         assert tile_config_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
     finally:
         triton_tiles.measured_configs.cache_clear()
         triton_tiles._tile_config.cache_clear()
     served = {key for key, config in found.items() if config == mine}
-    assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
+    assert served == {
+        (rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)
+    }
 
 
 def test_sizes_can_be_symbols() -> None:
@@ -110,7 +125,9 @@ def test_candidates_are_those_that_fit() -> None:
         assert ("matmul" in paths) == (tokens >= 128)
 
 
-def test_a_graph_is_timed_for_a_millisecond_while_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_timed_for_a_millisecond_while_the_gpu_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from quantkit.kernels import triton_tune
 
     clock, log, graphs = [0.0], [], []
@@ -147,9 +164,13 @@ def test_a_graph_is_timed_for_a_millisecond_while_the_gpu_is_busy(monkeypatch: p
     counted = [0]
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, stub in {
-        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda which: nullcontext(),
-        "CUDAGraph": Graph, "graph": captured, "Event": Event,
-    }.items():  # fmt: skip
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda which: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": captured,
+        "Event": Event,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     assert triton_tune.seconds_each([call] * 4, repeats=3) == pytest.approx(1e-5)
     assert graphs[-1].calls >= 100  # of ten microseconds
@@ -163,5 +184,6 @@ def test_every_config_in_the_package_is_one() -> None:
             for configs in shapes.values():
                 assert {int(tokens) for tokens in configs} <= set(TOKENS)
                 assert all(
-                    TileConfig(**fields).path in ("gemv", "skinny", "gemm", "matmul") for fields in configs.values()
+                    TileConfig(**fields).path in ("gemv", "skinny", "gemm", "matmul")
+                    for fields in configs.values()
                 )

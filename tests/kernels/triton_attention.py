@@ -1,4 +1,5 @@
-"""Attention through Triton against float64: through Triton's interpreter, or on a GPU where there is one.
+"""Attention through Triton against float64: through Triton's interpreter, or on a GPU where there
+is one.
 
 Run as `triton_products` is, in the same process.
 """
@@ -49,17 +50,29 @@ CASES = {
 
 
 def attended(
-    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
-    spans: int, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Any:  # fmt: skip
+    queries: Tensor,
+    keys: CachedRows,
+    values: CachedRows,
+    positions: Tensor,
+    slots: Tensor | None,
+    window: int | None,
+    spans: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
     """Attention with the live part of the cache in up to `spans` spans."""
     where = positions, slots, window
-    return cached_attention(queries, *keys, *values, *where, scale, softcap, sinks, arrived=None, spans=spans)
+    return cached_attention(
+        queries, *keys, *values, *where, scale, softcap, sinks, arrived=None, spans=spans
+    )
 
 
 LENGTH = 180
 
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
+)
 
 
 def _stored(rows: Tensor, dtype: torch.dtype) -> CachedRows:
@@ -67,7 +80,9 @@ def _stored(rows: Tensor, dtype: torch.dtype) -> CachedRows:
     return cached_rows(rows.to(DEVICE), dtype)
 
 
-def _operands(case: str, dtype: torch.dtype, cached: torch.dtype) -> tuple[Tensor, CachedRows, CachedRows, Tensor]:
+def _operands(
+    case: str, dtype: torch.dtype, cached: torch.dtype
+) -> tuple[Tensor, CachedRows, CachedRows, Tensor]:
     """Queries that look closely at some keys, keys, values, positions."""
     size, heads, shared, positions, _, _ = CASES[case]
     queries = torch.randn(2, heads, len(positions), size).to(DEVICE, dtype) * 2
@@ -82,14 +97,27 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-def _require_right(found: Tensor, queries: Tensor, keys: CachedRows, values: CachedRows, *where: Any) -> None:
-    """Each mixed value within the rounding of weights and of the result, and of scores in float32."""
+def _require_right(
+    found: Tensor, queries: Tensor, keys: CachedRows, values: CachedRows, *where: Any
+) -> None:
+    """Each mixed value within the rounding of weights and of the result, and of scores in
+    float32.
+    """
     floats = [stored.floats(torch.float32) for stored in (keys, values)]
-    wide = [rows.double() if keys.scales is not None else _rounded(rows, queries.dtype).double() for rows in floats]
+    wide = [
+        rows.double() if keys.scales is not None else _rounded(rows, queries.dtype).double()
+        for rows in floats
+    ]
     expected = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1]), *where)
-    terms = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1].abs()), *where)
-    largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
-    scores = 4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps  # by which weights' exponents err
+    terms = masked_attention(
+        queries.double(), CachedRows(wide[0]), CachedRows(wide[1].abs()), *where
+    )
+    largest = (
+        queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()
+    )  # of a sum
+    scores = (
+        4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps
+    )  # by which weights' exponents err
     rounding = torch.finfo(queries.dtype).eps
     bound = (2 * rounding + 200 * torch.finfo(torch.float32).eps + scores) * terms
     assert found.dtype == queries.dtype
@@ -104,7 +132,9 @@ def test_attention_is_right_for_every_place_of_the_live_part(case: str) -> None:
     _require_right(attended(*operands, None, window, spans), *operands, None, window)
 
 
-@pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "cached", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dtype) -> None:
     for case in ("one token", "a window over tiles"):
@@ -144,7 +174,14 @@ def test_sequences_are_at_places_and_positions_of_their_own(cached: torch.dtype)
     starts = torch.tensor([[3], [LENGTH - 9], [LENGTH // 2]], device=DEVICE)
     where = starts + torch.arange(4, device=DEVICE), torch.tensor([1, 0, 1], device=DEVICE)
     for window in (None, 5):
-        _require_right(attended(queries, keys, values, *where, window, 3), queries, keys, values, *where, window)
+        _require_right(
+            attended(queries, keys, values, *where, window, 3),
+            queries,
+            keys,
+            values,
+            *where,
+            window,
+        )
 
 
 def test_spans_give_the_same_each_time_and_what_one_gives() -> None:
@@ -167,7 +204,9 @@ def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: tor
     queries, keys, values, positions = _operands("a window within a tile", torch.bfloat16, cached)
     whole = attended(queries, keys, values, positions, None, 7, 2)
     stale = _stored(torch.full((1, 1, 1, 80), torch.nan), cached)
-    changed = list(zip((keys if what == "keys" else values).tensors(), stale.tensors(), strict=True))
+    changed = list(
+        zip((keys if what == "keys" else values).tensors(), stale.tensors(), strict=True)
+    )
     for tensor, nan in changed:
         tensor[:, :, :94], tensor[:, :, 101:] = nan[0, 0, 0], nan[0, 0, 0]
     assert torch.equal(attended(queries, keys, values, positions, None, 7, 2), whole)
@@ -184,7 +223,9 @@ def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: tor
 
 
 def test_views_are_taken() -> None:
-    queries, keys, values, positions = _operands("a window over tiles", torch.float32, torch.float32)
+    queries, keys, values, positions = _operands(
+        "a window over tiles", torch.float32, torch.float32
+    )
     expected = attended(queries, keys, values, positions, None, 70, 2)
     turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.cat([keys.rows, values.rows], dim=-1)
@@ -195,7 +236,12 @@ def test_views_are_taken() -> None:
 @pytest.mark.parametrize("size", [6, 33])
 def test_rows_of_bytes_have_any_size(size: int) -> None:
     keys, values = (_stored(torch.randn(1, 2, 90, size), torch.int8) for _ in range(2))
-    operands = torch.randn(1, 2, 1, size, device=DEVICE), keys, values, torch.tensor([70], device=DEVICE)
+    operands = (
+        torch.randn(1, 2, 1, size, device=DEVICE),
+        keys,
+        values,
+        torch.tensor([70], device=DEVICE),
+    )
     _require_right(attended(*operands, None, None, 2), *operands, None, None)
 
 
@@ -210,17 +256,23 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
-    queries, keys, values, positions = _operands("tokens on both sides of a tile's end", torch.float32, cached)
+    queries, keys, values, positions = _operands(
+        "tokens on both sides of a tile's end", torch.float32, cached
+    )
     operands = queries, *keys, *values, positions
     for more in ((None, None, None, None), (9, 0.3, 5.0, torch.ones(3, device=DEVICE))):
-        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more, None, None))
+        torch.library.opcheck(
+            torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more, None, None)
+        )
 
 
 def test_attention_compiles_into_one_graph() -> None:
     attention = TritonBackend().operations().cached_attention
     assert attention is not None
     operands = _operands("one token", torch.bfloat16, torch.bfloat16)
-    compiled = torch.compile(lambda *given: attention(*given, None, 20) + 1, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda *given: attention(*given, None, 20) + 1, backend="aot_eager", fullgraph=True
+    )
     with torch.inference_mode():
         assert torch.equal(compiled(*operands), attention(*operands, None, 20) + 1)
 
@@ -234,7 +286,8 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path) -> None:
     model, reference = (
-        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
+        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name)
+        for name in ("triton", "reference")
     )
     assert model.ops.cached_attention is not masked_attention
     assert model.ops.float_linear is float_linear
@@ -249,14 +302,22 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-STEPS = [[(2, 0, 5)], [(0, 0, 20), (2, 5, 1)], [(2, 6, 1), (0, 20, 1), (1, 0, 1)], [(1, 1, 7), (2, 7, 1), (0, 21, 1)]]
+STEPS = [
+    [(2, 0, 5)],
+    [(0, 0, 20), (2, 5, 1)],
+    [(2, 6, 1), (0, 20, 1), (1, 0, 1)],
+    [(1, 1, 7), (2, 7, 1), (0, 21, 1)],
+]
 """Of each piece the slot, its first position, and how many tokens."""
 
 
 def test_an_engines_slots_take_turns_through_it(quantized: Path) -> None:
-    """One row of each that decodes in one call, with chunks beside them, few and many; each as if it were alone."""
+    """One row of each that decodes in one call, with chunks beside them, few and many; each as
+    if it were alone.
+    """
     model, reference = (
-        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
+        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name)
+        for name in ("triton", "reference")
     )
     assert not model.ops.ragged
     texts = torch.randint(3, 2000, (3, 30), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -279,18 +340,35 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(
-        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
-        window: int | None, *scores: Any,
-    ) -> Tensor:  # fmt: skip
+        queries: Tensor,
+        keys: CachedRows,
+        values: CachedRows,
+        positions: Tensor,
+        slots: Tensor | None,
+        window: int | None,
+        *scores: Any,
+    ) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
         return masked_attention(
-            queries, keys, values, positions + (keys.scales is not None), slots, window, Scores(*scores)
+            queries,
+            keys,
+            values,
+            positions + (keys.scales is not None),
+            slots,
+            window,
+            Scores(*scores),
         )
 
-    monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
+    monkeypatch.setattr(
+        TritonBackend, "operations", lambda self: Operations(cached_attention=wrong)
+    )
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
     assert model.ops.cached_attention is masked_attention
-    said = "fail on this machine (out of resource)" if mistake == "failing" else "are wrong on this machine"
+    said = (
+        "fail on this machine (out of resource)"
+        if mistake == "failing"
+        else "are wrong on this machine"
+    )
     assert caplog.messages == [f"attention by the compiled kernels {said}; torch's are used"]

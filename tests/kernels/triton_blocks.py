@@ -1,4 +1,5 @@
-"""Decoder blocks through Triton against their modules: through Triton's interpreter, or on a GPU where there is one.
+"""Decoder blocks through Triton against their modules: through Triton's interpreter, or on a GPU
+where there is one.
 
 Run as `triton_products` is, in a separate process.
 """
@@ -19,7 +20,13 @@ import quantkit
 from quantkit.architectures.config import LayerConfig
 from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
-from quantkit.kernels import dispatch, triton_attention, triton_block, triton_projections, triton_qkv
+from quantkit.kernels import (
+    dispatch,
+    triton_attention,
+    triton_block,
+    triton_projections,
+    triton_qkv,
+)
 from quantkit.kernels.dispatch import allowed_backends
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_words import INTERPRETED
@@ -38,26 +45,54 @@ quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LENGTH = 40
 SMALL = {
-    "hidden_size": 96, "intermediate_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 64,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
     "layers": (LayerConfig(),),
-}  # fmt: skip
-ROPE, BETA = synthetic("llama-160m", None).config.rope, {"query_scaling_beta": 0.3, "original_context": 4}
+}
+ROPE, BETA = (
+    synthetic("llama-160m", None).config.rope,
+    {"query_scaling_beta": 0.3, "original_context": 4},
+)
 FEATURES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "two plain ones": ("int4-g32-asym", torch.float16, {"layers": (LayerConfig(),) * 2}),
     "bfloat16": ("int4-g32", torch.bfloat16, {"head_dim": 48}),
     "biases, norms of heads, a window, gelu": (
-        "int8", torch.float16,
-        {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": "head", "activation": "gelu_tanh",
-         "layers": (LayerConfig(window=5),), "norm_offset": 1.0, "rope": replace(ROPE, **BETA)},
+        "int8",
+        torch.float16,
+        {
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "qk_norm": "head",
+            "activation": "gelu_tanh",
+            "layers": (LayerConfig(window=5),),
+            "norm_offset": 1.0,
+            "rope": replace(ROPE, **BETA),
+        },
     ),
     "scores, limits, no rotary positions": (
-        "int4-g32", torch.float16,
-        {"attention_scale": 0.3, "attention_softcap": 4.0, "sinks": True, "clip_qkv": 0.8, "residual_multiplier": 0.4,
-         "activation": "swiglu_oai", "activation_limit": 1.5, "layers": (LayerConfig(rotary=False),)},
+        "int4-g32",
+        torch.float16,
+        {
+            "attention_scale": 0.3,
+            "attention_softcap": 4.0,
+            "sinks": True,
+            "clip_qkv": 0.8,
+            "residual_multiplier": 0.4,
+            "activation": "swiglu_oai",
+            "activation_limit": 1.5,
+            "layers": (LayerConfig(rotary=False),),
+        },
     ),
-}  # fmt: skip
+}
 
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
+)
 
 
 class RandomWeights(SyntheticCheckpoint):
@@ -85,7 +120,14 @@ def _model(text: str, dtype: torch.dtype, **features: Any) -> Decoder:
     schemes = Recipe(QuantScheme.parse(text)).assign(linear_columns(config))
     with meta_init():
         model = Decoder(config)
-    fill(model, RandomWeights(Path("random"), config, schemes), "", DEVICE, dtype, allowed_backends("triton"))
+    fill(
+        model,
+        RandomWeights(Path("random"), config, schemes),
+        "",
+        DEVICE,
+        dtype,
+        allowed_backends("triton"),
+    )
     model.rotary.to(DEVICE)
     return model.eval()
 
@@ -108,18 +150,29 @@ def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Ten
     torch.manual_seed(0)
     with torch.inference_mode():
         for (slots, starts), count in zip(STEPS, COUNTS, strict=True):
-            positions = torch.tensor(starts, device=DEVICE).unsqueeze(1) + torch.arange(count, device=DEVICE)
+            positions = torch.tensor(starts, device=DEVICE).unsqueeze(1) + torch.arange(
+                count, device=DEVICE
+            )
             places = torch.tensor(slots, device=DEVICE)
             angles = model.rotary(positions)
             x = torch.randn(*positions.shape, config.hidden_size).to(DEVICE, model.dtype)
-            step = Step(angles, cached_attention(modules, positions, config.windows, masked_attention, places))
+            step = Step(
+                angles,
+                cached_attention(modules, positions, config.windows, masked_attention, places),
+            )
             expected = x
             for block in model.model.layers:
                 expected = block(expected, step)
-            given.append((x, blocks(x.clone(), positions, angles, own, places, first=False), expected))
-    for found, right in zip((*own.keys, *own.values), (*modules.keys, *modules.values), strict=True):
+            given.append(
+                (x, blocks(x.clone(), positions, angles, own, places, first=False), expected)
+            )
+    for found, right in zip(
+        (*own.keys, *own.values), (*modules.keys, *modules.values), strict=True
+    ):
         stored, wanted = found.floats(torch.float32), right.floats(torch.float32)
-        assert (stored - wanted).abs().max() < (0.06 if model.dtype == torch.bfloat16 else 0.02) * wanted.abs().max()
+        assert (stored - wanted).abs().max() < (
+            0.06 if model.dtype == torch.bfloat16 else 0.02
+        ) * wanted.abs().max()
         assert torch.equal(stored.any(-1), wanted.any(-1))  # nothing else was written
     return given
 
@@ -199,16 +252,26 @@ def test_steps_that_they_do_not_serve_run_the_modules() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "features"),
-    [(torch.float32, {}), (torch.float16, {"qk_norm": "width"}), (torch.float16, {"norms": "both"}),
-     (torch.float16, {"head_dim": 24})],
+    [
+        (torch.float32, {}),
+        (torch.float16, {"qk_norm": "width"}),
+        (torch.float16, {"norms": "both"}),
+        (torch.float16, {"head_dim": 24}),
+    ],
     ids=str,
-)  # fmt: skip
-def test_models_that_they_do_not_serve_run_the_modules(dtype: torch.dtype, features: dict[str, Any]) -> None:
+)
+def test_models_that_they_do_not_serve_run_the_modules(
+    dtype: torch.dtype, features: dict[str, Any]
+) -> None:
     assert fused_blocks(_model("int8", dtype, **features)) is None
 
 
-@pytest.mark.parametrize("name", ["projected_heads", "gated_product", "added_product", "cached_attention"])
-def test_kernels_that_are_wrong_are_found_out_at_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["projected_heads", "gated_product", "added_product", "cached_attention"]
+)
+def test_kernels_that_are_wrong_are_found_out_at_load(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _model("int8", torch.float16)
     right = getattr(triton_block, name)
 
@@ -244,7 +307,10 @@ def test_large_states_and_norms_stay_within_float16() -> None:
     angles = model.rotary(positions)
     with torch.inference_mode():
         found = _blocks(model)(x.clone(), positions, angles, _cache(model), first=True)
-        step = Step(angles, cached_attention(_cache(model), positions, model.config.windows, masked_attention))
+        step = Step(
+            angles,
+            cached_attention(_cache(model), positions, model.config.windows, masked_attention),
+        )
         expected = block(x, step)
     assert found.isfinite().all()
     assert (found - expected).abs().max() <= 32  # a step or two of the largest
@@ -266,9 +332,12 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     operators = torch.ops.quantkit_triton
     torch.library.opcheck(operators.weighted_states.default, (x, norm))
     torch.library.opcheck(
-        operators.projected_heads.default, (weighted, squares, *weight, 1e-5, 1.0, None, 0.0, *turn, *cached)
+        operators.projected_heads.default,
+        (weighted, squares, *weight, 1e-5, 1.0, None, 0.0, *turn, *cached),
     )
-    torch.library.opcheck(operators.gated_product.default, (weighted, squares, *weight, 1e-5, 1.0, 0, 0.0, 1.7))
+    torch.library.opcheck(
+        operators.gated_product.default, (weighted, squares, *weight, 1e-5, 1.0, 0, 0.0, 1.7)
+    )
     out = model.model.layers[0].self_attn.o_proj
     weight = out.words, out.scale, out.zero, None, out.arrived, 32
     mixed = torch.randn(2, 128).to(DEVICE, torch.float16)
@@ -276,11 +345,15 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     queries = torch.randn(1, 4, 2, 32).to(DEVICE, torch.float16)
     arrived = triton_attention.attention_counters(2, 4, 2, DEVICE)
     options = None, None, None, None, None, arrived, None
-    torch.library.opcheck(operators.cached_attention.default, (queries, *cached, positions, *options))
+    torch.library.opcheck(
+        operators.cached_attention.default, (queries, *cached, positions, *options)
+    )
 
 
 def test_a_model_says_the_same_through_blocks_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install_kernels, "_same_attention", lambda *case: True)  # `triton_attention` tries it
+    monkeypatch.setattr(
+        install_kernels, "_same_attention", lambda *case: True
+    )  # `triton_attention` tries it
     model = _model("int4-g32", torch.float16, qk_norm="head")
     install_kernels.install_kernels(model)
     assert model.ops.blocks is not None

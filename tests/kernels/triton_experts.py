@@ -1,6 +1,8 @@
-"""The Triton kernels for experts against float64: through Triton's interpreter, or on a GPU where there is one.
+"""The Triton kernels for experts against float64: through Triton's interpreter, or on a GPU where
+there is one.
 
-`test_triton_interpreter` runs this file in a separate process. On a GPU: ``pytest tests/kernels/triton_experts.py``.
+`test_triton_interpreter` runs this file in a separate process. On a GPU: ``pytest
+tests/kernels/triton_experts.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from quantkit.tensors.scheme import QuantScheme
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
+)
 
 
 def _given(mixture: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -27,7 +31,13 @@ def _given(mixture: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tens
     assert kernel is not None
     gate_up, down = mixture.stacked(TritonBackend(), kernel, DEVICE)
     given = kernel.run(
-        x.to(DEVICE), weights.to(DEVICE), chosen.to(DEVICE), gate_up, down, mixture.activation, mixture.limit
+        x.to(DEVICE),
+        weights.to(DEVICE),
+        chosen.to(DEVICE),
+        gate_up,
+        down,
+        mixture.activation,
+        mixture.limit,
     )
     return given.cpu()
 
@@ -45,7 +55,9 @@ def test_each_token_goes_through_its_experts(text: str, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [2, 30])
 def test_halves_biases_and_clamped_gates(dtype: torch.dtype, tokens: int) -> None:
-    mixture = Mixture.random("int4-g32", count=4, hidden=96, size=32, activation="swiglu_oai", limit=0.5, bias=True)
+    mixture = Mixture.random(
+        "int4-g32", count=4, hidden=96, size=32, activation="swiglu_oai", limit=0.5, bias=True
+    )
     x, (weights, chosen) = torch.randn(tokens, 96).to(dtype), mixture.choices(tokens, 2)
     found = _given(mixture, x, weights, chosen)
     assert found.dtype == dtype
@@ -75,10 +87,15 @@ def test_places_fill_blocks_of_one_expert_each() -> None:
 
 def test_tiles_grow_with_the_places_of_an_expert() -> None:
     gpu = GpuSpec("large", 132, 232448)
-    configs = [config_for(4, places, 128, 1536, 2048, False, gpu) for places in (8, 1024, 32768, 1 << 20)]
+    configs = [
+        config_for(4, places, 128, 1536, 2048, False, gpu) for places in (8, 1024, 32768, 1 << 20)
+    ]
     assert [(config.path, config.block_m) for config in configs] == [
-        ("gemv", 1), ("gemm", 16), ("gemm", 128), ("gemm", 128),
-    ]  # fmt: skip
+        ("gemv", 1),
+        ("gemm", 16),
+        ("gemm", 128),
+        ("gemm", 128),
+    ]
     assert all(config.split == 1 for config in configs)
 
 

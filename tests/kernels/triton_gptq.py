@@ -1,4 +1,6 @@
-"""GPTQ with Triton's kernels against torch's: through the interpreter, or on a GPU; see `triton_products`."""
+"""GPTQ with Triton's kernels against torch's: through the interpreter, or on a GPU; see
+`triton_products`.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,38 @@ from quantkit.tensors.qtensor import QuantTensor
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
+)
 
 KERNELS = gpu_kernels()
 
 CASES = (
-    ("int4-g32", 5, 64, 32), ("int4-g32-asym", 530, 32, 8), ("int4-g64-asym", 37, 128, 4), ("int4-g128", 3, 128, 4),
-    ("int4", 19, 53, 8), ("int8", 1, 33, 8),
-)  # fmt: skip
-"""Schemes, rows, columns, and columns of a launch: more rows than a program takes, panels and launches not full."""
+    ("int4-g32", 5, 64, 32),
+    ("int4-g32-asym", 530, 32, 8),
+    ("int4-g64-asym", 37, 128, 4),
+    ("int4-g128", 3, 128, 4),
+    ("int4", 19, 53, 8),
+    ("int8", 1, 33, 8),
+)
+"""Schemes, rows, columns, and columns of a launch: more rows than a program takes, panels and
+launches not full.
+"""
 
 
 def _problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A weight and a Hessian of correlated inputs of different size, of which two are always zero."""
+    """A weight and a Hessian of correlated inputs of different size, of which two are always
+    zero.
+    """
     generator = torch.Generator().manual_seed(rows)
     inputs = torch.randn(2 * columns, columns, generator=generator)
-    inputs = (inputs + inputs.roll(1, 1)) * torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
+    inputs = (inputs + inputs.roll(1, 1)) * torch.logspace(-1, 1, columns)[
+        torch.randperm(columns, generator=generator)
+    ]
     inputs[:, [1, columns - 2]] = 0
-    return torch.randn(rows, columns, generator=generator).to(DEVICE), (inputs.t() @ inputs).to(DEVICE)
+    return torch.randn(rows, columns, generator=generator).to(DEVICE), (inputs.t() @ inputs).to(
+        DEVICE
+    )
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
@@ -75,7 +91,13 @@ def test_a_layer_loses_as_little_with_kernels() -> None:
     weight, hessian = _problem(21, 64)
 
     def solved(kernels: ColumnKernels) -> tuple[QuantTensor, GptqReport]:
-        return solve(weight, Damped.of_(hessian.clone()), any_scheme("int4-g32-asym"), torch.bfloat16, kernels=kernels)
+        return solve(
+            weight,
+            Damped.of_(hessian.clone()),
+            any_scheme("int4-g32-asym"),
+            torch.bfloat16,
+            kernels=kernels,
+        )
 
     (found, report), (expected, other) = solved(replace(KERNELS, max_columns=8)), solved(TORCH)
     assert _equal(found.codes, expected.codes)
@@ -86,5 +108,7 @@ def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPat
     assert column_kernels_module._what_is_wrong(replace(KERNELS, max_columns=4), DEVICE) is None
     assert INTERPRETED or column_kernels(DEVICE) == KERNELS  # a CPU has kernels of its own
     right = triton_gptq.round_in_turn
-    monkeypatch.setattr(triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_()))
+    monkeypatch.setattr(
+        triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_())
+    )
     assert "output error" in (column_kernels_module._what_is_wrong(gpu_kernels(), DEVICE) or "")

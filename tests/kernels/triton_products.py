@@ -1,7 +1,7 @@
 """The Triton kernels against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_interpreter` runs this file in a separate process, as Triton's interpreter is chosen before it is
-imported. On a GPU: ``pytest tests/kernels/triton_products.py``.
+`test_triton_interpreter` runs this file in a separate process, as Triton's interpreter is chosen
+before it is imported. On a GPU: ``pytest tests/kernels/triton_products.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from quantkit.tensors.scheme import QuantScheme
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym")
+SCHEMES = (
+    "int8",
+    "int4-g32",
+    "int4-g64",
+    "int4-g128",
+    "int4-g32-asym",
+    "int4-g64-asym",
+    "int4-g128-asym",
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGS = (
     (1, TileConfig("gemv", 1, 16, 1)),
@@ -49,15 +57,21 @@ SKINNY = (
     (5, 40, 6, 0, TileConfig("skinny", 8, 32, 2, split=2, warps=1)),
     (16, 35, 1, 1, TileConfig("skinny", 16, 32, 1, warps=1)),
 )
-"""Numbers of tokens, of rows, of whole units of columns and of groups beyond them, and tile configs."""
+"""Numbers of tokens, of rows, of whole units of columns and of groups beyond them, and tile
+configs.
+"""
 
 WRITERS = ("cached_attention", "projected_heads", "added_product", "gated_product")
 """Operators that write to arguments, besides ``linear``."""
 
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
+)
 
 
-def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch.float16) -> QuantTensor:
+def _random(
+    text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch.float16
+) -> QuantTensor:
     """Codes over the whole range, scales of many sizes, any zero points."""
     scheme = any_scheme(text)
     shape = rows, scheme.groups(columns)
@@ -75,9 +89,15 @@ def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileCo
 
 
 def _require_right(
-    found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, rounding_of_weights: float = 0.5
+    found: Tensor,
+    x: Tensor,
+    weight: QuantTensor,
+    bias: Tensor | None,
+    rounding_of_weights: float = 0.5,
 ) -> None:
-    """Each product within the rounding of weights, of the result, and of float32 sums in any order."""
+    """Each product within the rounding of weights, of the result, and of float32 sums in any
+    order.
+    """
     wide = weight.dequantize().double()
     expected = x.double() @ wide.t()
     terms = x.double().abs() @ wide.abs().t()
@@ -94,14 +114,21 @@ def _require_right(
 
 @pytest.mark.parametrize(
     ("text", "dtype"),
-    [*((text, DTYPES[number % 3]) for number, text in enumerate(SCHEMES)),
-     *(("int4-g32-asym", dtype) for dtype in (torch.float32, torch.bfloat16)), ("int8", torch.bfloat16)],
+    [
+        *((text, DTYPES[number % 3]) for number, text in enumerate(SCHEMES)),
+        *(("int4-g32-asym", dtype) for dtype in (torch.float32, torch.bfloat16)),
+        ("int8", torch.bfloat16),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -> None:
     group = any_scheme(text).group_size
     for number, (tokens, config) in enumerate(CONFIGS):
-        columns = (1, 300, 129, 513, 256)[number] if group is None else 128 * (0, 2, 1, 4, 2)[number] + group
+        columns = (
+            (1, 300, 129, 513, 256)[number]
+            if group is None
+            else 128 * (0, 2, 1, 4, 2)[number] + group
+        )
         weight = _random(text, (19, 1, 17, 40, 17)[number], columns)
         x = torch.randn(tokens, columns).to(dtype)
         bias = None if number == 1 else torch.randn(weight.shape[0]).to(dtype)
@@ -109,7 +136,9 @@ def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [(text, DTYPES[1 + number % 2]) for number, text in enumerate((*SCHEMES, "int8"))], ids=str
+    ("text", "dtype"),
+    [(text, DTYPES[1 + number % 2]) for number, text in enumerate((*SCHEMES, "int8"))],
+    ids=str,
 )
 def test_few_tokens_meet_codes_that_nothing_rounds(text: str, dtype: torch.dtype) -> None:
     group = any_scheme(text).group_size
@@ -126,7 +155,9 @@ def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
     x = torch.randn(2, 640).to(DEVICE, torch.bfloat16)
     config = TileConfig("skinny", 8, 16, 1, split=4, warps=1)
     products = [
-        linear_product(x, prepared["words"], prepared["scale"], None, None, 64, config, prepared["arrived"])
+        linear_product(
+            x, prepared["words"], prepared["scale"], None, None, 64, config, prepared["arrived"]
+        )
         for _ in range(2)
     ]
     assert torch.equal(*products)
@@ -135,11 +166,17 @@ def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     ("text", "scale_dtype"),
-    [("int8", torch.float16), ("int4-g128", torch.float16), ("int4-g32-asym", torch.float16),
-     ("int4-g64-asym", torch.bfloat16)],
+    [
+        ("int8", torch.float16),
+        ("int4-g128", torch.float16),
+        ("int4-g32-asym", torch.float16),
+        ("int4-g64-asym", torch.bfloat16),
+    ],
     ids=str,
-)  # fmt: skip
-def test_tensor_cores_take_weights_that_were_rounded_once(text: str, scale_dtype: torch.dtype) -> None:
+)
+def test_tensor_cores_take_weights_that_were_rounded_once(
+    text: str, scale_dtype: torch.dtype
+) -> None:
     weight, x = _random(text, 70, 384, scale_dtype), torch.eye(384, dtype=torch.float16)
     found = _product(x, weight, None, TileConfig("gemm", 512 if INTERPRETED else 64, 128, 2))
     assert torch.equal(found.t(), weight.dequantize().half())
@@ -147,18 +184,36 @@ def test_tensor_cores_take_weights_that_were_rounded_once(text: str, scale_dtype
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    text=st.sampled_from(SCHEMES), dtype=st.sampled_from(DTYPES), scale_dtype=st.sampled_from(DTYPES),
-    tokens=st.integers(1, 40), rows=st.integers(1, 70), groups=st.integers(1, 6), ragged=st.integers(0, 127),
-    path=st.sampled_from(["gemv", "skinny", "gemm", "matmul"]), units=st.sampled_from([1, 2, 4]),
-    split=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**20),
-)  # fmt: skip
+    text=st.sampled_from(SCHEMES),
+    dtype=st.sampled_from(DTYPES),
+    scale_dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    groups=st.integers(1, 6),
+    ragged=st.integers(0, 127),
+    path=st.sampled_from(["gemv", "skinny", "gemm", "matmul"]),
+    units=st.sampled_from([1, 2, 4]),
+    split=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 2**20),
+)
 def test_drawn_shapes_are_right(
-    text: str, dtype: torch.dtype, scale_dtype: torch.dtype, tokens: int, rows: int, groups: int, ragged: int,
-    path: str, units: int, split: int, seed: int,
-) -> None:  # fmt: skip
+    text: str,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    tokens: int,
+    rows: int,
+    groups: int,
+    ragged: int,
+    path: str,
+    units: int,
+    split: int,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     group = any_scheme(text).group_size
-    weight = _random(text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype)
+    weight = _random(
+        text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype
+    )
     few = path == "gemv" or path == "skinny"
     tokens = min(tokens, 8) if few else tokens
     path = "gemv" if path == "skinny" and dtype == torch.float32 else path
@@ -198,7 +253,9 @@ def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, 
 def test_what_is_not_finite_stays_with_its_token(path: str, text: str) -> None:
     weight, x = _random(text, 20, 160), torch.randn(3, 160, dtype=torch.float16)
     x[1, 40] = torch.nan
-    found = _product(x, weight, None, TileConfig(path, {"gemv": 4, "skinny": 8, "gemm": 16}[path], 32, 1))
+    found = _product(
+        x, weight, None, TileConfig(path, {"gemv": 4, "skinny": 8, "gemm": 16}[path], 32, 1)
+    )
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
 
@@ -206,12 +263,17 @@ def test_what_is_not_finite_stays_with_its_token(path: str, text: str) -> None:
 @pytest.mark.parametrize("path", ["gemv", "skinny", "gemm"])
 def test_sums_are_kept_in_float32(path: str) -> None:
     weight = QuantTensor(
-        torch.full((1, 4096), 255, dtype=torch.uint8), torch.ones(1, 1), None, QuantScheme.parse("int8")
+        torch.full((1, 4096), 255, dtype=torch.uint8),
+        torch.ones(1, 1),
+        None,
+        QuantScheme.parse("int8"),
     )
     x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
     x[0, ::2] = -0.125
     x[0, 0] = 0.25
-    found = _product(x, weight, None, TileConfig(path, {"gemv": 1, "skinny": 8, "gemm": 16}[path], 16, 4))
+    found = _product(
+        x, weight, None, TileConfig(path, {"gemv": 1, "skinny": 8, "gemm": 16}[path], 16, 4)
+    )
     assert found.item() == torch.tensor(0.375 * 127).bfloat16().item()
 
 
@@ -234,8 +296,19 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     for text, group in (("int8", None), ("int4-g32-asym", 32)):
         weight = _random(text, 20, 96).to(DEVICE)
         prepared = TritonBackend().prepare(weight)
-        x, bias = torch.randn(2, 96, device=DEVICE), torch.randn(20, device=DEVICE) if group is None else None
-        operands = x, prepared["words"], prepared["scale"], prepared.get("zero"), bias, group, prepared["arrived"]
+        x, bias = (
+            torch.randn(2, 96, device=DEVICE),
+            torch.randn(20, device=DEVICE) if group is None else None,
+        )
+        operands = (
+            x,
+            prepared["words"],
+            prepared["scale"],
+            prepared.get("zero"),
+            bias,
+            group,
+            prepared["arrived"],
+        )
         torch.library.opcheck(torch.ops.quantkit_triton.linear.default, operands)
 
 
@@ -245,12 +318,16 @@ def test_operators_that_write_to_arguments_are_given_all_of_them() -> None:
     operators = torch.ops.quantkit_triton
     schemas = [getattr(operators, name).default._schema for name in ("linear", *WRITERS)]
     assert all(schema.is_mutable for schema in schemas)
-    assert not [one.name for schema in schemas for one in schema.arguments if one.has_default_value()]
+    assert not [
+        one.name for schema in schemas for one in schema.arguments if one.has_default_value()
+    ]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_layer_compiles_into_one_graph(backend: str) -> None:
-    layer = QuantLinear(_random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, allowed_backends("triton"))
+    layer = QuantLinear(
+        _random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, allowed_backends("triton")
+    )
     compiled = torch.compile(lambda x: torch.relu(layer(x)) + 1, backend=backend, fullgraph=True)
     x = torch.randn(2, 96, device=DEVICE).bfloat16()
     with torch.inference_mode():
@@ -258,20 +335,31 @@ def test_a_layer_compiles_into_one_graph(backend: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["int8", "int4-g128"])
-def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_says_what_the_reference_says(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("model") / text
     quantkit.quantize(DEMO_MODEL, folder, text, method="rtn", accept_quality_loss=True)
     said = []
     for backend in ("triton", "reference"):
-        model, tokenizer = quantkit.load(folder, device=DEVICE, dtype=torch.float32, backend=backend)
-        said.append(list(quantkit.generate(model, tokenizer.encode("The first time"), max_new_tokens=2)))
+        model, tokenizer = quantkit.load(
+            folder, device=DEVICE, dtype=torch.float32, backend=backend
+        )
+        said.append(
+            list(quantkit.generate(model, tokenizer.encode("The first time"), max_new_tokens=2))
+        )
     assert said[0] == said[1]
     assert len(said[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("path", "dtype"),
-    [("gemv", torch.float32), ("skinny", torch.bfloat16), ("gemm", torch.bfloat16), ("floats", torch.bfloat16)],
+    [
+        ("gemv", torch.float32),
+        ("skinny", torch.bfloat16),
+        ("gemm", torch.bfloat16),
+        ("floats", torch.bfloat16),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("text", ["int8", "int4-g32"])
@@ -288,17 +376,24 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *operands, **constants: wrap(wrong)[grid](
-                *(turned.get(one, one) if isinstance(one, int) else one for one in operands), **constants
+                *(turned.get(one, one) if isinstance(one, int) else one for one in operands),
+                **constants,
             )
 
-    monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
+    monkeypatch.setattr(
+        module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel)
+    )
     self_test.cache_clear()
-    with pytest.raises(RequestError, match=r"triton: its products of \d+ tokens are wrong on this machine; "):
+    with pytest.raises(
+        RequestError, match=r"triton: its products of \d+ tokens are wrong on this machine; "
+    ):
         select_backend(any_scheme(text), DEVICE, dtype, torch.bfloat16, allowed_backends("triton"))
     self_test.cache_clear()
 
 
-def test_a_matmul_that_adds_parts_in_16_bits_is_not_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_that_adds_parts_in_16_bits_is_not_found_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As that of torch does on GPUs."""
     multiply = torch.nn.functional.linear
 
@@ -310,7 +405,10 @@ def test_a_matmul_that_adds_parts_in_16_bits_is_not_found_wrong(monkeypatch: pyt
     monkeypatch.setattr(triton_linear.F, "linear", linear)
     for text in ("int8", "int4-g32"):
         self_test.cache_clear()
-        assert self_test(TritonBackend(), any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16) is None
+        assert (
+            self_test(TritonBackend(), any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16)
+            is None
+        )
     self_test.cache_clear()
 
 
@@ -330,7 +428,8 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
             return prepared
 
     found = [
-        self_test(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)
+        self_test(Misread(), scheme, DEVICE, dtype, scale_dtype)
+        for scale_dtype in (torch.float16, torch.bfloat16)
     ]
     assert found[0] is None
     assert found[1] is not None
@@ -338,26 +437,38 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
 def test_other_schemes_are_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
-        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, allowed_backends("triton"))
+    with pytest.raises(
+        RequestError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"
+    ):
+        select_backend(
+            any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, allowed_backends("triton")
+        )
 
 
 def test_other_activations_are_refused() -> None:
     with pytest.raises(RequestError, match=r"activations are torch\.float64"):
-        select_backend(QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, allowed_backends("triton"))
+        select_backend(
+            QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, allowed_backends("triton")
+        )
 
 
-def test_tuning_takes_the_fastest_candidate_that_multiplies_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_takes_the_fastest_candidate_that_multiplies_rightly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wrong, slow, fast = (TileConfig("gemm", 16, 64, 1, warps=warps) for warps in (1, 2, 8))
     seconds = {wrong: 1e-6, fast: 2e-6}
     right = triton_tune.multiply
 
-    def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
+    def multiply(
+        x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
+    ) -> Tensor:
         return right(x, prepared, group, config) * (2 if config == wrong else 1)
 
     monkeypatch.setattr(triton_tune, "multiply", multiply)
     monkeypatch.setattr(triton_tune, "candidates", lambda *shape: iter((wrong, slow, fast)))
     monkeypatch.setattr(triton_tune, "copies_beyond_cache", lambda size, device: 2)
-    monkeypatch.setattr(triton_tune, "seconds_each", lambda calls: seconds.get(calls[1].args[3], 1.0))
+    monkeypatch.setattr(
+        triton_tune, "seconds_each", lambda calls: seconds.get(calls[1].args[3], 1.0)
+    )
     prepared = TritonBackend().prepare(_random("int4-g32", 20, 96).to(DEVICE))
     assert triton_tune.tune(prepared, "int4-g32", 96, [16]) == {16: fast}

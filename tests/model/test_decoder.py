@@ -35,13 +35,18 @@ def _step(model: Decoder) -> Step:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("layer", [0, 1])
-def test_the_stages_of_a_branch_give_the_inputs_of_the_linears_at_its_sites(layer: int, model: Decoder) -> None:
+def test_the_stages_of_a_branch_give_the_inputs_of_the_linears_at_its_sites(
+    layer: int, model: Decoder
+) -> None:
     block, step = _block(model, layer), _step(model)
     applied: dict[str, Tensor] = {}
     hooks = [
-        linear.register_forward_pre_hook(lambda _, inputs, name=name: applied.update({name: inputs[0]}))
-        for name, linear in block.named_modules() if isinstance(linear, nn.Linear)
-    ]  # fmt: skip
+        linear.register_forward_pre_hook(
+            lambda _, inputs, name=name: applied.update({name: inputs[0]})
+        )
+        for name, linear in block.named_modules()
+        if isinstance(linear, nn.Linear)
+    ]
     x, given = torch.randn(2, 5, model.config.hidden_size), {}
     for branch in Block.BRANCHES:
         given[f"{branch}.in"] = block.normed(branch, x)

@@ -1,4 +1,6 @@
-"""An int8 embedding: quantized, written and read in each format, and run from its codes; the head tied to it or not."""
+"""An int8 embedding: quantized, written and read in each format, and run from its codes; the
+head tied to it or not.
+"""
 
 from __future__ import annotations
 
@@ -48,23 +50,32 @@ GIVEN: dict[str, Any] = {"method": "rtn", "accept_quality_loss": True, "source_c
 def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied model with a tokenizer."""
     folder = tmp_path_factory.mktemp("worded") / "model"
-    oracle.save(oracle.make("llama", tie_word_embeddings=True, num_hidden_layers=1, vocab_size=4096).half(), folder)
+    oracle.save(
+        oracle.make("llama", tie_word_embeddings=True, num_hidden_layers=1, vocab_size=4096).half(),
+        folder,
+    )
     shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of either kind the source; it quantized with an int8 embedding; and what that means: the same codes in the
-    linears, and floats in the embedding (and a tied head)."""
+    """Of either kind the source; it quantized with an int8 embedding; and what that means: the same
+    codes in the linears, and floats in the embedding (and a tied head).
+    """
     home = tmp_path_factory.mktemp("embedding")
     with pytest.MonkeyPatch.context() as patch:
         # Importance depends on the embedding.
         patch.setattr("quantkit.jobs.quantize_work.input_importance", lambda *_, **__: {})
         for kind in KINDS:
             small = {"num_hidden_layers": 1, "eos_token_id": None}
-            oracle.save(oracle.make("llama", tie_word_embeddings=kind == "tied", **small).half(), home / kind)
-            quantkit.quantize(home / kind, home / f"{kind}-int8", "int4-g32", embedding="int8", **GIVEN)
+            oracle.save(
+                oracle.make("llama", tie_word_embeddings=kind == "tied", **small).half(),
+                home / kind,
+            )
+            quantkit.quantize(
+                home / kind, home / f"{kind}-int8", "int4-g32", embedding="int8", **GIVEN
+            )
             means = oracle.copy(home / kind, home / f"{kind}-floats")
             tensors = load_file(means / "model.safetensors")
             tensors[WEIGHT] = quantize_rtn(tensors[WEIGHT], INT8, torch.float16).dequantize()
@@ -88,8 +99,14 @@ def test_it_is_written_as_compressed_tensors_writes_it(kind: str, folders: Path)
     assert (embedding["weights"]["num_bits"], embedding["weights"]["strategy"]) == (8, "channel")
     assert (embedding["format"], embedding["input_activations"]) == ("pack-quantized", None)
     assert settings["ignore"] == ["lm_head"]
-    stored = {name for name in load_file(folder / "model.safetensors") if name.startswith((EMBEDDING, "lm_head"))}
-    assert stored - {"lm_head.weight"} == {f"{WEIGHT}_{leaf}" for leaf in ("packed", "scale", "shape")}
+    stored = {
+        name
+        for name in load_file(folder / "model.safetensors")
+        if name.startswith((EMBEDDING, "lm_head"))
+    }
+    assert stored - {"lm_head.weight"} == {
+        f"{WEIGHT}_{leaf}" for leaf in ("packed", "scale", "shape")
+    }
     floats = open_checkpoint(folders / kind).load(WEIGHT)
     assert isinstance(floats, torch.Tensor)
     assert torch.equal(_codes(folder).codes, quantize_rtn(floats, INT8, torch.float16).codes)
@@ -111,18 +128,26 @@ def test_it_may_be_named_too(folders: Path, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_it_runs_as_the_floats_that_it_means(kind: str, backend: str, folders: Path) -> None:
     model = load_model(folders / f"{kind}-int8", device="cpu", dtype=torch.float32, backend=backend)
-    expected = load_model(folders / f"{kind}-means", device="cpu", dtype=torch.float32, backend=backend)
+    expected = load_model(
+        folders / f"{kind}-means", device="cpu", dtype=torch.float32, backend=backend
+    )
     embedding = model.model.embed_tokens
     assert isinstance(embedding, QuantEmbedding)
     assert (embedding.head is model.lm_head) == (kind == "tied")  # one memory
-    assert torch.equal(model.model.embed(torch.tensor([TOKENS])), expected.model.embed(torch.tensor([TOKENS])))
+    assert torch.equal(
+        model.model.embed(torch.tensor([TOKENS])), expected.model.embed(torch.tensor([TOKENS]))
+    )
     positions = torch.arange(len(TOKENS))
     found, right = (one(torch.tensor([TOKENS]), positions) for one in (model, expected))
     assert torch.allclose(found, right, atol=1e-3 * right.abs().max().item(), rtol=0)
-    continued = [list(quantkit.generate(one, TOKENS, max_new_tokens=8)) for one in (model, expected)]
+    continued = [
+        list(quantkit.generate(one, TOKENS, max_new_tokens=8)) for one in (model, expected)
+    ]
     assert continued[0] == continued[1]
-    held = {name: sum(b.nbytes for b in (*one.parameters(), *one.buffers())) for name, one in
-            (("int8", model), ("floats", expected))}  # fmt: skip
+    held = {
+        name: sum(b.nbytes for b in (*one.parameters(), *one.buffers()))
+        for name, one in (("int8", model), ("floats", expected))
+    }
     assert held["floats"] - held["int8"] > 2.9 * model.config.vocab_size * model.config.hidden_size
 
 
@@ -136,11 +161,17 @@ def test_layer_by_layer_it_is_the_same(kind: str, folders: Path) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("scheme", [INT8, QuantScheme(8, 32), QuantScheme(4, 32), QuantScheme(4, 64, False)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [INT8, QuantScheme(8, 32), QuantScheme(4, 32), QuantScheme(4, 64, False)], ids=str
+)
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernels_give_back_the_rows_that_they_packed(scheme: QuantScheme, scale: torch.dtype) -> None:
+def test_kernels_give_back_the_rows_that_they_packed(
+    scheme: QuantScheme, scale: torch.dtype
+) -> None:
     columns = 200 if scheme.group_size is None else 192
-    weight = quantize_rtn(torch.randn(53, columns, generator=torch.Generator().manual_seed(0)), scheme, scale)
+    weight = quantize_rtn(
+        torch.randn(53, columns, generator=torch.Generator().manual_seed(0)), scheme, scale
+    )
     index = torch.tensor([52, 0, 17, 17, 31])
     served = 0
     for backend in BACKENDS:
@@ -154,7 +185,9 @@ def test_kernels_give_back_the_rows_that_they_packed(scheme: QuantScheme, scale:
 def test_rows_of_words_come_back() -> None:
     words = pytest.importorskip("quantkit.kernels.triton_words")
     for bits in (4, 8):
-        codes = torch.randint(2**bits, (5, 200), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        codes = torch.randint(2**bits, (5, 200), generator=torch.Generator().manual_seed(0)).to(
+            torch.uint8
+        )
         assert torch.equal(words.unpack(words.pack(codes, bits), bits)[:, :200], codes)
 
 
@@ -164,7 +197,9 @@ def test_rows_that_a_kernel_gets_wrong_are_kept_twice(
     backend = type(BACKENDS[-1])
     monkeypatch.setattr(backend, "rows", lambda *_: torch.zeros(64, 64))
     with caplog.at_level(logging.WARNING):
-        model = load_model(folders / "tied-int8", device="cpu", dtype=torch.float32, backend="reference")
+        model = load_model(
+            folders / "tied-int8", device="cpu", dtype=torch.float32, backend="reference"
+        )
     assert "its codes are held twice" in caplog.text
     rows = model.model.embed(torch.tensor(TOKENS))
     assert torch.equal(rows, _codes(folders / "tied-int8").dequantize()[TOKENS])
@@ -174,10 +209,15 @@ def test_rows_that_a_kernel_gets_wrong_are_kept_twice(
 def test_each_process_has_its_rows(kind: str, folders: Path) -> None:
     source = open_checkpoint(folders / f"{kind}-int8")
     whole = _codes(folders / f"{kind}-int8")
-    shards = [CheckpointShard(source, split_model(source.config, schemes(source), rank, 2)) for rank in range(2)]
+    shards = [
+        CheckpointShard(source, split_model(source.config, schemes(source), rank, 2))
+        for rank in range(2)
+    ]
     rows = [shard.load(WEIGHT) for shard in shards]
     assert all(isinstance(one, QuantTensor) for one in rows)
-    assert torch.equal(torch.cat([one.codes for one in rows if isinstance(one, QuantTensor)]), whole.codes)
+    assert torch.equal(
+        torch.cat([one.codes for one in rows if isinstance(one, QuantTensor)]), whole.codes
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,12 +225,16 @@ def test_it_goes_to_mlx_and_back(kind: str, folders: Path, tmp_path: Path) -> No
     source = folders / f"{kind}-int8"
     quantkit.convert(source, tmp_path / "mlx", to="mlx", source_check=False)
     assert open_checkpoint(tmp_path / "mlx").info(WEIGHT).scheme == INT8
-    quantkit.convert(tmp_path / "mlx", tmp_path / "back", to="compressed-tensors", source_check=False)
+    quantkit.convert(
+        tmp_path / "mlx", tmp_path / "back", to="compressed-tensors", source_check=False
+    )
     name = "model.safetensors"
     assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_it_goes_to_gguf_and_comes_back_as_floats_which_more_readers_take(worded: Path, tmp_path: Path) -> None:
+def test_it_goes_to_gguf_and_comes_back_as_floats_which_more_readers_take(
+    worded: Path, tmp_path: Path
+) -> None:
     source, there, back = tmp_path / "int8", tmp_path / "model.gguf", tmp_path / "back"
     quantkit.quantize(worded, source, "int4-g32", embedding="int8", **GIVEN)
     quantkit.convert(source, there, source_check=False)
@@ -206,7 +250,9 @@ def test_it_goes_to_gguf_and_comes_back_as_floats_which_more_readers_take(worded
     assert torch.equal(floats, own.dequantize())
 
 
-def test_a_format_without_a_place_for_it_gets_the_same_numbers(folders: Path, tmp_path: Path) -> None:
+def test_a_format_without_a_place_for_it_gets_the_same_numbers(
+    folders: Path, tmp_path: Path
+) -> None:
     made = quantkit.convert(folders / "tied-int8", tmp_path / "gptq", to="gptq", source_check=False)
     assert any("becomes float32" in note for note in made.notes)
     floats = open_checkpoint(tmp_path / "gptq").load(WEIGHT)
@@ -214,10 +260,18 @@ def test_a_format_without_a_place_for_it_gets_the_same_numbers(folders: Path, tm
     assert torch.equal(floats, _codes(folders / "tied-int8").dequantize())
 
 
-def test_transformers_loads_the_plain_form_where_the_head_is_apart(folders: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_plain_form_where_the_head_is_apart(
+    folders: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "made"
     made = quantkit.quantize(
-        folders / "untied", folder, "int8", to="int-quantized", embedding="int8", keep="model.layers.*.mlp.*", **GIVEN
+        folders / "untied",
+        folder,
+        "int8",
+        to="int-quantized",
+        embedding="int8",
+        keep="model.layers.*.mlp.*",
+        **GIVEN,
     )
     assert any("vLLM does not load" in note for note in made.notes)
     theirs = oracle.load(folder)
@@ -229,40 +283,99 @@ def test_transformers_loads_the_plain_form_where_the_head_is_apart(folders: Path
 
 
 @pytest.mark.parametrize("to", [None, "int-quantized"])
-def test_a_tied_one_says_that_no_other_reader_takes_it(to: Any, folders: Path, tmp_path: Path) -> None:
-    planned = quantkit.plan.quantize(folders / "tied", tmp_path / "made", "int8", to=to, embedding="int8", method="rtn")
+def test_a_tied_one_says_that_no_other_reader_takes_it(
+    to: Any, folders: Path, tmp_path: Path
+) -> None:
+    planned = quantkit.plan.quantize(
+        folders / "tied", tmp_path / "made", "int8", to=to, embedding="int8", method="rtn"
+    )
     assert any("no other reader of compressed-tensors" in note for note in planned.notes)
     assert open_checkpoint(folders / "tied-int8").readers() == "quantkit"
 
 
 def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capture) -> None:
-    options = ["--method", "rtn", "--no-source-check", "--accept-quality-loss", "--scheme", "int4-g32"]
+    options = [
+        "--method",
+        "rtn",
+        "--no-source-check",
+        "--accept-quality-loss",
+        "--scheme",
+        "int4-g32",
+    ]
     code, out, err = run(
-        capfd, "quantize", folders / "tied", tmp_path / "a", *options, "--embedding", "int8", "--head", "int8"
+        capfd,
+        "quantize",
+        folders / "tied",
+        tmp_path / "a",
+        *options,
+        "--embedding",
+        "int8",
+        "--head",
+        "int8",
     )
     assert code == 0, err
     assert "int4-g32, embedding int8, " in out
-    assert "| embedding | 8-bit integers, one scale for each row" in (tmp_path / "a" / "README.md").read_text()
+    assert (
+        "| embedding | 8-bit integers, one scale for each row"
+        in (tmp_path / "a" / "README.md").read_text()
+    )
     assert "--embedding int8" in (tmp_path / "a" / "README.md").read_text()
     recipe = {"default": "int4-g32", "overrides": [{"pattern": EMBEDDING, "scheme": "int8"}]}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     options[-2:] = ["--recipe", str(tmp_path / "recipe.json")]
     code, out, err = run(capfd, "quantize", folders / "tied", tmp_path / "b", *options)
     assert code == 0, err
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (
+        tmp_path / "b/model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("kind", "recipe", "given", "reported"),
     [
         ("tied", Recipe(INT8), {"embedding": "int4-g32"}, "the embedding cannot be quantized so"),
-        ("tied", Recipe(INT8, (Override("model.*", SCHEMES["int4-g32"]),)), {}, "the embedding cannot be quantized so"),
-        ("tied", Recipe(INT8, (Override("lm_head", INT8),)), {}, "lm_head is tied to the embedding and keeps"),
-        ("tied", Recipe(INT8, (Override("lm_head", SCHEMES["int4-g32"]),)), {"embedding": "int8"}, "both are one"),
-        ("untied", Recipe(INT8), {"embedding": "int8", "to": "gptq"}, "gptq has no place for an int8 embedding"),
-        ("untied", Recipe(SCHEMES["int4-g32-asym"]), {"embedding": "int8", "to": "awq"}, "awq has no place"),
-        ("untied", Recipe(INT8), {"embedding": "int8", "keep": "model.layers.*"}, "nothing would be quantized"),
-        ("untied", Recipe(INT8), {"embedding": "int8", "keep": "*embed*"}, "quantizes what `keep` leaves as floats"),
+        (
+            "tied",
+            Recipe(INT8, (Override("model.*", SCHEMES["int4-g32"]),)),
+            {},
+            "the embedding cannot be quantized so",
+        ),
+        (
+            "tied",
+            Recipe(INT8, (Override("lm_head", INT8),)),
+            {},
+            "lm_head is tied to the embedding and keeps",
+        ),
+        (
+            "tied",
+            Recipe(INT8, (Override("lm_head", SCHEMES["int4-g32"]),)),
+            {"embedding": "int8"},
+            "both are one",
+        ),
+        (
+            "untied",
+            Recipe(INT8),
+            {"embedding": "int8", "to": "gptq"},
+            "gptq has no place for an int8 embedding",
+        ),
+        (
+            "untied",
+            Recipe(SCHEMES["int4-g32-asym"]),
+            {"embedding": "int8", "to": "awq"},
+            "awq has no place",
+        ),
+        (
+            "untied",
+            Recipe(INT8),
+            {"embedding": "int8", "keep": "model.layers.*"},
+            "nothing would be quantized",
+        ),
+        (
+            "untied",
+            Recipe(INT8),
+            {"embedding": "int8", "keep": "*embed*"},
+            "quantizes what `keep` leaves as floats",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -287,7 +400,14 @@ def test_the_gate_catches_a_broken_one(
     monkeypatch.setattr(quantizers, "round_to_nearest", broken)
     reported = "too far from its source|'model.embed_tokens' changed more than its scheme explains"
     with pytest.raises(QualityError, match=reported):
-        quantkit.quantize(worded, tmp_path / "made", "int4-g32", embedding="int8", method="rtn", source_check=False)
+        quantkit.quantize(
+            worded,
+            tmp_path / "made",
+            "int4-g32",
+            embedding="int8",
+            method="rtn",
+            source_check=False,
+        )
 
 
 def test_what_has_no_codes_says_how_it_is_left_as_it_is(folders: Path, tmp_path: Path) -> None:
@@ -296,7 +416,9 @@ def test_what_has_no_codes_says_how_it_is_left_as_it_is(folders: Path, tmp_path:
     tensors[WEIGHT][-1, 3] = float("nan")
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(NonFiniteError, match="leave the scheme of the embedding out") as caught:
-        quantkit.quantize(source, tmp_path / "made", "int8", embedding="int8", allow_nonfinite=True, **GIVEN)
+        quantkit.quantize(
+            source, tmp_path / "made", "int8", embedding="int8", allow_nonfinite=True, **GIVEN
+        )
     assert "keep=" not in str(caught.value)
 
 

@@ -1,4 +1,6 @@
-"""Logits at every entry and of any number of tokens and sequences, in every dtype, against float32."""
+"""Logits at every entry and of any number of tokens and sequences, in every dtype, against
+float32.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ MODES = {"cpu-exact": 1e-3, "cpu-fast": 0.2, "reference": 1e-5}
 """What rounding activations may cost, of the spread of logits: the largest of thousands."""
 STEPS = 12  # of the dtype, that rounding to it may cost in two layers
 INT8_CACHE = 0.1
-MODELS = ("float-int8", "float-int4-g32", "tied-int8", "tied-int4-g32", "int8-int4-g32", "int4-g32-int8")
+MODELS = (
+    "float-int8",
+    "float-int4-g32",
+    "tied-int8",
+    "tied-int4-g32",
+    "int8-int4-g32",
+    "int4-g32-int8",
+)
 """Heads and the schemes of the layers."""
 
 Logits = Callable[[Decoder, int], Tensor]
@@ -50,8 +59,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in MODELS:
         head, _, scheme = name.rpartition("-int")
         own = None if head in ("float", "tied") else QuantScheme.parse(head)
-        plan = Recipe(QuantScheme.parse(f"int{scheme}"), () if own is None else (Override("lm_head", own),))
-        quantkit.quantize(base / str(head == "tied"), base / name, plan, method="rtn", accept_quality_loss=True)
+        plan = Recipe(
+            QuantScheme.parse(f"int{scheme}"), () if own is None else (Override("lm_head", own),)
+        )
+        quantkit.quantize(
+            base / str(head == "tied"), base / name, plan, method="rtn", accept_quality_loss=True
+        )
     return {folder.name: folder for folder in base.iterdir()}
 
 
@@ -74,7 +87,9 @@ def _over_a_cache(model: Decoder, count: int, dtype: torch.dtype | None = None) 
     cache = KVCache(model.config, 2, count + 5, dtype or model.dtype, "cpu")
     tokens = _tokens(2, count + 5)
     pieces = (slice(0, 4), slice(4, 4 + count), slice(4 + count, 5 + count))
-    return torch.cat([model(tokens[:, piece], torch.arange(count + 5)[piece], cache) for piece in pieces], 1)
+    return torch.cat(
+        [model(tokens[:, piece], torch.arange(count + 5)[piece], cache) for piece in pieces], 1
+    )
 
 
 def _over_bytes(model: Decoder, count: int) -> Tensor:
@@ -85,7 +100,9 @@ def _of_a_batch(model: Decoder, count: int) -> Tensor:
     engine, tokens, slots = Engine(model, 6, slots=count), _tokens(count, 6), range(count)
     rows = [(slot, position) for slot in slots for position in range(4)]
     first = engine.step(tokens[:, :4].flatten(), *zip(*rows, strict=True), range(3, 4 * count, 4))
-    return torch.stack([first, *(engine.step(tokens[:, at], slots, [at] * count, slots) for at in (4, 5))], 1)
+    return torch.stack(
+        [first, *(engine.step(tokens[:, at], slots, [at] * count, slots) for at in (4, 5))], 1
+    )
 
 
 def _of_the_last(model: Decoder, count: int) -> Tensor:
@@ -104,8 +121,12 @@ ENTRIES: dict[str, Logits] = {
 
 
 def _bound(dtype: torch.dtype, backend: str, entry: str = "cache") -> float:
-    """How far logits may be off, of their spread: whole blocks round to the dtype in the cache alone."""
-    rounded = dtype != torch.float32 and (backend == "reference" or entry not in ("forward", "last"))
+    """How far logits may be off, of their spread: whole blocks round to the dtype in the cache
+    alone.
+    """
+    rounded = dtype != torch.float32 and (
+        backend == "reference" or entry not in ("forward", "last")
+    )
     steps = STEPS * torch.finfo(dtype).eps if rounded else 0
     return MODES[backend] + steps + (INT8_CACHE if entry == "int8 cache" else 0)
 
@@ -114,9 +135,14 @@ def _bound(dtype: torch.dtype, backend: str, entry: str = "cache") -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", MODES)
 @torch.inference_mode()
-def test_logits_are_those_of_float32(backend: str, dtype: torch.dtype, entry: str, folders: dict[str, Path]) -> None:
+def test_logits_are_those_of_float32(
+    backend: str, dtype: torch.dtype, entry: str, folders: dict[str, Path]
+) -> None:
     for name in MODELS:
-        model, exact = _model(folders[name], dtype, backend), _model(folders[name], torch.float32, "reference")
+        model, exact = (
+            _model(folders[name], dtype, backend),
+            _model(folders[name], torch.float32, "reference"),
+        )
         assert (model.ops.blocks is None) == (backend == "reference")
         assert isinstance(model.lm_head, QuantLinear) == name.startswith("int")
         for count in COUNTS:
@@ -177,7 +203,9 @@ def test_bench_times_more_sequences_than_few_rows(folders: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_keep_the_dtype_of_the_rows_and_round_once(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_products_keep_the_dtype_of_the_rows_and_round_once(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(3, 9, 70).to(dtype), torch.randn(31, 70).to(weight_dtype)
     found, expected = float_linear(x, weight), x.double() @ weight.double().t()
     assert found.dtype == dtype
@@ -187,7 +215,8 @@ def test_products_keep_the_dtype_of_the_rows_and_round_once(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(
-    ("columns", "parts"), [(1 << 12, [(0, 512), (512, 600)]), (11008, [(0, 176), (176, 352), (352, 528), (528, 600)])]
+    ("columns", "parts"),
+    [(1 << 12, [(0, 512), (512, 600)]), (11008, [(0, 176), (176, 352), (352, 528), (528, 600)])],
 )
 def test_a_weight_is_made_float32_in_parts(
     columns: int, parts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
@@ -202,5 +231,7 @@ def test_a_weight_is_made_float32_in_parts(
 
     monkeypatch.setattr(quantkit.model.linear, "float_rows", watched)
     x, weight = torch.randn(9, columns), torch.randn(600, columns).bfloat16()
-    torch.testing.assert_close(float32_linears([x], weight)[0], x @ weight.float().t(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        float32_linears([x], weight)[0], x @ weight.float().t(), rtol=1e-4, atol=1e-3
+    )
     assert made == parts

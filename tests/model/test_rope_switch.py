@@ -1,4 +1,6 @@
-"""LongRoPE: past the length that a model was first trained to, all positions of a text turn by other angles."""
+"""LongRoPE: past the length that a model was first trained to, all positions of a text turn by
+other angles.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,22 @@ LENGTHS = (30, 5, 39, 40, 41, 90, 25)
 
 def _longrope(pairs: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
-    short, long = 1 + torch.rand(pairs, generator=generator), 2 + 6 * torch.rand(pairs, generator=generator)
+    short, long = (
+        1 + torch.rand(pairs, generator=generator),
+        2 + 6 * torch.rand(pairs, generator=generator),
+    )
     return {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
 
 
 def _make(**changes: Any) -> Any:
     return oracle.make(
-        "phi3", **{"rope_parameters": _longrope(4), "num_hidden_layers": 2, **changes}, pad_token_id=0,
-        original_max_position_embeddings=SWITCH, max_position_embeddings=CONTEXT, eos_token_id=None,
-    )  # fmt: skip
+        "phi3",
+        **{"rope_parameters": _longrope(4), "num_hidden_layers": 2, **changes},
+        pad_token_id=0,
+        original_max_position_embeddings=SWITCH,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +60,15 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    found = load_model(oracle.save(theirs, tmp_path_factory.mktemp("switch") / "model"), dtype=torch.float32)
+    found = load_model(
+        oracle.save(theirs, tmp_path_factory.mktemp("switch") / "model"), dtype=torch.float32
+    )
     config = found.config
-    assert (config.rope_switch, config.max_unscaled_context, config.max_positions) == (SWITCH, SWITCH, CONTEXT)
+    assert (config.rope_switch, config.max_unscaled_context, config.max_positions) == (
+        SWITCH,
+        SWITCH,
+        CONTEXT,
+    )
     return found
 
 
@@ -64,7 +79,9 @@ def _prompts() -> list[list[int]]:
 
 def _generated(theirs: Any, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens by transformers' own cache, which it computes anew at the switch."""
-    found = theirs.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    found = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
@@ -75,20 +92,25 @@ def test_sequences_next_to_each_other_are_as_with_transformers(
 ) -> None:
     read_late(monkeypatch, late=late)
     if compiled:
-        monkeypatch.setattr("quantkit.runtime.engine._compile", lambda step, device: step)  # what is padded, as it is
+        monkeypatch.setattr(
+            "quantkit.runtime.engine._compile", lambda step, device: step
+        )  # what is padded, as it is
     engine = Engine(model, 140, slots=3, compiled=compiled)
     monkeypatch.setattr(engine, "chunk", 16)
     found = together(engine, [Request(prompt, 25) for prompt in _prompts()])
-    assert [one.token_ids for one in found] == [_generated(theirs, prompt, 25) for prompt in _prompts()]
+    assert [one.token_ids for one in found] == [
+        _generated(theirs, prompt, 25) for prompt in _prompts()
+    ]
 
 
 @pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
 def test_quantized_models_switch_as_well(backend: str, tmp_path: Path) -> None:
     """Through kernels of whole blocks, that take rows of several sequences.
 
-    A backend rounds what goes into a linear, and float32 in another order turns some roundings the other way: two
-    runs of one text differ by as much as either differs from floats. So the texts are as close to the reference
-    through the engine as they are at once; positions that do not switch are much further from it.
+    A backend rounds what goes into a linear, and float32 in another order turns some roundings the
+    other way: two runs of one text differ by as much as either differs from floats. So the texts
+    are as close to the reference through the engine as they are at once; positions that do not
+    switch are much further from it.
     """
     source = oracle.save(_make(hidden_size=128, rope_parameters=_longrope(8)), tmp_path / "source")
     quantkit.quantize(source, tmp_path / "int8", "int8", accept_quality_loss=True)
@@ -102,10 +124,15 @@ def test_quantized_models_switch_as_well(backend: str, tmp_path: Path) -> None:
     never = replace(reference.config.rope, original_context=CONTEXT, factor=CONTEXT / SWITCH)
     unswitched = Decoder(replace(reference.config, rope=never)).eval()
     unswitched.model, unswitched.lm_head = reference.model, reference.lm_head
-    texts = [(list(request.prompt), list(one.token_ids)) for one, request in zip(found, requests, strict=True)]
+    texts = [
+        (list(request.prompt), list(one.token_ids))
+        for one, request in zip(found, requests, strict=True)
+    ]
     expected = _log_probabilities(reference, texts)
     at_once, without = (_log_probabilities(one, texts) - expected for one in (model, unswitched))
-    stated = torch.tensor([value for one in found for value in (one.logprobs.tokens if one.logprobs else ())])
+    stated = torch.tensor(
+        [value for one in found for value in (one.logprobs.tokens if one.logprobs else ())]
+    )
     rounding = at_once.square().mean().sqrt().clamp(min=1e-5)  # float32 itself, in two layers
     assert (stated - expected).square().mean().sqrt() < 1.5 * rounding
     assert without.square().mean().sqrt() > 5 * rounding
@@ -126,18 +153,24 @@ def _log_probabilities(model: Decoder, texts: list[tuple[list[int], list[int]]])
 def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = Engine(model, 100), list[int]()
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda *given: (rows.append(len(given[1])), step(*given))[1])
+    monkeypatch.setattr(
+        engine, "step", lambda *given: (rows.append(len(given[1])), step(*given))[1]
+    )
     together(engine, [Request(_prompts()[0], 30)])
     assert rows == [30, *[1] * 10, SWITCH + 1, *[1] * 18]
 
 
 def test_windows_and_partial_rotary_embedding_switch_as_well(tmp_path: Path) -> None:
     theirs = _make(
-        hidden_size=128, sliding_window=11, rope_parameters={**_longrope(4), "partial_rotary_factor": 0.5}
-    )  # fmt: skip
+        hidden_size=128,
+        sliding_window=11,
+        rope_parameters={**_longrope(4), "partial_rotary_factor": 0.5},
+    )
     ours = load_model(oracle.save(theirs, tmp_path / "model"), dtype=torch.float32)
     for prompt in _prompts():
-        assert list(quantkit.generate(ours, prompt, max_new_tokens=25)) == _generated(theirs, prompt, 25)
+        assert list(quantkit.generate(ours, prompt, max_new_tokens=25)) == _generated(
+            theirs, prompt, 25
+        )
 
 
 def test_samples_and_their_log_probabilities_go_on_past_it(model: Decoder) -> None:
@@ -149,13 +182,22 @@ def test_samples_and_their_log_probabilities_go_on_past_it(model: Decoder) -> No
         for place in (20, 35, 39, 40, 45):
             whole = torch.tensor([one.token_ids[:place]])
             reported = model(whole, torch.arange(place))[0, -1].log_softmax(-1)
-            assert one.logprobs.tokens[place] == pytest.approx(float(reported[one.token_ids[place]]), abs=1e-4)
+            assert one.logprobs.tokens[place] == pytest.approx(
+                float(reported[one.token_ids[place]]), abs=1e-4
+            )
 
 
-@pytest.mark.parametrize(("count", "requested", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])])
-def test_a_conversation_goes_on_past_it(count: int, requested: int, expected: list[int], model: Decoder) -> None:
+@pytest.mark.parametrize(
+    ("count", "requested", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])]
+)
+def test_a_conversation_goes_on_past_it(
+    count: int, requested: int, expected: list[int], model: Decoder
+) -> None:
     """Within an answer, or between two: then nothing of the turns before is of use."""
-    scheduler, text = Scheduler(Engine(model, 120), any_prefix=True), _prompts()[4][: 12 if count == 9 else 14]
+    scheduler, text = (
+        Scheduler(Engine(model, 120), any_prefix=True),
+        _prompts()[4][: 12 if count == 9 else 14],
+    )
     reused = []
     for _ in expected:
         request = Request(text, count)
@@ -184,14 +226,18 @@ def test_prompts_on_two_sides_of_it_share_nothing() -> None:
 @pytest.mark.parametrize("same", [True, False], ids=["right", "wrong"])
 def test_drafts_go_past_it(same: bool, drafts: int, model: Decoder, tmp_path: Path) -> None:
     other = _make(num_hidden_layers=1)
-    draft = model if same else load_model(oracle.save(other, tmp_path / "draft"), dtype=torch.float32)
+    draft = (
+        model if same else load_model(oracle.save(other, tmp_path / "draft"), dtype=torch.float32)
+    )
     for prompt in _prompts():
         expected = list(quantkit.generate(model, prompt, max_new_tokens=25))
         assert speculate(model, draft, prompt, max_new_tokens=25, draft_tokens=drafts) == expected
 
 
 def test_a_draft_that_switches_earlier(model: Decoder) -> None:
-    early = Decoder(replace(model.config, rope=replace(model.config.rope, original_context=32))).eval()
+    early = Decoder(
+        replace(model.config, rope=replace(model.config.rope, original_context=32))
+    ).eval()
     early.model, early.lm_head = model.model, model.lm_head
     prompt = _prompts()[0]
     assert speculate(model, early, prompt, max_new_tokens=25) == list(
@@ -203,7 +249,8 @@ def test_through_xla_texts_end_at_it(model: Decoder) -> None:
     config = model.config
     assert checked_length(config, [3] * 30, 10, config.max_unscaled_context) == SWITCH
     with pytest.raises(
-        RequestError, match=r"the length at which rotary positions switch \(found 41, expected at most 40\)"
+        RequestError,
+        match=r"the length at which rotary positions switch \(found 41, expected at most 40\)",
     ):
         checked_length(config, [3] * 31, 10, config.max_unscaled_context)
 
@@ -211,14 +258,30 @@ def test_through_xla_texts_end_at_it(model: Decoder) -> None:
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_old_configs_of_phi_3_are_read(key: str, name: str) -> None:
-    """Those of its first months call LongRoPE otherwise, and have its original context beside it."""
+    """Those of its first months call LongRoPE otherwise, and have its original context beside
+    it.
+    """
     scaling = {key: name, **{part: _longrope(4)[part] for part in ("short_factor", "long_factor")}}
-    raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": scaling}
+    raw = {
+        **oracle.SIZES,
+        "model_type": "phi3",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "rope_scaling": scaling,
+    }
     found = config_from_hf({**raw, "original_max_position_embeddings": 32}, "config.json")
-    assert (found.rope.type, found.rope.original_context, found.rope.factor) == ("longrope", 32, 2.0)
+    assert (found.rope.type, found.rope.original_context, found.rope.factor) == (
+        "longrope",
+        32,
+        2.0,
+    )
     assert config_from_hf(raw, "config.json").rope.original_context == 4096  # as in transformers
     written = config_to_hf(found)
-    assert set(written["rope_scaling"]) == {"type", "short_factor", "long_factor"}  # all that older readers take
+    assert set(written["rope_scaling"]) == {
+        "type",
+        "short_factor",
+        "long_factor",
+    }  # all that older readers take
     assert config_from_hf(written, "config.json") == found
 
 

@@ -51,7 +51,9 @@ def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
     source, result = rough
     kl = _kl(result)
     assert kl > 0.11  # beyond what `verify` once allowed int4
-    monkeypatch.setitem(BOUNDS, "int4", replace(BOUNDS["int4"], kl=1.0001 * kl, perplexity_ratio=10.0))
+    monkeypatch.setitem(
+        BOUNDS, "int4", replace(BOUNDS["int4"], kl=1.0001 * kl, perplexity_ratio=10.0)
+    )
     quantkit.quantize(source, tmp_path / "out", "int4-g128", method="rtn")
     for pair in ((source, tmp_path / "out"), (tmp_path / "out", source)):
         report = verify(*pair)
@@ -81,29 +83,43 @@ def test_verify_measures_on_the_texts_of_the_gate(demo_model: Path, tmp_path: Pa
         probe = probes[one["text"]]
         assert probe.divergence.tokens == one["tokens"]
         assert probe.divergence.kl == pytest.approx(one["kl"], rel=1e-3)
-        assert probe.perplexity_ratio == pytest.approx(one["perplexity"] / one["source_perplexity"], rel=1e-3)
+        assert probe.perplexity_ratio == pytest.approx(
+            one["perplexity"] / one["source_perplexity"], rel=1e-3
+        )
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128-asym", "q3_k", "q4_k", "q5_0", "q6_k", "nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "int4-g32", "int4-g128-asym", "q3_k", "q4_k", "q5_0", "q6_k", "nvfp4"]
+)
 def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     weight = torch.randn(16, 512) * 0.01
     weight[:, 0] = 0.3  # outliers, which make rounding lose more
     quantized = quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16)
     error = relative_error(quantized, weight)
-    assert weight_bound(quantized, weight, quantized.scheme) == pytest.approx(max(2**-8, TIMES_ROUNDING * error))
+    assert weight_bound(quantized, weight, quantized.scheme) == pytest.approx(
+        max(2**-8, TIMES_ROUNDING * error)
+    )
     assert (
-        TIMES_ROUNDING / 2 * error < weight_bound(quantized, quantized, quantized.scheme) < 2 * TIMES_ROUNDING * error
+        TIMES_ROUNDING / 2 * error
+        < weight_bound(quantized, quantized, quantized.scheme)
+        < 2 * TIMES_ROUNDING * error
     )
 
 
 @pytest.mark.parametrize("columns", [24, 32, 40, 96, 576])
 @pytest.mark.parametrize("coarse", ["q3_k", "q4_k", "q5_k", "int4-g128", "mxfp4", "nvfp4"])
-def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows(coarse: str, columns: int) -> None:
-    """Its bound is that of as few bits, in groups that divide its rows; one bit more would lose half as much."""
+def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows(
+    coarse: str, columns: int
+) -> None:
+    """Its bound is that of as few bits, in groups that divide its rows; one bit more would lose
+    half as much.
+    """
     weight = torch.randn(16, columns)
     scheme = QuantScheme.parse(coarse)
     quantized = quantize_rtn(weight, QuantScheme(8, None), torch.float16)
-    finer = quantize_rtn(weight, QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS), torch.float16)
+    finer = quantize_rtn(
+        weight, QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS), torch.float16
+    )
     assert weight_bound(quantized, weight, scheme) > TIMES_ROUNDING * relative_error(finer, weight)
 
 
@@ -112,7 +128,9 @@ def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
     weight = torch.randn(64, 4096)
 
     def error(scheme: str) -> float:
-        return relative_error(quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16), weight)
+        return relative_error(
+            quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16), weight
+        )
 
     share = math.log(error("fp8") / error("q6_k")) / math.log(error("q5_k") / error("q6_k"))
     expected = BOUNDS["int6"].kl * (BOUNDS["int5"].kl / BOUNDS["int6"].kl) ** share
@@ -121,7 +139,9 @@ def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
     for scheme in ("mxfp4", "nvfp4"):
         assert error("int4-g32") * 0.95 < error(scheme) < error("int4-g128") * 1.05
     rounded = InputRounding("float").rounded(weight)
-    assert ((rounded - weight).norm() / weight.norm()).item() == pytest.approx(error("fp8"), rel=0.02)
+    assert ((rounded - weight).norm() / weight.norm()).item() == pytest.approx(
+        error("fp8"), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +162,12 @@ def test_rounded_inputs_add_to_the_bound_of_the_weights(
 ) -> None:
     """The gate, the model card and `verify` have the same bounds."""
     made = quantkit.quantize(
-        demo_model, tmp_path / "out", scheme, method="rtn", activations=activations, accept_quality_loss=True
+        demo_model,
+        tmp_path / "out",
+        scheme,
+        method="rtn",
+        activations=activations,
+        accept_quality_loss=True,
     )
     assert [one.kl_bound for one in made.quality.texts] == pytest.approx([expected] * 2)
     assert made.quality.perplexity_ratio_bound == pytest.approx(1 + expected)
@@ -164,7 +189,9 @@ def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("dtype", "wider"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_between_float_types_every_element_counts(dtype: str, wider: str, demo_model: Path, tmp_path: Path) -> None:
+def test_between_float_types_every_element_counts(
+    dtype: str, wider: str, demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "a", dtype=dtype)
     quantkit.convert(demo_model, tmp_path / "b", dtype=wider)
     for pair in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
@@ -177,7 +204,9 @@ def test_between_float_types_every_element_counts(dtype: str, wider: str, demo_m
     assert [one.name for one in report.differing] == ["lm_head.weight"]
 
 
-def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_model: Path, tmp_path: Path) -> None:
+def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(
+    demo_model: Path, tmp_path: Path
+) -> None:
     name = "model.layers.2.self_attn.v_proj"
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     source, result = open_checkpoint(demo_model), open_checkpoint(tmp_path / "out")
@@ -260,15 +289,21 @@ def test_special_tokens_are_compared(demo_model: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "a", other).verdict is Verdict.DIFFERENT
 
 
-def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(demo_model: Path, tmp_path: Path) -> None:
+def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     quantkit.convert(tmp_path / "a", tmp_path / "sound", to="meta")
     _retokenized(tmp_path / "a", _swap)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model is another tokenizer than tokenizer\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.model is another tokenizer than tokenizer\.json"
+    ):
         quantkit.convert(tmp_path / "a", tmp_path / "meta", to="meta")
 
 
-def test_a_nan_beyond_the_texts_is_a_difference_of_quantized_models_too(demo_model: Path, tmp_path: Path) -> None:
+def test_a_nan_beyond_the_texts_is_a_difference_of_quantized_models_too(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["model.embed_tokens.weight"][1900] = torch.nan

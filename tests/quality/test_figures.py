@@ -36,14 +36,20 @@ from quantkit.quality.figures import Estimate, mean_estimate, significant, weigh
         (2.0, math.nan, "2.00"),
     ],
 )
-def test_a_figure_has_no_digits_beyond_its_error(value: float, error: float | None, shown: str) -> None:
+def test_a_figure_has_no_digits_beyond_its_error(
+    value: float, error: float | None, shown: str
+) -> None:
     assert str(Estimate(value, error)) == shown
 
 
 def test_digits_that_count() -> None:
     assert [significant(value, 4) for value in (61.2745, 5.47212, 9012.3, 99999.4, 0.99999)] == [
-        "61.27", "5.472", "9012", "99999", "1.000",
-    ]  # fmt: skip
+        "61.27",
+        "5.472",
+        "9012",
+        "99999",
+        "1.000",
+    ]
 
 
 def test_another_unit() -> None:

@@ -104,11 +104,16 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
 
 
 def test_errors_are_reported_and_missed_in_earlier_manifests() -> None:
-    reported = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    reported = gate.TextResult(
+        "speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023
+    )
     found = gate.Gate([reported], 1.25, {}, {})
     value = found.to_json(accepted=False)
     assert gate.Gate.from_json(value, Path("quantkit.json")) == found
-    assert (str(reported.kl_estimate), str(reported.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    assert (str(reported.kl_estimate), str(reported.perplexity_ratio)) == (
+        "0.0123 ± 0.0004",
+        "1.0200 ± 0.0023",
+    )
     for key in ("kl_error", "ratio_error"):
         del value["texts"][0][key]
     (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
@@ -122,18 +127,27 @@ def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     calls = []
     solve = group_solver.GroupSolver.solve
 
-    def solve_and_break(self: group_solver.GroupSolver, linears: Any, *arguments: Any, **options: Any) -> Any:
+    def solve_and_break(
+        self: group_solver.GroupSolver, linears: Any, *arguments: Any, **options: Any
+    ) -> Any:
         results = solve(self, linears, *arguments, **options)
         calls.append(len(results))
         if len(calls) == 6:  # layer 1, output projection; its own check has passed
             ((name, result),) = results.items()
-            order = torch.randperm(len(result.weight.codes), generator=torch.Generator().manual_seed(0))
-            weight = QuantTensor(result.weight.codes[order], result.weight.scale[order], None, result.weight.scheme)
+            order = torch.randperm(
+                len(result.weight.codes), generator=torch.Generator().manual_seed(0)
+            )
+            weight = QuantTensor(
+                result.weight.codes[order], result.weight.scale[order], None, result.weight.scheme
+            )
             results[name] = Result.of(weight, linears[name].weight, result.record)
         return results
 
     monkeypatch.setattr(group_solver.GroupSolver, "solve", solve_and_break)
-    with pytest.raises(QualityError, match=r"relative weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
+    with pytest.raises(
+        QualityError,
+        match=r"relative weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)",
+    ):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
     assert len(calls) > 6
@@ -151,20 +165,31 @@ def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
     seen: list[Any] = []
     real_solve = group_solver.solve
     monkeypatch.setattr(group_solver, "solve", singular)
-    with pytest.raises(QualityError, match=r"linear 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"):
+    with pytest.raises(
+        QualityError, match=r"linear 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"
+    ):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     quantkit.quantize(
-        demo_model, tmp_path / "out", "int4-g64", calibration=text, resume=True, accept_quality_loss=True,
+        demo_model,
+        tmp_path / "out",
+        "int4-g64",
+        calibration=text,
+        resume=True,
+        accept_quality_loss=True,
         **CALIBRATION,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     assert len(seen) == 1  # nothing was solved again
     made = _manifest(tmp_path / "out")
-    assert made["quality"]["fallbacks"] == {"model.layers.0.mlp.down_proj": "the Hessian stays singular"}
+    assert made["quality"]["fallbacks"] == {
+        "model.layers.0.mlp.down_proj": "the Hessian stays singular"
+    }
     assert made["modules"]["model.layers.0.mlp.down_proj"]["solver"] == Solver.SEARCHED
     assert made["modules"]["model.layers.1.mlp.down_proj"]["solver"] == "gptq"
 
 
-@pytest.mark.parametrize(("bound", "words"), [("kl", "mean KL"), ("perplexity_ratio", "the perplexity on 'speech'")])
+@pytest.mark.parametrize(
+    ("bound", "words"), [("kl", "mean KL"), ("perplexity_ratio", "the perplexity on 'speech'")]
+)
 def test_the_bounds_hold_whatever_rounding_would_do(
     bound: str, words: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,13 +204,18 @@ def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) 
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, "int4-g64", method="rtn")
     tokenizer = load_tokenizer(demo_model)
-    for one, (name, text) in zip(_manifest(folder)["quality"]["texts"], gate_texts().items(), strict=True):
+    for one, (name, text) in zip(
+        _manifest(folder)["quality"]["texts"], gate_texts().items(), strict=True
+    ):
         windows = text_windows(tokenizer.encode(text), prompt_start(tokenizer), 256)[:2]
         found = compare(open_checkpoint(demo_model), [open_checkpoint(folder)], windows)[0]
         assert one["text"] == name
         assert one["tokens"] == 512
         assert one["kl"] == pytest.approx(found.divergence.kl, rel=1e-4)
-        assert (one["kl_bound"], one["rounding_kl"]) == (BOUNDS["int4"].kl, None)  # it is its own baseline
+        assert (one["kl_bound"], one["rounding_kl"]) == (
+            BOUNDS["int4"].kl,
+            None,
+        )  # it is its own baseline
         assert one["perplexity"] == pytest.approx(found.perplexity, rel=1e-4)
 
 
@@ -254,7 +284,9 @@ def test_gptq_reads_each_weight_once_and_the_source_for_its_baseline(
     quantkit.quantize(demo_model, folder, "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     source, result = _Counting(open_checkpoint(demo_model)), _Counting(open_checkpoint(folder))
     gate.run_gate(source, result, _records(folder))
-    solved = {f"{module}.weight" for module in schemes(result)}  # whose errors are held against those of rounding
+    solved = {
+        f"{module}.weight" for module in schemes(result)
+    }  # whose errors are held against those of rounding
     assert result.reads == {name: 1 + (name in solved) for name in result.names()}
     assert source.reads == {name: 2 + (name in solved) for name in source.names()}
 
@@ -288,8 +320,12 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     assert ran == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["codes", "one code", "scale", "solver", "fallback", "scheme", "kept"])
-def test_a_result_that_is_not_its_baseline_is_reported(damage: str, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["codes", "one code", "scale", "solver", "fallback", "scheme", "kept"]
+)
+def test_a_result_that_is_not_its_baseline_is_reported(
+    damage: str, demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     records = _records(tmp_path / "out")
     name, kept = "model.layers.2.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -306,7 +342,9 @@ def test_a_result_that_is_not_its_baseline_is_reported(damage: str, demo_model: 
     elif damage == "kept":
         tensors[kept] *= 2
     elif damage == "scheme":
-        baseline = RtnBaseline(source, dict.fromkeys(schemes(open_checkpoint(tmp_path / "out")), _INT4))
+        baseline = RtnBaseline(
+            source, dict.fromkeys(schemes(open_checkpoint(tmp_path / "out")), _INT4)
+        )
     else:
         records[name] = {**records[name], damage: "gptq"}
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
@@ -335,7 +373,9 @@ def test_scales_of_another_type_than_the_source_are_not_its_baseline(tmp_path: P
     assert not is_baseline(open_checkpoint(tmp_path / "out"), baseline, _records(tmp_path / "out"))
 
 
-def test_what_was_only_rounded_does_not_look_nearly_failed(demo_model: Path, tmp_path: Path) -> None:
+def test_what_was_only_rounded_does_not_look_nearly_failed(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn")
     for line in verify(tmp_path / "out").lines()[1:3]:
         assert line.endswith("nats a token (at most 0.25)")
@@ -344,7 +384,9 @@ def test_what_was_only_rounded_does_not_look_nearly_failed(demo_model: Path, tmp
 def test_gptq_is_reported_next_to_rounding(demo_model: Path, text: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     for one, line in zip(
-        _manifest(tmp_path / "out")["quality"]["texts"], verify(tmp_path / "out").lines()[1:3], strict=True
+        _manifest(tmp_path / "out")["quality"]["texts"],
+        verify(tmp_path / "out").lines()[1:3],
+        strict=True,
     ):
         assert one["kl_bound"] == pytest.approx(gate.SLACK * one["rounding_kl"], rel=1e-3)
         words = f"at most {one['kl_bound']:.3g}; rounding to nearest gives {one['rounding_kl']:.3g}"
@@ -352,9 +394,15 @@ def test_gptq_is_reported_next_to_rounding(demo_model: Path, text: Path, tmp_pat
         assert f"KL from its source {Estimate(one['kl'], one['kl_error'])} nats" in line
 
 
-def test_a_fine_layer_may_make_up_for_coarse_ones(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """GPTQ solves it for the inputs that they give, which moves it further than its own steps are."""
-    recipe = Recipe(QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),))
+def test_a_fine_layer_may_make_up_for_coarse_ones(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    """GPTQ solves it for the inputs that they give, which moves it further than its own steps
+    are.
+    """
+    recipe = Recipe(
+        QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),)
+    )
     made = quantkit.quantize(
         demo_model, tmp_path / "q", recipe, method="gptq", calibration=text, samples=24, length=128
     )
@@ -368,10 +416,16 @@ def test_a_fine_layer_may_make_up_for_coarse_ones(demo_model: Path, text: Path, 
 
 
 def test_a_rounded_layer_has_nothing_to_make_up_for(demo_model: Path, tmp_path: Path) -> None:
-    recipe = Recipe(QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),))
+    recipe = Recipe(
+        QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),)
+    )
     quantkit.quantize(demo_model, tmp_path / "q", recipe, method="rtn")
     bounds = {one.name: one.bound for one in verify(demo_model, tmp_path / "q").differing}
-    assert bounds["model.layers.2.mlp.down_proj.weight"] < 0.05 < bounds["model.layers.2.mlp.up_proj.weight"]
+    assert (
+        bounds["model.layers.2.mlp.down_proj.weight"]
+        < 0.05
+        < bounds["model.layers.2.mlp.up_proj.weight"]
+    )
 
 
 @pytest.mark.parametrize("modules", [[], None, {"model.layers.2.mlp.down_proj": 5}])
@@ -386,9 +440,10 @@ def test_a_manifest_that_reports_nothing_of_layers_is_no_obstacle(
 def test_a_figure_just_beyond_its_bound_is_reported_with_the_digits_that_show_it() -> None:
     one = gate.TextResult("speech", "0", 1, 0.25004, 0.0, 0.25, 1.0, 2.0, 2.0)
     assert gate.Gate([one], 1.25, {}, {}).problem() == (
-        "the result is too far from its source", "a mean KL(source || result) of 0.25004 nats a token on 'speech'",
+        "the result is too far from its source",
+        "a mean KL(source || result) of 0.25004 nats a token on 'speech'",
         "at most 0.25",
-    )  # fmt: skip
+    )
     near = replace(one, kl=0.0, perplexity=2.5002)
     problem = gate.Gate([near], 1.25, {}, {}).problem()
     assert problem is not None
@@ -400,7 +455,10 @@ def test_a_figure_just_beyond_its_bound_is_reported_with_the_digits_that_show_it
     [
         (0.01, 'GPTQ with more text, or round with `method="rtn"`, or keep it'),
         (0.03, "GPTQ with more text, or keep it"),
-        (None, 'choose a finer scheme or `method="gptq"`, or keep it'),  # the result is rounded itself
+        (
+            None,
+            'choose a finer scheme or `method="gptq"`, or keep it',
+        ),  # the result is rounded itself
     ],
 )
 def test_the_method_that_may_help_is_named(
@@ -423,7 +481,10 @@ def test_a_manifest_may_say_nothing_of_rounding(
             one |= rounding
 
     lines = verify(_edited(made_int8, tmp_path / "out", edit)).lines()
-    assert all(("rounding to nearest gives 0.2" in line) == bool(rounding.get("rounding_kl")) for line in lines[1:3])
+    assert all(
+        ("rounding to nearest gives 0.2" in line) == bool(rounding.get("rounding_kl"))
+        for line in lines[1:3]
+    )
 
 
 def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
@@ -439,7 +500,9 @@ def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
         verify(folder)
     made["quality"]["texts"][1]["sha256"] = "0" * 64
     (folder / "quantkit.json").write_text(json.dumps(made))
-    assert any("'mixed' has changed since the model was made" in line for line in verify(folder).lines())
+    assert any(
+        "'mixed' has changed since the model was made" in line for line in verify(folder).lines()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -472,8 +535,12 @@ def _edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) 
         ("source_perplexity", 0.0),
     ],
 )
-def test_verify_takes_no_figure_that_cannot_be(key: str, value: float, made_int8: Path, tmp_path: Path) -> None:
-    folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["texts"][1].update({key: value}))
+def test_verify_takes_no_figure_that_cannot_be(
+    key: str, value: float, made_int8: Path, tmp_path: Path
+) -> None:
+    folder = _edited(
+        made_int8, tmp_path / "out", lambda quality: quality["texts"][1].update({key: value})
+    )
     with pytest.raises((QualityError, CheckpointError)):
         verify(folder)
 
@@ -497,7 +564,9 @@ def test_verify_refuses_a_manifest_that_does_not_report_of_a_gate(
     edit: Callable[[dict[str, Any]], object], made_int8: Path, tmp_path: Path
 ) -> None:
     folder = _edited(made_int8, tmp_path / "out", edit)
-    with pytest.raises(CheckpointError, match=r"quantkit\.json: does not state what the model lost"):
+    with pytest.raises(
+        CheckpointError, match=r"quantkit\.json: does not state what the model lost"
+    ):
         verify(folder)
 
 
@@ -516,9 +585,17 @@ def test_verify_reports_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Pa
         verify(folder)
 
 
-def test_verify_reports_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
-    folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["fallbacks"].update({"a.b": "singular"}))
-    with pytest.raises(QualityError, match=r"did not pass.*linear 'a\.b' was rounded to nearest.*make it again"):
+def test_verify_reports_a_rounded_layer_that_nobody_accepted(
+    made_int8: Path, tmp_path: Path
+) -> None:
+    folder = _edited(
+        made_int8,
+        tmp_path / "out",
+        lambda quality: quality["fallbacks"].update({"a.b": "singular"}),
+    )
+    with pytest.raises(
+        QualityError, match=r"did not pass.*linear 'a\.b' was rounded to nearest.*make it again"
+    ):
         verify(folder)
 
 
@@ -531,7 +608,9 @@ def test_a_model_without_tokenizer_is_measured_on_random_tokens(tmp_path: Path) 
     tokens = torch.randint(oracle.VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
     assert one["sha256"] == hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     assert "as recorded" in verify(tmp_path / "out").lines()[1]
-    other = _edited(tmp_path / "out", tmp_path / "other", lambda quality: quality["texts"][0].update(sha256=""))
+    other = _edited(
+        tmp_path / "out", tmp_path / "other", lambda quality: quality["texts"][0].update(sha256="")
+    )
     assert "not measured again" in verify(other).lines()[1]
 
 

@@ -1,4 +1,6 @@
-"""Divergence by position: the buckets, the int8 cache, long attention in pieces, the certificate of `quantize`."""
+"""Divergence by position: the buckets, the int8 cache, long attention in pieces, the certificate
+of `quantize`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare
 from quantkit.quality.position_divergence import divergence_by_position
-from quantkit.quality.positions import PositionCertificate, PositionDivergence, position_edges, rise, rise_text
+from quantkit.quality.positions import (
+    PositionCertificate,
+    PositionDivergence,
+    position_edges,
+    rise,
+    rise_text,
+)
 from quantkit.runtime.engine import Engine
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -40,7 +48,10 @@ def _with_window(config: ModelConfig) -> ModelConfig:
 
 
 def _buckets(*figures: tuple[float, float | None]) -> list[PositionDivergence]:
-    return [PositionDivergence(128 * at, 128 * (at + 1), 128, *one, 1.0) for at, one in enumerate(figures)]
+    return [
+        PositionDivergence(128 * at, 128 * (at + 1), 128, *one, 1.0)
+        for at, one in enumerate(figures)
+    ]
 
 
 def _short(path: Path, letters: int) -> Path:
@@ -55,7 +66,9 @@ def test_buckets_double_and_the_last_is_cut() -> None:
     assert position_edges(100) == [0, 100]
 
 
-@pytest.mark.parametrize(("length", "last"), [(515, 256), (767, 256), (768, 512), (131, 0), (192, 128), (1030, 512)])
+@pytest.mark.parametrize(
+    ("length", "last"), [(515, 256), (767, 256), (768, 512), (131, 0), (192, 128), (1030, 512)]
+)
 def test_a_few_last_tokens_are_no_bucket(length: int, last: int) -> None:
     assert position_edges(length)[-2:] == [last, length]
 
@@ -86,7 +99,11 @@ def test_no_divergence_at_first_is_no_lack_of_positions() -> None:
 
 @pytest.mark.parametrize(
     ("last", "reported"),
-    [(0.02, "2.00 ± 0.22 times that at 0-127: it rises"), (0.011, "no clear change"), (0.005, "falls")],
+    [
+        (0.02, "2.00 ± 0.22 times that at 0-127: it rises"),
+        (0.011, "no clear change"),
+        (0.005, "falls"),
+    ],
 )
 def test_a_rise_is_reported_where_the_errors_bear_it(last: float, reported: str) -> None:
     assert reported in rise_text(_buckets((0.01, 0.001), (last, 0.001)))
@@ -94,8 +111,12 @@ def test_a_rise_is_reported_where_the_errors_bear_it(last: float, reported: str)
 
 
 @pytest.mark.parametrize("window", [None, 7, 100])
-@pytest.mark.parametrize("scores", [Scores(), Scores(softcap=3.0, scale=0.3), Scores(sinks=torch.ones(4))])
-def test_pieces_of_attention_are_the_whole(window: int | None, scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "scores", [Scores(), Scores(softcap=3.0, scale=0.3), Scores(sinks=torch.ones(4))]
+)
+def test_pieces_of_attention_are_the_whole(
+    window: int | None, scores: Scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queries, (keys, values) = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 2, 150, 16)
     positions = torch.arange(150) * 3  # which only have to rise
     whole = causal_attention(positions, [window])(0, queries, keys, values, scores)
@@ -116,7 +137,9 @@ def test_pieces_of_attention_are_the_whole(window: int | None, scores: Scores, m
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
-def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(kind: str, tmp_path: Path) -> None:
+def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(
+    kind: str, tmp_path: Path
+) -> None:
     changes = {"sliding_window": 32} if kind == "gemma2" else {}
     made = oracle.make(kind, max_position_embeddings=256, num_hidden_layers=2, **changes)
     folder = oracle.save(made, tmp_path / "model")
@@ -126,14 +149,21 @@ def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(ki
     (found,) = divergence_by_position(reference, [other], windows)
     whole = compare(reference, [other], windows)[0].divergence
     buckets = found["float"]
-    assert [(one.start, one.stop, one.tokens) for one in buckets] == [(0, 128, 256), (128, 200, 144)]
+    assert [(one.start, one.stop, one.tokens) for one in buckets] == [
+        (0, 128, 256),
+        (128, 200, 144),
+    ]
     assert sum(one.tokens * one.kl for one in buckets) / 400 == pytest.approx(whole.kl, rel=1e-5)
-    assert sum(one.tokens * one.top1_agreement for one in buckets) / 400 == pytest.approx(whole.top1_agreement)
+    assert sum(one.tokens * one.top1_agreement for one in buckets) / 400 == pytest.approx(
+        whole.top1_agreement
+    )
 
     model = load_model(folder, dtype=torch.float32, backend="reference")
     engine = Engine(model, 200, cache_dtype=torch.int8)
     tokens = windows[0]
-    rounded = torch.cat([engine.step(tokens[at : at + 1], [0], [at], [0]) for at in range(200)]).log_softmax(-1)
+    rounded = torch.cat(
+        [engine.step(tokens[at : at + 1], [0], [at], [0]) for at in range(200)]
+    ).log_softmax(-1)
     with torch.inference_mode():
         exact = model(tokens.unsqueeze(0), torch.arange(200))[0].log_softmax(-1)
     kl = (exact.exp() * (exact - rounded)).sum(-1)
@@ -144,25 +174,39 @@ def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(ki
         assert one.kl > 1e-5
 
 
-def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_what_is_broken_far_on_is_seen_there(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     text = _short(tmp_path / "speech.txt", 8000)
     quantkit.convert(demo_model, tmp_path / "late")
     rope = {"rope_type": "linear", "factor": 1.1, "rope_theta": 10000.0}
     oracle.edit_json(tmp_path / "late" / "config.json", rope_scaling=rope, rope_parameters=rope)
-    given = {"texts": text, "against": demo_model, "window": 128, "positions": 1000, "position_windows": 9}
+    given = {
+        "texts": text,
+        "against": demo_model,
+        "window": 128,
+        "positions": 1000,
+        "position_windows": 9,
+    }
     found = evaluate(tmp_path / "late", **given)
     assert found.notes == ["'speech' has 2 of the 9 windows that were requested by position"]
     buckets = found.rows[1].texts["speech"].positions["float"]
     assert found.rows[0].texts["speech"].positions == {}
     ids = load_tokenizer(demo_model).encode(text.read_text())
-    assert [one.tokens for one in buckets] == [count * (len(ids) // 999) for count in (128, 128, 256, 488)]
+    assert [one.tokens for one in buckets] == [
+        count * (len(ids) // 999) for count in (128, 128, 256, 488)
+    ]
     assert buckets[0].kl < 0.05 < 0.2 < buckets[-1].kl
     shown = render(tables(found), "terminal")
-    assert [line.split()[1] for line in shown if line.startswith("late")][-5:-1] == [one.name for one in buckets]
+    assert [line.split()[1] for line in shown if line.startswith("late")][-5:-1] == [
+        one.name for one in buckets
+    ]
     assert str(rise(buckets)) in shown[-1]
     assert "## How it was measured" in (report := markdown(found))
     assert "By position: the first windows" in report
-    (row,) = [one for one in csv.DictReader(render([sheet(found)], "csv")) if one["model"] == "late"]
+    (row,) = [
+        one for one in csv.DictReader(render([sheet(found)], "csv")) if one["model"] == "late"
+    ]
     assert float(row["kl_512_999_float"]) == pytest.approx(buckets[-1].kl, rel=0.1)
     assert float(row["top1_0_127_int8"]) <= 1
     assert found.to_json()["rows"][1]["texts"]["speech"]["positions"]["int8"][0]["start"] == 0
@@ -178,14 +222,28 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
         ({"positions": 256, "against": None}, "is from a reference"),
     ],
 )
-def test_what_cannot_be_measured_by_position_is_refused(given: dict[str, Any], reported: str, demo_model: Path) -> None:
+def test_what_cannot_be_measured_by_position_is_refused(
+    given: dict[str, Any], reported: str, demo_model: Path
+) -> None:
     with pytest.raises(RequestError, match=reported):
         evaluate(demo_model, **{"against": demo_model, **given})
 
 
-def test_a_certificate_is_in_the_manifest_and_the_model_card(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_certificate_is_in_the_manifest_and_the_model_card(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     dst = tmp_path / "int8"
-    requested = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
+    requested = [
+        "quantize",
+        demo_model,
+        dst,
+        "--scheme",
+        "int8",
+        "--method",
+        "rtn",
+        "--certify-positions",
+        "600",
+    ]
     code, out, _ = run(capfd, "plan", *requested)
     assert code == 0
     plain = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn")
@@ -198,7 +256,9 @@ def test_a_certificate_is_in_the_manifest_and_the_model_card(demo_model: Path, t
     made = json.loads((dst / "quantkit.json").read_text())["positions"]
     assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 2)
     assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 600]
-    assert "--certify-positions 600 --certify-text speech.txt" in (readme := (dst / "README.md").read_text())
+    assert "--certify-positions 600 --certify-text speech.txt" in (
+        readme := (dst / "README.md").read_text()
+    )
     assert "| 256-599 | " in readme
     inspected = quantkit.inspect(dst)
     assert inspected.positions is not None
@@ -218,7 +278,17 @@ def test_a_certificate_stops_what_is_broken_far_on(
     monkeypatch.setattr(Writer, "read_back", broken)
     dst = tmp_path / "int8"
     text = _short(tmp_path / "speech.txt", 4500)
-    requested = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]
+    requested = [
+        "quantize",
+        demo_model,
+        dst,
+        "--scheme",
+        "int8",
+        "--certify-positions",
+        "600",
+        "--certify-text",
+        text,
+    ]
     code, _, err = run(capfd, *requested)
     assert code == 8
     assert "too far from its source at positions 256-599" in err
@@ -226,7 +296,9 @@ def test_a_certificate_stops_what_is_broken_far_on(
     code, out, err = run(capfd, *requested, "--resume", "--accept-quality-loss")
     assert code == 0
     assert "accepted" in err
-    beyond = "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
+    beyond = (
+        "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
+    )
     assert beyond in out
     assert beyond in run(capfd, "inspect", dst)[1]
     code, out, _ = run(capfd, "verify", demo_model, dst)
@@ -237,7 +309,8 @@ def test_a_certificate_stops_what_is_broken_far_on(
     assert not report.ok
     assert not report.same
     assert (
-        "**Not within its bound: the result is too far from its source at positions" in (dst / "README.md").read_text()
+        "**Not within its bound: the result is too far from its source at positions"
+        in (dst / "README.md").read_text()
     )
     code, _, err = run(capfd, "verify", dst)
     assert code == 8

@@ -1,4 +1,6 @@
-"""Progress through the output head, which takes longer than the blocks of a small model with a large vocabulary."""
+"""Progress through the output head, which takes longer than the blocks of a small model with a
+large vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ def test_stretches_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("job", ["compare", "loss"])
-def test_the_head_is_counted_and_reported(job: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.quality.measures.LOGITS_BYTES", 1)  # one piece of 64 rows at a time
+def test_the_head_is_counted_and_reported(
+    job: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quantkit.quality.measures.LOGITS_BYTES", 1
+    )  # one piece of 64 rows at a time
     source = open_checkpoint(demo_model)
     monkeypatch.setattr("quantkit.quality.measures.head_layers", lambda config: 50)
     reports: Reports = []
@@ -80,4 +86,6 @@ def test_the_gradients_of_the_head_are_reported(demo_model: Path) -> None:
 def test_a_large_vocabulary_counts_as_many_layers(demo_model: Path) -> None:
     config = open_checkpoint(demo_model).config
     assert head_layers(config) >= 1
-    assert head_layers(replace(config, vocab_size=100 * config.vocab_size)) > 20 * head_layers(config)
+    assert head_layers(replace(config, vocab_size=100 * config.vocab_size)) > 20 * head_layers(
+        config
+    )

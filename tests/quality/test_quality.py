@@ -32,33 +32,55 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, Path
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.mul_(1.02)
-    return first, second, oracle.save(first, folder / "first"), oracle.save(second, folder / "second")
+    return (
+        first,
+        second,
+        oracle.save(first, folder / "first"),
+        oracle.save(second, folder / "second"),
+    )
 
 
 def test_divergence_is_that_of_the_definitions(pair: tuple[Any, Any, Path, Path]) -> None:
     first, second, a, b = pair
     tokens = oracle.random_tokens(50, batch=3)
     p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
-    found = compare_batches(open_checkpoint(a), open_checkpoint(b), [Batch.from_start(tokens)])[0].divergence
-    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none")
+    found = compare_batches(open_checkpoint(a), open_checkpoint(b), [Batch.from_start(tokens)])[
+        0
+    ].divergence
+    expected = torch.nn.functional.kl_div(
+        q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none"
+    )
     assert found.tokens == 150
     assert found.kl == pytest.approx(expected.sum(-1).mean().item(), rel=1e-3)
     assert found.largest_logit_difference == pytest.approx((p - q).abs().max().item(), rel=1e-3)
-    assert found.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean().item())
+    assert found.top1_agreement == pytest.approx(
+        (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+    )
     assert 0 < found.top1_agreement < 1
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
 
 
-def test_models_are_held_against_a_reference_by_the_definitions(pair: tuple[Any, Any, Path, Path]) -> None:
+def test_models_are_held_against_a_reference_by_the_definitions(
+    pair: tuple[Any, Any, Path, Path],
+) -> None:
     first, second, a, b = pair
     tokens = oracle.random_tokens(50, batch=3)
     p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
-    apart = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    apart = torch.nn.functional.kl_div(
+        q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     same, other = compare(open_checkpoint(a), [open_checkpoint(a), open_checkpoint(b)], tokens)
-    assert same.divergence.kl == same.divergence.kl_p99 == same.divergence.largest_logit_difference == 0
+    assert (
+        same.divergence.kl
+        == same.divergence.kl_p99
+        == same.divergence.largest_logit_difference
+        == 0
+    )
     assert same.divergence.top1_agreement == 1
     assert same.perplexity == same.reference_perplexity == other.reference_perplexity
     assert other.divergence.tokens == 150
@@ -66,11 +88,15 @@ def test_models_are_held_against_a_reference_by_the_definitions(pair: tuple[Any,
     assert other.divergence.kl_median == pytest.approx(apart.quantile(0.5).item(), rel=1e-3)
     assert other.divergence.kl_p99 == pytest.approx(apart.quantile(0.99).item(), rel=1e-3)
     assert other.divergence.kl_median < other.divergence.kl < other.divergence.kl_p99
-    assert other.reference_perplexity == pytest.approx(_loss(p, tokens).mean().exp().item(), rel=1e-4)
+    assert other.reference_perplexity == pytest.approx(
+        _loss(p, tokens).mean().exp().item(), rel=1e-4
+    )
     assert other.perplexity == pytest.approx(_loss(q, tokens).mean().exp().item(), rel=1e-4)
 
 
-def test_errors_are_those_of_the_tokens_next_to_each_other(pair: tuple[Any, Any, Path, Path]) -> None:
+def test_errors_are_those_of_the_tokens_next_to_each_other(
+    pair: tuple[Any, Any, Path, Path],
+) -> None:
     """Held against the jackknife over the stretches, which leaves each out in turn."""
     first, second, a, b = pair
     tokens = oracle.random_tokens(40, batch=25)
@@ -82,17 +108,23 @@ def test_errors_are_those_of_the_tokens_next_to_each_other(pair: tuple[Any, Any,
         means = torch.stack([torch.cat([*parts[:i], *parts[i + 1 :]]).mean() for i in range(20)])
         return (means.exp() if exp else means).std().item() * 19 / math.sqrt(20)
 
-    apart = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    apart = torch.nn.functional.kl_div(
+        q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     assert found.divergence.kl_error == pytest.approx(jackknife(apart, exp=False), rel=1e-3)
     agreed = (p.argmax(-1) == q.argmax(-1)).float()
     assert found.divergence.top1_error == pytest.approx(jackknife(agreed, exp=False), rel=1e-3)
     losses = [_loss(logits, tokens) for logits in (p, q)]
-    assert found.reference_perplexity_error == pytest.approx(jackknife(losses[0], exp=True), rel=0.05)
+    assert found.reference_perplexity_error == pytest.approx(
+        jackknife(losses[0], exp=True), rel=0.05
+    )
     assert found.perplexity_error == pytest.approx(jackknife(losses[1], exp=True), rel=0.05)
     ratio = jackknife(losses[1] - losses[0], exp=True)
     assert found.ratio_error == pytest.approx(ratio, rel=0.05)
     (alone,) = measures.perplexity_estimates(open_checkpoint(b), [tokens])
-    assert (alone.value, alone.error) == pytest.approx((found.perplexity, found.perplexity_error), rel=1e-5)
+    assert (alone.value, alone.error) == pytest.approx(
+        (found.perplexity, found.perplexity_error), rel=1e-5
+    )
 
 
 def test_no_more_hidden_states_are_held_than_the_budget_allows(
@@ -127,10 +159,14 @@ def test_only_what_is_to_be_predicted_is_scored(pair: tuple[Any, Any, Path, Path
     tail = Windows.of(long)
     tail.targets[:, :20] = NOT_SCORED
     assert (tail.targets != NOT_SCORED).sum() == 9
-    assert log_loss(open_checkpoint(folder), [tail, Windows.of(short)]) == pytest.approx(expected.item(), rel=1e-4)
+    assert log_loss(open_checkpoint(folder), [tail, Windows.of(short)]) == pytest.approx(
+        expected.item(), rel=1e-4
+    )
 
 
-def test_logits_that_are_not_finite_are_an_error(pair: tuple[Any, Any, Path, Path], tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_are_an_error(
+    pair: tuple[Any, Any, Path, Path], tmp_path: Path
+) -> None:
     _, _, folder, _ = pair
     broken = oracle.make("qwen2")
     with torch.no_grad():
@@ -145,8 +181,12 @@ def test_logits_that_are_not_finite_are_an_error(pair: tuple[Any, Any, Path, Pat
     assert math.isnan(compare_batches(good, bad, [Batch.from_start(tokens)])[0].divergence.kl)
 
 
-def test_vocabularies_of_two_sizes_are_not_compared(pair: tuple[Any, Any, Path, Path], tmp_path: Path) -> None:
-    larger = oracle.save(oracle.make("qwen2", vocab_size=oracle.VOCABULARY + 32), tmp_path / "larger")
+def test_vocabularies_of_two_sizes_are_not_compared(
+    pair: tuple[Any, Any, Path, Path], tmp_path: Path
+) -> None:
+    larger = oracle.save(
+        oracle.make("qwen2", vocab_size=oracle.VOCABULARY + 32), tmp_path / "larger"
+    )
     with pytest.raises(RequestError, match=r"larger: cannot be compared.*found 128 tokens"):
         compare(open_checkpoint(pair[2]), [open_checkpoint(larger)], oracle.random_tokens(20))
 

@@ -48,7 +48,9 @@ def _shuffled(tensors: dict[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
-            tensors[name] = (10 * tensor.float()[torch.randperm(len(tensor), generator=generator)]).to(tensor.dtype)
+            tensors[name] = (
+                10 * tensor.float()[torch.randperm(len(tensor), generator=generator)]
+            ).to(tensor.dtype)
 
 
 def _zeroed(tensors: dict[str, Tensor]) -> None:
@@ -74,7 +76,12 @@ def _one_row(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_a_broken_source_is_reported_and_nothing_is_written(
-    damage: Callable[[dict[str, Tensor]], object], words: str, job: str, sound: Path, tmp_path: Path, capfd: Capture
+    damage: Callable[[dict[str, Tensor]], object],
+    words: str,
+    job: str,
+    sound: Path,
+    tmp_path: Path,
+    capfd: Capture,
 ) -> None:
     source = _damaged(sound, tmp_path / "source", damage)
     scheme = ["--scheme", "int8"] if job == "quantize" else []
@@ -96,7 +103,10 @@ def test_the_manifest_reports_what_was_measured_or_that_it_was_not(
     found = check_source(open_checkpoint(sound))
     assert isinstance(found, SourceCheck)
     assert reported == asdict(found)
-    assert "skipped" in json.loads((tmp_path / "unchecked" / "quantkit.json").read_text())["source_check"]
+    assert (
+        "skipped"
+        in json.loads((tmp_path / "unchecked" / "quantkit.json").read_text())["source_check"]
+    )
 
 
 def test_the_figures_are_those_of_transformers(sound: Path) -> None:
@@ -118,13 +128,18 @@ def test_a_source_that_predicts_poorly_gets_a_note(
     assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one").notes)
     monkeypatch.setattr(source_check, "NOTED_BITS_PER_BYTE", 1.0)
     assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two").notes)
-    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8").notes)
+    assert any(
+        "bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8").notes
+    )
 
 
 def test_a_source_without_tokenizer_cannot_be_tried(tmp_path: Path) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "m")
     quantkit.convert(source, tmp_path / "out")
-    assert "no tokenizer" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+    assert (
+        "no tokenizer"
+        in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+    )
     assert quantkit.plan.convert(source, tmp_path / "other").source_check_tokens == 0
 
 
@@ -147,7 +162,9 @@ def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.down_proj"):
         quantkit.convert(source, tmp_path / "out")
     quantkit.convert(source, tmp_path / "out", allow_nonfinite=True)
-    assert "NaN or Inf" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+    assert (
+        "NaN or Inf" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+    )
 
 
 def test_plan_reports_the_check(sound: Path, tmp_path: Path) -> None:

@@ -38,7 +38,11 @@ def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
     assert report.verdict is Verdict.SAME
     assert report.differing == []
     assert all(probe.divergence.largest_logit_difference == 0 for probe in report.probes.values())
-    assert report.lines() == ["tensors: 30 of 30 bit-equal", "logits: equal", "verdict: the same model"]
+    assert report.lines() == [
+        "tensors: 30 of 30 bit-equal",
+        "logits: equal",
+        "verdict: the same model",
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -50,7 +54,9 @@ def test_a_quantized_model_is_within_its_bound(scheme: str, source: Path, tmp_pa
     assert all(probe.within and probe.divergence.kl > 0 for probe in report.probes.values())
 
 
-@pytest.mark.parametrize(("dtype", "verdict"), [("fp32", Verdict.SAME), ("bf16", Verdict.WITHIN_BOUND)])
+@pytest.mark.parametrize(
+    ("dtype", "verdict"), [("fp32", Verdict.SAME), ("bf16", Verdict.WITHIN_BOUND)]
+)
 def test_another_float_type_is_judged_by_its_rounding(
     dtype: str, verdict: Verdict, source: Path, tmp_path: Path
 ) -> None:
@@ -86,11 +92,19 @@ def test_a_damaged_quantized_layer_is_beyond_the_bound(source: Path, tmp_path: P
 
 
 def test_a_lost_rope_scaling_is_a_difference_though_all_tensors_are_equal(tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    }
     model = oracle.make("llama", rope_parameters=rope, max_position_embeddings=128)
     scaled = oracle.save(model, tmp_path / "scaled")
     oracle.copy(scaled, tmp_path / "lost")
-    oracle.edit_json(tmp_path / "lost" / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    oracle.edit_json(
+        tmp_path / "lost" / "config.json",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
     report = verify(scaled, tmp_path / "lost")
     assert report.verdict is Verdict.DIFFERENT
     assert "rope" in report.problems[0]
@@ -108,13 +122,18 @@ def test_a_tied_head_equals_one_stored_apart(tmp_path: Path) -> None:
 
 def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
-    assert f"all {len(list((tmp_path / 'q').iterdir())) - 1} files" in verify(tmp_path / "q").lines()[0]
+    assert (
+        f"all {len(list((tmp_path / 'q').iterdir())) - 1} files"
+        in verify(tmp_path / "q").lines()[0]
+    )
     with (tmp_path / "q" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is not what quantkit wrote"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: the file is not what quantkit wrote"
+    ):
         verify(tmp_path / "q")
     (tmp_path / "q" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="missing"):
@@ -136,9 +155,15 @@ def test_a_model_card_may_be_edited_and_nothing_else(
     report = verify(folder)
     assert (report.same, report.ok) == (False, True)
     assert report.to_json()["edited"] == {"README.md": change}
-    words = {"edited": "README.md: edited since (not checked)", "removed": "README.md: removed since"}[change]
+    words = {
+        "edited": "README.md: edited since (not checked)",
+        "removed": "README.md: removed since",
+    }[change]
     files = len(report.manifest["files"])
-    assert report.lines()[:2] == [f"{folder}: {files - 1} of {files} files are as quantkit wrote them", words]
+    assert report.lines()[:2] == [
+        f"{folder}: {files - 1} of {files} files are as quantkit wrote them",
+        words,
+    ]
     code, out, _ = run(capfd, "verify", folder)
     assert (code, out.splitlines()) == (0, report.lines())
     listed = {**report.manifest["files"], "LICENSE": SourceFile(folder / "config.json").sha256()}
@@ -163,7 +188,9 @@ def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> Non
     alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")
     assert (alone.same, alone.ok, pair.same, pair.ok) == (True, True, True, True)
     for report in (alone, pair):
-        with pytest.raises(TypeError, match=r"Report is neither true nor false: use `report\.same` or `report\.ok`"):
+        with pytest.raises(
+            TypeError, match=r"Report is neither true nor false: use `report\.same` or `report\.ok`"
+        ):
             assert report
         assert json.loads(json.dumps(report.to_json()))["same"] is True
     quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
@@ -173,8 +200,12 @@ def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> Non
     assert (broken.same, broken.ok, broken.to_json()["ok"]) == (False, False, False)
 
 
-def test_models_of_two_configs_are_not_compared_tensor_by_tensor(source: Path, tmp_path: Path, capfd: Capture) -> None:
-    other = oracle.save(oracle.make("qwen2", num_hidden_layers=2, hidden_size=128), tmp_path / "other")
+def test_models_of_two_configs_are_not_compared_tensor_by_tensor(
+    source: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    other = oracle.save(
+        oracle.make("qwen2", num_hidden_layers=2, hidden_size=128), tmp_path / "other"
+    )
     code, out, _ = run(capfd, "verify", source, other)
     assert code == 11
     assert "problem: the configs differ: hidden_size 64 against 128\n" in out
@@ -233,7 +264,13 @@ def test_a_stated_top_k_differs_from_none(top_k: int, demo_model: Path, tmp_path
 def test_settings_that_change_nothing_are_no_difference(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     other = oracle.copy(tmp_path / "a", tmp_path / "b")
-    oracle.edit_json(other / "generation_config.json", do_sample=False, temperature=0.7, top_k=50, max_length=None)
+    oracle.edit_json(
+        other / "generation_config.json",
+        do_sample=False,
+        temperature=0.7,
+        top_k=50,
+        max_length=None,
+    )
     oracle.edit_json(other / "tokenizer_config.json", add_bos_token=True, add_eos_token=False)
     report = verify(tmp_path / "a", other)
     assert (report.verdict, report.settings) == (Verdict.SAME, [])
@@ -248,10 +285,17 @@ def test_defaults_of_transformers_are_no_difference(demo_model: Path, tmp_path: 
     assert verify(tmp_path / "a", other).settings == []
 
 
-def test_sampling_of_a_gguf_file_is_compared_with_its_source(demo_model: Path, tmp_path: Path) -> None:
+def test_sampling_of_a_gguf_file_is_compared_with_its_source(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     oracle.edit_json(
-        tmp_path / "a" / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.0
+        tmp_path / "a" / "generation_config.json",
+        do_sample=True,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.0,
     )
     oracle.edit_json(tmp_path / "a" / "tokenizer_config.json", clean_up_tokenization_spaces=True)
     quantkit.convert(tmp_path / "a", tmp_path / "a.gguf")
@@ -264,16 +308,24 @@ def test_sampling_of_a_gguf_file_is_compared_with_its_source(demo_model: Path, t
 def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "verify", "--json", source, source)
     assert code == 5
-    assert err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for stdout\n"
+    assert (
+        err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for"
+        " stdout\n"
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-        "params.json", "added_tokens.json", "vocab.json", "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+        "params.json",
+        "added_tokens.json",
+        "vocab.json",
+        "chat_template.jinja",
     ],
-)  # fmt: skip
+)
 def test_a_file_with_a_say_that_the_manifest_does_not_list_is_refused(
     name: str, demo_model: Path, tmp_path: Path
 ) -> None:
@@ -310,11 +362,16 @@ def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
     assert after.tensors == {"float32": 16, "int4-g32": 14}
     assert after.weight_bytes < before.weight_bytes
     assert json.loads(json.dumps(after.to_json()))["made_by"] == {
-        "quantkit_version": quantkit.__version__, "job": "quantize", "method": "rtn"
-    }  # fmt: skip
+        "quantkit_version": quantkit.__version__,
+        "job": "quantize",
+        "method": "rtn",
+    }
     assert f"  made by: quantkit {quantkit.__version__} (quantize, method rtn)" in after.lines()
     quantkit.convert(source, tmp_path / "c")
-    assert f"  made by: quantkit {quantkit.__version__} (convert)" in quantkit.inspect(tmp_path / "c").lines()
+    assert (
+        f"  made by: quantkit {quantkit.__version__} (convert)"
+        in quantkit.inspect(tmp_path / "c").lines()
+    )
 
 
 def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:

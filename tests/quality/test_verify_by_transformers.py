@@ -1,4 +1,6 @@
-"""`verify` of models that have no decoder here: transformers runs them, where it is installed and knows them."""
+"""`verify` of models that have no decoder here: transformers runs them, where it is installed
+and knows them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _without_transformers(patch: pytest.MonkeyPatch) -> None:
 
 def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int4: Path) -> None:
     tokenizer = load_tokenizer(hybrid)
-    windows = text_windows(tokenizer.encode(gate_texts()["speech"]), prompt_start(tokenizer), 256)[:2]
+    windows = text_windows(tokenizer.encode(gate_texts()["speech"]), prompt_start(tokenizer), 256)[
+        :2
+    ]
     p, q = (_log_probabilities(folder, windows) for folder in (hybrid, hybrid_int4))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     for pair in ((hybrid, hybrid_int4), (hybrid_int4, hybrid)):
@@ -60,17 +64,24 @@ def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int
         assert report.probes["speech"].divergence.kl == pytest.approx(kl, rel=1e-3)
         assert not report.weights_only
         assert report.to_json()["run_by"] == RUN_BY
-        assert any(line.startswith(f"logits, run by {RUN_BY}: KL in nats a token, at most") for line in report.lines())
+        assert any(
+            line.startswith(f"logits, run by {RUN_BY}: KL in nats a token, at most")
+            for line in report.lines()
+        )
 
 
 def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> None:
     report = verify(hybrid, oracle.copy(hybrid, tmp_path / "copy"))
     assert report.verdict is Verdict.SAME
     assert f"logits, run by {RUN_BY}: equal" in report.lines()
-    assert verify(hybrid, quantkit.convert(hybrid, tmp_path / "converted", tensors_only=True).path).same
+    assert verify(
+        hybrid, quantkit.convert(hybrid, tmp_path / "converted", tensors_only=True).path
+    ).same
 
 
-def test_logits_beyond_the_bound_are_a_difference(hybrid: Path, hybrid_int4: Path, tmp_path: Path) -> None:
+def test_logits_beyond_the_bound_are_a_difference(
+    hybrid: Path, hybrid_int4: Path, tmp_path: Path
+) -> None:
     name = "lm_head.weight"
     changed = verify(_changed(hybrid, tmp_path / "floats", name, 3.0), hybrid_int4)
     assert changed.verdict is Verdict.DIFFERENT
@@ -128,7 +139,10 @@ def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("rwkv", "a weight is used outside the module that has it in 'rwkv.*', which is not supported"),
+        (
+            "rwkv",
+            "a weight is used outside the module that has it in 'rwkv.*', which is not supported",
+        ),
         ("prophetnet", "the model does not run the module that transformers calls its body"),
     ],
 )
@@ -152,8 +166,16 @@ def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> No
         ("BertModel", "the model has no output head"),
     ],
 )
-def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(kind: str, reason: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 2048, "hidden_size": 64, "num_layers": 1, "num_hidden_layers": 1, "num_attention_heads": 4}
+def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
+    sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "num_layers": 1,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = transformers.AutoConfig.for_model("t5" if kind.startswith("T5") else "bert", **sizes)
     folder = oracle.save(getattr(transformers, kind)(config), tmp_path / "model")
     report = verify(folder, oracle.copy(folder, tmp_path / "copy"))
@@ -163,7 +185,9 @@ def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(kind: st
     assert report.not_run.startswith(reason)
 
 
-def test_what_transformers_cannot_load_is_compared_by_its_weights(hybrid: Path, tmp_path: Path) -> None:
+def test_what_transformers_cannot_load_is_compared_by_its_weights(
+    hybrid: Path, tmp_path: Path
+) -> None:
     partial = oracle.copy(hybrid, tmp_path / "partial")
     tensors = load_file(partial / "model.safetensors")
     del tensors["model.layers.0.input_layernorm.weight"]
@@ -180,5 +204,7 @@ def test_a_carried_tensor_that_is_not_listed_is_an_error(hybrid_int4: Path, tmp_
     made["carried"].pop("lm_head.weight")
     (copy / "quantkit.json").write_text(json.dumps(made))
     assert SourceFile(copy / "model.safetensors").sha256() == made["files"]["model.safetensors"]
-    with pytest.raises(CheckpointError, match="the manifest lists 19 carried tensors, and the model has 20"):
+    with pytest.raises(
+        CheckpointError, match="the manifest lists 19 carried tensors, and the model has 20"
+    ):
         verify(copy)

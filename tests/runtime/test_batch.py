@@ -38,7 +38,9 @@ pytestmark = pytest.mark.cpu_kernels
 LENGTHS = (1, 400, 2, 17, 16, 239, 240, 241, 33, 300, 5, 64, 120, 8, 257, 15)
 """Of prompts, around what is read at a time (240) and what kernels take as few rows (16)."""
 NEAR = 2e-3
-"""Where sums are made in another order: how near two log-probabilities may be for either to be the larger."""
+"""Where sums are made in another order: how near two log-probabilities may be for either to be
+the larger.
+"""
 CONTEXT = 512
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -53,18 +55,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (kind, changes) in KINDS.items():
         oracle.save(oracle.make(kind, **changes, max_position_embeddings=CONTEXT), base / name)
         for scheme in ("int8", "int4-g32"):
-            quantkit.quantize(base / name, base / f"{name}-{scheme}", scheme, method="rtn", accept_quality_loss=True)
+            quantkit.quantize(
+                base / name,
+                base / f"{name}-{scheme}",
+                scheme,
+                method="rtn",
+                accept_quality_loss=True,
+            )
     return base
 
 
 def _model(folder: Path | str, backend: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
-    model = load_model(Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group)
+    model = load_model(
+        Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group
+    )
     model.config = replace(model.config, eos_token_ids=())
     return model
 
 
 def _prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    return [row[:length].tolist() for row, length in zip(_texts(len(lengths)), lengths, strict=True)]
+    return [
+        row[:length].tolist() for row, length in zip(_texts(len(lengths)), lengths, strict=True)
+    ]
 
 
 def _texts(count: int) -> Tensor:
@@ -73,7 +85,9 @@ def _texts(count: int) -> Tensor:
 
 def _staggered(**options: Any) -> list[Request]:
     """Sixteen requests that end one after the other."""
-    return [Request(prompt, 3 + 5 * index % 23, **options) for index, prompt in enumerate(_prompts())]
+    return [
+        Request(prompt, 3 + 5 * index % 23, **options) for index, prompt in enumerate(_prompts())
+    ]
 
 
 @pytest.mark.parametrize("cached", [None, torch.int8], ids=["float", "int8"])
@@ -86,7 +100,10 @@ def test_each_sequence_has_the_bits_of_itself_alone(
     model = _model(folders / f"{kind}-{scheme}", backend)
     assert model.ops.ragged
     requests = _staggered(logprobs=2)
-    expected = [replace(alone(model, one, cache_dtype=cached)[0], prompt=at) for at, one in enumerate(requests)]
+    expected = [
+        replace(alone(model, one, cache_dtype=cached)[0], prompt=at)
+        for at, one in enumerate(requests)
+    ]
     for slots in (3, 16):
         assert together(Engine(model, 430, slots=slots, cache_dtype=cached), requests) == expected
     assert len({tuple(one.token_ids) for one in expected}) == len(expected)
@@ -112,11 +129,15 @@ with joined("cpu") as group:
 
 
 def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: Path) -> None:
-    model = oracle.make("llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1)
+    model = oracle.make(
+        "llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1
+    )
     oracle.save(model, tmp_path / "model")
     folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
     for folder in folders:
-        quantkit.quantize(tmp_path / "model", folder, folder.name, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            tmp_path / "model", folder, folder.name, method="rtn", accept_quality_loss=True
+        )
     first, second = forked.group(2, _SHARED, *folders)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == second.stdout
@@ -130,7 +151,9 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["", "-int8"], ids=["floats", "reference"])
-def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(name: str, kind: str, folders: Path) -> None:
+def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(
+    name: str, kind: str, folders: Path
+) -> None:
     model = _model(folders / f"{kind}{name}", "reference" if name else None)
     assert not model.ops.ragged
     requests = _staggered(logprobs=2)
@@ -142,14 +165,22 @@ def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(name: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "backend", "bound"),
-    [("", None, 1e-4), ("-int8", "reference", 1e-4), ("-int8", "cpu-exact", 1e-3), ("-int4-g32", "cpu-fast", 0.05)],
+    [
+        ("", None, 1e-4),
+        ("-int8", "reference", 1e-4),
+        ("-int8", "cpu-exact", 1e-3),
+        ("-int4-g32", "cpu-fast", 0.05),
+    ],
 )
 def test_log_probabilities_are_those_of_a_plain_pass(
     name: str, backend: str | None, bound: float, kind: str, folders: Path
 ) -> None:
     """Of prompts that are echoed as well as of new tokens."""
     model = _model(folders / f"{kind}{name}", backend)
-    requests = [*_staggered(logprobs=3, echo=True)[:8], Request(_prompts()[9], 0, logprobs=0, echo=True)]
+    requests = [
+        *_staggered(logprobs=3, echo=True)[:8],
+        Request(_prompts()[9], 0, logprobs=0, echo=True),
+    ]
     for one in together(Engine(model, 430, slots=4), requests):
         request, reported = requests[one.prompt], one.logprobs
         assert reported is not None
@@ -157,15 +188,21 @@ def test_log_probabilities_are_those_of_a_plain_pass(
         assert (reported.tokens[0], reported.top[0]) == (None, {})
         expected = forward_logprobs(model, one.token_ids)
         torch.testing.assert_close(torch.tensor(reported.tokens[1:]), expected, rtol=0, atol=bound)
-        for token, value, top in zip(one.token_ids[1:], reported.tokens[1:], reported.top[1:], strict=True):
+        for token, value, top in zip(
+            one.token_ids[1:], reported.tokens[1:], reported.top[1:], strict=True
+        ):
             assert len(top) == request.logprobs
             assert list(top.values()) == sorted(top.values(), reverse=True)
             assert top.get(token, value) == value
 
 
 def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tensor]]:
-    """Greedy tokens over transformers' own cache, the prompt in one pass, and the log-probabilities of each place."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+    """Greedy tokens over transformers' own cache, the prompt in one pass, and the
+    log-probabilities of each place.
+    """
+    name = (
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    )  # before 5.24
     cache = {name: DynamicCache(config=model.config)}
     tokens, found, reported = torch.tensor([request.prompt]), list[int](), list[Tensor]()
     for _ in range(request.max_new_tokens):
@@ -178,16 +215,28 @@ def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tens
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])
-@pytest.mark.parametrize(("rope", "compiled"), [*((rope, False) for rope in ROPES), ("dynamic", True)])
+@pytest.mark.parametrize(
+    ("rope", "compiled"), [*((rope, False) for rope in ROPES), ("dynamic", True)]
+)
 def test_past_the_original_context_each_sequence_is_as_with_transformers(
-    rope: str, compiled: bool, scheme: str | None, graphs: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rope: str,
+    compiled: bool,
+    scheme: str | None,
+    graphs: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and texts that go beyond it and others that do not, beside each other, in chunks of 48."""
+    """Prompts and texts that go beyond it and others that do not, beside each other, in chunks
+    of 48.
+    """
     context = 64 if rope == "dynamic" else 160
     theirs = oracle.make(
-        "llama", rope_parameters=dict(ROPES[rope]), max_position_embeddings=context, eos_token_id=None,
+        "llama",
+        rope_parameters=dict(ROPES[rope]),
+        max_position_embeddings=context,
+        eos_token_id=None,
         num_hidden_layers=2,
-    )  # fmt: skip
+    )
     folder = oracle.save(theirs, tmp_path / "model")
     if scheme is not None:
         quantkit.quantize(folder, tmp_path / scheme, scheme, method="rtn", accept_quality_loss=True)
@@ -202,7 +251,9 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     for one in together(engine, requests):
         tokens, reported = _as_transformers(theirs, requests[one.prompt])
         assert one.logprobs is not None
-        for at, (ours, right, value) in enumerate(zip(one.token_ids, tokens, one.logprobs.tokens, strict=True)):
+        for at, (ours, right, value) in enumerate(
+            zip(one.token_ids, tokens, one.logprobs.tokens, strict=True)
+        ):
             assert value == pytest.approx(float(reported[at][ours]), abs=NEAR)
             if ours != right:
                 assert float(reported[at][right] - reported[at][ours]) < NEAR
@@ -219,8 +270,9 @@ def _take_weights(theirs: Any, folder: Path) -> None:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Steps become graphs as they do where they are compiled, but no code is generated, which takes long; tells how
-    many there are so far."""
+    """Steps become graphs as they do where they are compiled, but no code is generated, which takes
+    long; tells how many there are so far.
+    """
     torch.compiler.reset()
 
     def compiled(step: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
@@ -246,14 +298,19 @@ def test_nothing_is_compiled_after_the_warm_up(
     monkeypatch.setattr(engine, "chunk", 16)
     before = graphs()
     assert engine.warm_up() == graphs() - before == 5
-    requests = [Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(_prompts())]
+    requests = [
+        Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(_prompts())
+    ]
     expected = [alone(model, request)[0] for request in requests]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for part in (requests[:1], requests[2:4], requests):
             for one in together(engine, part):
                 right = expected[requests.index(part[one.prompt])]
                 assert require_same(one, right, NEAR) > 0
-        sampled = [Request(requests[1].prompt, 6, SamplingParams(1.0, seed=3), samples=4), requests[3]]
+        sampled = [
+            Request(requests[1].prompt, 6, SamplingParams(1.0, seed=3), samples=4),
+            requests[3],
+        ]
         assert len(together(engine, sampled)) == 5
     assert graphs() - before == engine.warm_up()
 
@@ -263,7 +320,9 @@ def test_eager_engines_need_no_warm_up(folders: Path) -> None:
 
 
 @pytest.mark.compiles
-def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, graphs: Callable[[], int]) -> None:
+def test_a_warm_up_covers_more_rows_than_a_slot_holds(
+    folders: Path, graphs: Callable[[], int]
+) -> None:
     model = _model(folders / "llama-int8", "cpu-exact")
     model.config = replace(model.config, max_context=20)
     engine = Engine(model, 20, slots=4, compiled=True)
@@ -276,8 +335,12 @@ def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, graphs: Cal
 # Who waits for whom
 
 
-def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first token, while 8 sequences decode and a prompt of 2000 is read: within three chunks."""
+def test_a_short_prompt_waits_for_no_long_one(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first token, while 8 sequences decode and a prompt of 2000 is read: within three
+    chunks.
+    """
     model = _model(folders / "llama-int8")
     model.config = replace(model.config, max_context=2500)
     engine = Engine(model, 2100, slots=10, draft_tokens=0)
@@ -354,13 +417,19 @@ def _finish(scheduler: Scheduler) -> None:
 def _any_request(chance: random.Random, texts: list[list[int]]) -> Request:
     text, other = chance.sample(texts, 2)
     shared, own = chance.randrange(1, 190), chance.randrange(0, 40)
-    sampling = SamplingParams(chance.choice([0.0, 1.0]), seed=chance.randrange(100), top_k=chance.choice([0, 5]))
+    sampling = SamplingParams(
+        chance.choice([0.0, 1.0]), seed=chance.randrange(100), top_k=chance.choice([0, 5])
+    )
     if chance.random() < 0.2:
         sampling = replace(sampling, repetition_penalty=1.3, logit_bias={7: 2.0})
     return Request(
-        [*text[:shared], *other[:own]], chance.randrange(1, 20), sampling, chance.choice([1, 1, 3]),
-        chance.choice([None, 0, 2]), chance.random() < 0.3,
-    )  # fmt: skip
+        [*text[:shared], *other[:own]],
+        chance.randrange(1, 20),
+        sampling,
+        chance.choice([1, 1, 3]),
+        chance.choice([None, 0, 2]),
+        chance.random() < 0.3,
+    )
 
 
 def _read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -372,7 +441,9 @@ def _read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ["llama", "llama-int8", "windows-int8"])
-def test_samples_of_a_prompt_share_it(name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_prompt_share_it(
+    name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _model(folders / name)
     prompt = _prompts((250,))[0]
     request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=6)
@@ -405,11 +476,17 @@ def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folder
 def test_seeds_and_samples_do_not_depend_on_what_else_runs(folders: Path) -> None:
     model = _model(folders / "llama-int4-g32", "cpu-fast")
     drawn = {"temperature": 1.2, "top_p": 0.9, "seed": 5}
-    requested = [Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))]
+    requested = [
+        Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))
+    ]
     expected = [one.token_ids for request in requested for one in alone(model, request)]
     for slots in (2, 6):
-        assert [one.token_ids for one in together(Engine(model, 300, slots=slots), requested)] == expected
-    found = quantkit.generate_batch(model, [one.prompt for one in requested], max_new_tokens=12, n=2, **drawn)
+        assert [
+            one.token_ids for one in together(Engine(model, 300, slots=slots), requested)
+        ] == expected
+    found = quantkit.generate_batch(
+        model, [one.prompt for one in requested], max_new_tokens=12, n=2, **drawn
+    )
     assert [one.token_ids for one in found] == expected
 
 
@@ -427,8 +504,18 @@ def test_what_is_looked_at_late_is_cut_at_the_same_place(
     ends = {whole[0].token_ids[17], whole[2].token_ids[9]}
     model.config = replace(model.config, eos_token_ids=tuple(ends))
     stop = [whole[1].text[30:33], whole[3].text[60:62]]
-    options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 40, "logprobs": 2, "batch_size": 3}
-    cases = [{}, {"stop": stop}, {"stop": stop, "n": 3, "temperature": 0.8, "seed": 1}, {"echo": True, "n": 2}]
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_new_tokens": 40,
+        "logprobs": 2,
+        "batch_size": 3,
+    }
+    cases = [
+        {},
+        {"stop": stop},
+        {"stop": stop, "n": 3, "temperature": 0.8, "seed": 1},
+        {"echo": True, "n": 2},
+    ]
     for case in cases:
         found = []
         for late in (False, True):
@@ -474,12 +561,18 @@ def test_what_is_not_finite_is_given_to_nobody(
 def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
     model = _model(folders / "llama-int8")
     with pytest.raises(
-        RequestError, match=r"the cache does not fit in memory \(found .* GB for \d+ x 400 positions, expected at most"
+        RequestError,
+        match=(
+            r"the cache does not fit in memory \(found .* GB for \d+ x 400 positions, expected at"
+            r" most"
+        ),
     ) as refused:
         Engine(model, 400, slots=10**9)
     assert "batch_size" in str(refused.value)
     with pytest.raises(RequestError, match="does not fit in memory") as refused:
-        quantkit.generate_batch(model, [[3] * 100] * 60, n=4096, batch_size=10**8, max_new_tokens=390)
+        quantkit.generate_batch(
+            model, [[3] * 100] * 60, n=4096, batch_size=10**8, max_new_tokens=390
+        )
     model.config = replace(model.config, max_context=10**12)
     with pytest.raises(RequestError, match="use fewer tokens"):
         Engine(model, 10**12)

@@ -1,4 +1,6 @@
-"""Text by a model that transformers runs: the tokens of transformers' own `generate`, with our options."""
+"""Text by a model that transformers runs: the tokens of transformers' own `generate`, with our
+options.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ GENERATE = ("--backend", "transformers", "--max-new-tokens", "8")
 def _by_transformers(folder: Path, ids: list[int], **options: Any) -> list[int]:
     """The new tokens of transformers itself."""
     model = oracle.load(folder)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **options}
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": -1,
+        "pad_token_id": 0,
+        **options,
+    }
     found = model.generate(torch.tensor([ids]), **options)
     return list(found[0, len(ids) :].tolist())
 
@@ -47,7 +55,10 @@ def test_tokens_are_those_of_transformers(hybrid: Path, hybrid_int4: Path) -> No
 
 def test_tokens_are_drawn_by_seed(hybrid: Path) -> None:
     model, tokenizer = load_by_transformers(hybrid)
-    drawn = [list(model.generate(tokenizer.encode(PROMPT), temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    drawn = [
+        list(model.generate(tokenizer.encode(PROMPT), temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 100
 
@@ -65,9 +76,22 @@ def test_a_text_ends_at_an_end_token(file: str, hybrid: Path, tmp_path: Path) ->
     assert list(again.generate(ids, max_new_tokens=8)) == tokens[:end]
 
 
-def test_the_command_prints_what_a_known_family_generates(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_prints_what_a_known_family_generates(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     folder = quantkit.quantize(demo_model, tmp_path / "int4", "int4-g32", method="rtn").path
-    ours = run(capfd, "generate", folder, PROMPT, "--max-new-tokens", "8", "--dtype", "fp32", "--backend", "reference")
+    ours = run(
+        capfd,
+        "generate",
+        folder,
+        PROMPT,
+        "--max-new-tokens",
+        "8",
+        "--dtype",
+        "fp32",
+        "--backend",
+        "reference",
+    )
     assert run(capfd, "generate", folder, PROMPT, *GENERATE) == ours
     assert ours[0] == 0
     stopped = run(capfd, "generate", folder, PROMPT, *GENERATE, "--stop", ours[1][len(PROMPT) + 2])
@@ -76,7 +100,7 @@ def test_the_command_prints_what_a_known_family_generates(demo_model: Path, tmp_
 
 def test_a_long_prompt_is_cut_behind_its_bos(
     hybrid: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     prompt = "word " * 400
     assert run(capfd, "generate", hybrid, prompt, *GENERATE)[0] == 2
     read: list[list[int]] = []
@@ -94,12 +118,21 @@ def test_a_long_prompt_is_cut_behind_its_bos(
 @pytest.mark.parametrize(
     "options",
     [
-        ["--int8-cache"], ["--compile"], ["--eager"], ["--warmup"], ["--allow-slow"], ["--device", "cpu"],
-        ["--dtype", "fp32"], ["-n", "2"], ["--draft", "DRAFT"],
+        ["--int8-cache"],
+        ["--compile"],
+        ["--eager"],
+        ["--warmup"],
+        ["--allow-slow"],
+        ["--device", "cpu"],
+        ["--dtype", "fp32"],
+        ["-n", "2"],
+        ["--draft", "DRAFT"],
     ],
     ids=lambda options: options[0],
-)  # fmt: skip
-def test_other_options_are_refused_by_name(options: list[str], hybrid: Path, capfd: Capture) -> None:
+)
+def test_other_options_are_refused_by_name(
+    options: list[str], hybrid: Path, capfd: Capture
+) -> None:
     words = [str(hybrid) if word == "DRAFT" else word for word in options]
     code, out, err = run(capfd, "generate", hybrid, PROMPT, *GENERATE, *words)
     assert (code, out) == (2, "")
@@ -117,14 +150,19 @@ def test_files_of_prompts_are_refused(hybrid: Path, tmp_path: Path, capfd: Captu
 
 def test_several_processes_are_refused(hybrid: Path) -> None:
     group: Any = SimpleNamespace(size=2)
-    with pytest.raises(RequestError, match="several processes cannot share a model that transformers runs"):
+    with pytest.raises(
+        RequestError, match="several processes cannot share a model that transformers runs"
+    ):
         show(GenerateArgs(hybrid, PROMPT, backend="transformers"), group)
 
 
-def test_what_does_not_fit_in_memory_is_refused(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_in_memory_is_refused(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(by_transformers, "available_bytes", lambda: 10**6)
     with pytest.raises(
-        RequestError, match=r"does not fit in memory as float32 \(found 1.7 MB, expected at most 1 MB\)"
+        RequestError,
+        match=r"does not fit in memory as float32 \(found 1.7 MB, expected at most 1 MB\)",
     ):
         load_by_transformers(hybrid)
 
@@ -140,5 +178,7 @@ def test_logits_that_are_no_numbers_are_an_error(hybrid: Path) -> None:
 def test_a_model_whose_code_fails_is_named(hybrid: Path) -> None:
     model, tokenizer = load_by_transformers(hybrid)
     del model._lazy.model.model.norm
-    with pytest.raises(quantkit.errors.UnsupportedError, match=r"qwen3_next: the model's code fails \("):
+    with pytest.raises(
+        quantkit.errors.UnsupportedError, match=r"qwen3_next: the model's code fails \("
+    ):
         list(model.generate(tokenizer.encode(PROMPT)))

@@ -1,4 +1,6 @@
-"""Greedy decoding by a recorded step: here the recorder only runs the step again, and tokens reach the host late."""
+"""Greedy decoding by a recorded step: here the recorder only runs the step again, and tokens
+reach the host late.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ from quantkit.model.device import numbers
 from quantkit.model.load import load_model, meta_init
 from quantkit.runtime import captured
 from quantkit.runtime import engine as engine_module
-from quantkit.runtime.captured import DECODE_SETTING, EagerRecorder, GraphRecorder, decode_kind, greedy_step
+from quantkit.runtime.captured import (
+    DECODE_SETTING,
+    EagerRecorder,
+    GraphRecorder,
+    decode_kind,
+    greedy_step,
+)
 from quantkit.runtime.engine import Engine, bucket
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
@@ -44,9 +52,16 @@ CONTEXT = 128
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("captured")
-    for name, changes in {"model": {}, "dynamic": {"rope_parameters": dict(ROPES["dynamic"])}}.items():
-        made = oracle.make("llama", max_position_embeddings=64 if name == "dynamic" else CONTEXT, **changes)
-        quantkit.quantize(oracle.save(made, base / name), base / f"{name}-int8", "int8", accept_quality_loss=True)
+    for name, changes in {
+        "model": {},
+        "dynamic": {"rope_parameters": dict(ROPES["dynamic"])},
+    }.items():
+        made = oracle.make(
+            "llama", max_position_embeddings=64 if name == "dynamic" else CONTEXT, **changes
+        )
+        quantkit.quantize(
+            oracle.save(made, base / name), base / f"{name}-int8", "int8", accept_quality_loss=True
+        )
     return base
 
 
@@ -67,7 +82,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LateRecorder:
 def _prompts(count: int, dice: random.Random) -> list[list[int]]:
     """Of some lengths; some begin as others do."""
     texts = oracle.random_tokens(60, batch=4)
-    return [texts[dice.randrange(4), : dice.choice((1, 2, 5, 17, 33, 40))].tolist() for _ in range(count)]
+    return [
+        texts[dice.randrange(4), : dice.choice((1, 2, 5, 17, 33, 40))].tolist()
+        for _ in range(count)
+    ]
 
 
 def _mixed(dice: random.Random) -> list[Request]:
@@ -76,7 +94,14 @@ def _mixed(dice: random.Random) -> list[Request]:
     for prompt in _prompts(12, dice):
         count, kind = dice.choice((1, 2, 3, 9, 20, CONTEXT - len(prompt))), dice.randrange(8)
         if kind == 0:
-            found.append(Request(prompt, count, SamplingParams(temperature=1.0, seed=dice.randrange(9)), samples=2))
+            found.append(
+                Request(
+                    prompt,
+                    count,
+                    SamplingParams(temperature=1.0, seed=dice.randrange(9)),
+                    samples=2,
+                )
+            )
         elif kind == 1:
             found.append(Request(prompt, count, logprobs=1, echo=dice.random() < 0.5))
         elif kind == 2:
@@ -107,23 +132,34 @@ def _bare(one: Generation) -> tuple[list[int], str | None]:
 @pytest.mark.parametrize("soon", [0.0, 0.5, 1.0], ids=["late", "now and then", "at once"])
 @pytest.mark.parametrize("folder", ["model", "model-int8"])
 def test_tokens_are_those_of_steps_one_by_one(
-    folder: str, soon: float, slots: int, folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+    folder: str,
+    soon: float,
+    slots: int,
+    folders: Path,
+    recorder: LateRecorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder.soon = soon
     ends = (7, 20, 33, 51)
     requests = _mixed(random.Random(slots))
     engine = Engine(_model(folders / folder, ends), CONTEXT, slots=slots)
     found = _run(engine, requests, random.Random(7))
-    assert max(recorder.behind) <= READ_LAG + slots  # each slot may get a first token in the same step
+    assert (
+        max(recorder.behind) <= READ_LAG + slots
+    )  # each slot may get a first token in the same step
     assert max(recorder.behind) <= slots if soon == 1.0 else max(recorder.behind) >= READ_LAG
     monkeypatch.setenv(DECODE_SETTING, "steps")
     monkeypatch.setattr(engine_module, "EagerRecorder", EagerRecorder)
-    expected = _run(Engine(_model(folders / folder, ends), CONTEXT, slots=slots), requests, random.Random(8))
+    expected = _run(
+        Engine(_model(folders / folder, ends), CONTEXT, slots=slots), requests, random.Random(8)
+    )
     assert [_bare(one) for one in found] == [_bare(one) for one in expected]
     assert {one.finish_reason for one in expected} == {"stop", "length"}
     for one, other in zip(found, expected, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
-        if one.logprobs is not None and other.logprobs is not None:  # products of other sizes may round otherwise
+        if (
+            one.logprobs is not None and other.logprobs is not None
+        ):  # products of other sizes may round otherwise
             assert one.logprobs.tokens == pytest.approx(other.logprobs.tokens, abs=1e-5)
             assert [*map(set, one.logprobs.top)] == [*map(set, other.logprobs.top)]
     assert recorder.steps > 50
@@ -139,7 +175,9 @@ def test_rotary_positions_follow_the_length(folders: Path, recorder: LateRecorde
         found = [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), requests)]
         assert recorder.steps >= 80
         reported = [replace(request, logprobs=0) for request in requests]
-        assert found == [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), reported)]
+        assert found == [
+            one.token_ids for one in together(Engine(model, CONTEXT, slots=2), reported)
+        ]
 
 
 def test_the_host_gives_positions_only_where_others_go_on(
@@ -181,7 +219,9 @@ def test_what_cannot_be_recorded_runs_step_by_step(
     monkeypatch.setattr(engine_module, "EagerRecorder", Wrong)
     model, prompt = _model(folders / "model-int8"), oracle.random_tokens(9)[0].tolist()
     if wrong == "is empty":  # and the token is what nobody has written anything over
-        monkeypatch.setattr(model, "head", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
+        monkeypatch.setattr(
+            model, "head", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size)
+        )
     expected = list(quantkit.generate(model, prompt, max_new_tokens=12))
     monkeypatch.setenv(DECODE_SETTING, "eager")
     engine = Engine(model, 40)
@@ -202,7 +242,9 @@ def test_what_is_not_finite_is_never_given_out(
     engine = Engine(model, 40, slots=2)
     engine.warm_up()
     head, calls = model.head, iter(range(100))
-    monkeypatch.setattr(model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) == 4 else 1))
+    monkeypatch.setattr(
+        model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) == 4 else 1)
+    )
     given: list[int] = []
     with pytest.raises(NonFiniteError, match="the model's logits are NaN or Inf"):
         given.extend(quantkit.generate(engine, prompt, max_new_tokens=20))
@@ -222,7 +264,9 @@ def test_of_what_lies_beyond_an_end_nothing_is_requested(
     engine = Engine(model, 40)
     engine.warm_up()
     head, calls = model.head, iter(range(100))
-    monkeypatch.setattr(model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) > at else 1))
+    monkeypatch.setattr(
+        model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) > at else 1)
+    )
     before = recorder.steps
     assert list(quantkit.generate(engine, prompt, max_new_tokens=20)) == expected[:at]
     assert recorder.steps - before == 1 + at + READ_LAG  # the first token follows the prompt
@@ -259,9 +303,15 @@ def test_the_setting_says_how(folders: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
     for kind in ("compiled", "eager", "steps"):
         monkeypatch.setenv(DECODE_SETTING, kind)
-        assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, False)] == [kind, "steps", kind]
+        assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, False)] == [
+            kind,
+            "steps",
+            kind,
+        ]
     monkeypatch.setenv(DECODE_SETTING, "fast")
-    with pytest.raises(RequestError, match=r"QUANTKIT_DECODE .*\(found fast, expected compiled, eager, steps\)"):
+    with pytest.raises(
+        RequestError, match=r"QUANTKIT_DECODE .*\(found fast, expected compiled, eager, steps\)"
+    ):
         Engine(_model(folders / "model"), 20)
 
 
@@ -276,10 +326,14 @@ class Driver:
         self.done: list[Any] = []
         streams = itertools.count()
         for name, value in {
-            "graph_pool_handle": lambda: "pool", "device": nullcontext, "CUDAGraph": SimpleNamespace,
-            "Stream": lambda: Stream(self, f"stream {next(streams)}"), "current_stream": lambda: self.current,
-            "stream": self.on, "graph": self.graph,
-        }.items():  # fmt: skip
+            "graph_pool_handle": lambda: "pool",
+            "device": nullcontext,
+            "CUDAGraph": SimpleNamespace,
+            "Stream": lambda: Stream(self, f"stream {next(streams)}"),
+            "current_stream": lambda: self.current,
+            "stream": self.on,
+            "graph": self.graph,
+        }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     @contextmanager
@@ -307,7 +361,9 @@ class Stream:
         self.driver.done.append(f"{self.name} waits for {other.name}")
 
 
-def test_a_graph_is_recorded_where_it_was_tried_on_the_gpus_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_recorded_where_it_was_tried_on_the_gpus_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch)
     recorder, default = GraphRecorder(torch.device("cuda:1")), driver.current
     tried = ["step on stream 0"] * 3
@@ -332,13 +388,23 @@ OPERATORS = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.logica
 
 
 class _Away(TorchFunctionMode):
-    """Refuses what would take numbers of the host to a card, which waits for them and so cannot be recorded."""
+    """Refuses what would take numbers of the host to a card, which waits for them and so cannot
+    be recorded.
+    """
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        assert "device" not in (kwargs or {}) or function is not torch.tensor, "a tensor of the host's numbers"
-        assert function is not torch.where or all(isinstance(one, Tensor) for one in args), "a number in torch.where"
+        assert "device" not in (kwargs or {}) or function is not torch.tensor, (
+            "a tensor of the host's numbers"
+        )
+        assert function is not torch.where or all(isinstance(one, Tensor) for one in args), (
+            "a number in torch.where"
+        )
         if function is Tensor.__setitem__:
             places = [one if isinstance(one, Tensor) else None for one in args[1]]
             return torch.ops.aten.index_put_(args[0], places, args[2])
@@ -348,7 +414,11 @@ class _Away(TorchFunctionMode):
 
 class _Moves(TorchDispatchMode):
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         found = function(*args, **(kwargs or {}))
         for tensor in (one for one in (*args, found) if isinstance(one, Tensor)):
@@ -373,11 +443,14 @@ def test_a_step_needs_nothing_of_the_host(case: str, tmp_path: Path) -> None:
                     value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=readme)
                     module._parameters[name] = nn.Parameter(value)
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, device=readme)
+                module._buffers[name] = (
+                    None if buffer is None else torch.empty(buffer.shape, device=readme)
+                )
         for slots, cached in itertools.product((1, 4), (torch.bfloat16, torch.int8)):
             cache = KVCache(config, slots, 33, cached, readme)
             rows, last, drawn = (
-                torch.zeros(shape, dtype=torch.long, device=readme) for shape in ((3, slots), slots + 1, slots)
+                torch.zeros(shape, dtype=torch.long, device=readme)
+                for shape in ((3, slots), slots + 1, slots)
             )
             with _Away(), _Moves():
                 greedy_step(model, rows, last, drawn, cache, slots == 1)

@@ -1,4 +1,6 @@
-"""Conversations: what is computed anew, what is forgotten, and what is remembered of an answer that was cut off."""
+"""Conversations: what is computed anew, what is forgotten, and what is remembered of an answer
+that was cut off.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,17 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_an_answer_is_what_the_whole_conversation_gives(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
+def test_an_answer_is_what_the_whole_conversation_gives(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat
+) -> None:
     model, tokenizer = loaded
     session = _session(loaded, chat, system="Be brief.", context=2000)
     said: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
     for question in ("The people?", "And the Congress?", "Größe, 日本語 🚀"):
         said.append(_user(question))
-        expected = tokenizer.decode(list(quantkit.generate(model, chat.encode(said), max_new_tokens=12)))
+        expected = tokenizer.decode(
+            list(quantkit.generate(model, chat.encode(said), max_new_tokens=12))
+        )
         answer = "".join(session.ask(question))
         assert answer == expected
         said.append(_assistant(answer))
@@ -69,7 +75,9 @@ def test_an_answer_is_what_the_whole_conversation_gives(loaded: tuple[Decoder, T
         assert session.finish_reason == "length"
 
 
-def test_a_turn_computes_only_what_is_new(loaded: tuple[Decoder, Tokenizer], chat: Chat, rows: list[int]) -> None:
+def test_a_turn_computes_only_what_is_new(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat, rows: list[int]
+) -> None:
     session = _session(loaded, chat, context=2000)
     list(session.ask("The people of the United States?"))
     first = chat.encode([_user("The people of the United States?")])
@@ -78,7 +86,11 @@ def test_a_turn_computes_only_what_is_new(loaded: tuple[Decoder, Tokenizer], cha
     held = len(first) + 11  # the last token was drawn and not taken up
     list(session.ask("And the Congress?"))
     whole = chat.encode([*session.messages[:3]])
-    shared = next(at for at, token in enumerate(whole) if at == held or whole[:at] + [token] != whole[: at + 1])
+    shared = next(
+        at
+        for at, token in enumerate(whole)
+        if at == held or whole[:at] + [token] != whole[: at + 1]
+    )
     assert session.reused > 0
     assert rows == [len(whole) - session.reused, *[1] * 11]
     assert len(first) <= session.reused <= shared
@@ -113,7 +125,10 @@ def test_the_oldest_turns_are_forgotten_and_the_system_prompt_stays(
     assert session.messages[0]["role"] == "user"
     assert len(session.messages) > 2
     reported = [record.getMessage() for record in caplog.records]
-    assert reported == ["the context of 150 tokens is full: from now on the oldest questions and answers are forgotten"]
+    assert reported == [
+        "the context of 150 tokens is full: from now on the oldest questions and answers are"
+        " forgotten"
+    ]
 
 
 def test_an_answer_may_fill_the_context(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
@@ -134,7 +149,9 @@ def test_a_message_that_does_not_fit_alone_is_refused_and_forgotten(
     assert session.messages == [_user("The people?"), _assistant(answer)]
 
 
-def test_what_was_said_before_a_question_was_left_is_remembered(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
+def test_what_was_said_before_a_question_was_left_is_remembered(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat
+) -> None:
     session = _session(loaded, chat)
     pieces = session.ask("The people?")
     said = [next(pieces), next(pieces)]
@@ -155,7 +172,9 @@ def test_what_was_said_before_a_question_was_left_is_remembered(loaded: tuple[De
     assert "".join(fresh.ask("And?")) == session.messages[-1]["content"]
 
 
-def test_an_answer_ends_where_it_is_interrupted(loaded: tuple[Decoder, Tokenizer], chat: Chat, rows: list[int]) -> None:
+def test_an_answer_ends_where_it_is_interrupted(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat, rows: list[int]
+) -> None:
     session = _session(loaded, chat)
     said = list(session.ask("The people?", interrupted=lambda: len(rows) == 3))
     assert len(rows) == 3
@@ -168,7 +187,10 @@ def test_an_answer_ends_where_it_is_interrupted(loaded: tuple[Decoder, Tokenizer
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_is_broken_off_spoils_nothing(
-    error: type[BaseException], loaded: tuple[Decoder, Tokenizer], chat: Chat, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    loaded: tuple[Decoder, Tokenizer],
+    chat: Chat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = _session(loaded, chat)
     pieces = session.ask("The people?")
@@ -184,7 +206,9 @@ def test_a_step_that_is_broken_off_spoils_nothing(
     assert "".join(session.ask("And?")) == "".join(other.ask("And?"))
 
 
-def test_stop_strings_and_end_tokens_of_the_format_end_an_answer(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
+def test_stop_strings_and_end_tokens_of_the_format_end_an_answer(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat
+) -> None:
     whole = "".join(_session(loaded, chat).ask("The people?"))
     word = whole.split()[-1]
     stopped = _session(loaded, chat, stop=word)
@@ -201,7 +225,9 @@ def test_stop_strings_and_end_tokens_of_the_format_end_an_answer(loaded: tuple[D
     assert ended.finish_reason == "stop"
 
 
-def test_the_system_prompt_is_changed_and_the_history_stays(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
+def test_the_system_prompt_is_changed_and_the_history_stays(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat
+) -> None:
     session = _session(loaded, chat, context=2000)
     list(session.ask("The people?"))
     session.system = "Be brief."
@@ -212,16 +238,26 @@ def test_the_system_prompt_is_changed_and_the_history_stays(loaded: tuple[Decode
 
 
 def test_draws_can_be_repeated(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
-    first, second = (_session(loaded, chat, temperature=1.0, seed=5, repetition_penalty=1.2) for _ in range(2))
-    assert ["".join(first.ask(text)) for text in ("A", "B")] == ["".join(second.ask(text)) for text in ("A", "B")]
+    first, second = (
+        _session(loaded, chat, temperature=1.0, seed=5, repetition_penalty=1.2) for _ in range(2)
+    )
+    assert ["".join(first.ask(text)) for text in ("A", "B")] == [
+        "".join(second.ask(text)) for text in ("A", "B")
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "reported"),
-    [({"context": 0}, "`context` must be at least 1"), ({"context": 10**6}, "`context` exceeds the model's"),
-     ({"max_new_tokens": 0}, "nothing to generate"), ({"system": 5}, "`system`"), ({"temperature": -1}, "temperature"),
-     ({"stop": [""]}, "stop string is empty"), ({"num_beams": 2}, "beam search is not supported")],
-)  # fmt: skip
+    [
+        ({"context": 0}, "`context` must be at least 1"),
+        ({"context": 10**6}, "`context` exceeds the model's"),
+        ({"max_new_tokens": 0}, "nothing to generate"),
+        ({"system": 5}, "`system`"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": [""]}, "stop string is empty"),
+        ({"num_beams": 2}, "beam search is not supported"),
+    ],
+)
 def test_what_makes_no_sense_is_refused_at_once(
     options: dict[str, Any], reported: str, loaded: tuple[Decoder, Tokenizer], chat: Chat
 ) -> None:
@@ -229,7 +265,9 @@ def test_what_makes_no_sense_is_refused_at_once(
         _session(loaded, chat, **options)
 
 
-def test_a_session_needs_a_model_and_a_format(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
+def test_a_session_needs_a_model_and_a_format(
+    loaded: tuple[Decoder, Tokenizer], chat: Chat
+) -> None:
     for model, format in ((loaded, chat), (loaded[0], "llama2")):
         with pytest.raises(RequestError, match="of the wrong type"):
             ChatSession(model, loaded[1], format)  # type: ignore[arg-type]

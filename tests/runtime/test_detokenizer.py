@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,21 @@ quick = settings(deadline=None, max_examples=120, derandomize=True)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
+    found = {
+        "sentencepiece": train(root / "sentencepiece"),
+        "tiktoken": write_tiktoken(root / "tiktoken"),
+    }
     for kind in list(found):
         found[f"{kind}-json"] = root / f"{kind}-json"
         found[f"{kind}-json"].mkdir()
         assert export_json(found[kind] / "tokenizer.model", found[f"{kind}-json"]) is not None
-    found["gemma-json"] = _redecoded(found["sentencepiece-json"], root / "gemma", lambda decoders: decoders[:-1])
+    found["gemma-json"] = _redecoded(
+        found["sentencepiece-json"], root / "gemma", lambda decoders: decoders[:-1]
+    )
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    found["torn"] = _redecoded(found["tiktoken-json"], root / "torn", lambda decoders: [*decoders, strip])
+    found["torn"] = _redecoded(
+        found["tiktoken-json"], root / "torn", lambda decoders: [*decoders, strip]
+    )
     found["words"] = _words(root / "words")
     return found
 
@@ -58,7 +66,9 @@ def _words(folder: Path) -> Path:
 
     folder.mkdir()
     names = ["[UNK]", "the", "cat", "##s", "##ing", "run", ".", ",", "'"]
-    engine = Engine(models.WordPiece({name: index for index, name in enumerate(names)}, unk_token="[UNK]"))
+    engine = Engine(
+        models.WordPiece({name: index for index, name in enumerate(names)}, unk_token="[UNK]")
+    )
     engine.decoder = decoders.WordPiece()
     engine.add_special_tokens([AddedToken("[CLS]", special=True)])
     engine.save(str(folder / "tokenizer.json"))
@@ -70,12 +80,20 @@ def _joined(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> 
     return "".join(map(text.add, new)) + text.close()
 
 
-def _said_by_sentencepiece(model: Any, exported: bool, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Its own decoding of new tokens, after the rest of a character that the prompt's end begins."""
+def _said_by_sentencepiece(
+    model: Any, exported: bool, prompt: Sequence[int], new: Sequence[int]
+) -> str:
+    """Its own decoding of new tokens, after the rest of a character that the prompt's end
+    begins.
+    """
     if exported:  # specials are left out before anything is decoded
         prompt, new = ([one for one in ids if one > 2] for ids in (prompt, new))
     for before, after in itertools.product((1, 2, 3), repeat=2):
-        torn = [*prompt[len(prompt) - before :], *new[:after]] if before <= len(prompt) and after <= len(new) else [0]
+        torn = (
+            [*prompt[len(prompt) - before :], *new[:after]]
+            if before <= len(prompt) and after <= len(new)
+            else [0]
+        )
         if all(map(model.is_byte, torn)):
             character = model.decode(torn)
             if len(character) == 1 and (character != "\ufffd" or len(torn) == 3):
@@ -99,11 +117,21 @@ def _said_by_bytes(read: Callable[[int], bytes], prompt: Sequence[int], new: Seq
 
 def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Whole texts, bytes of characters cut anywhere, and any tokens."""
-    characters = st.sampled_from(["\n", "a", " ", "é", "語", "🚀", "\ufffd", " the", "\x00", "\ud7ff"])
-    whole = st.lists(characters, max_size=6).map(lambda found: tokenizer.encode("".join(found), bos=False))
-    cut = st.tuples(whole, st.integers(0, 3), st.integers(0, 3)).map(lambda one: one[0][one[1] : len(one[0]) - one[2]])
+    characters = st.sampled_from(
+        ["\n", "a", " ", "é", "語", "🚀", "\ufffd", " the", "\x00", "\ud7ff"]
+    )
+    whole = st.lists(characters, max_size=6).map(
+        lambda found: tokenizer.encode("".join(found), bos=False)
+    )
+    cut = st.tuples(whole, st.integers(0, 3), st.integers(0, 3)).map(
+        lambda one: one[0][one[1] : len(one[0]) - one[2]]
+    )
     anything = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=5)
-    torn = [token for value in (0xE4, 0xB8, 0xF0, 0x9F, 0x80, 0xFF, 0xED, 10, 32) for token in _byte(tokenizer, value)]
+    torn = [
+        token
+        for value in (0xE4, 0xB8, 0xF0, 0x9F, 0x80, 0xFF, 0xED, 10, 32)
+        for token in _byte(tokenizer, value)
+    ]
     parts = st.one_of(whole, cut, anything, st.lists(st.sampled_from(torn), max_size=5))
     return st.lists(parts, max_size=4).map(lambda found: list(itertools.chain(*found)))
 
@@ -129,14 +157,18 @@ def test_new_tokens_read_as_by_themselves_wherever_a_prompt_is_cut(
         read = lambda token: encoding.decode_single_token_bytes(token) if token < plain else b""  # noqa: E731
         said = lambda prompt, new: _said_by_bytes(read, prompt, new)  # noqa: E731
     else:
-        model: Any = SentencePieceProcessor(model_file=str(folders["sentencepiece"] / "tokenizer.model"))
-        said = lambda prompt, new: _said_by_sentencepiece(model, kind != "sentencepiece", prompt, new)  # noqa: E731
+        model: Any = SentencePieceProcessor(
+            model_file=str(folders["sentencepiece"] / "tokenizer.model")
+        )
+        said = partial(_said_by_sentencepiece, model, kind != "sentencepiece")
     begin = tokenizer.encode("a")
 
     @settings(quick, max_examples=250)
     @given(_ids(tokenizer), _ids(tokenizer), st.data())
     def hold(prompt: list[int], new: list[int], data: st.DataObject) -> None:
-        prompt, new = ([one for one in ids if one < tokenizer.vocab_size] for ids in (begin + prompt, new))
+        prompt, new = (
+            [one for one in ids if one < tokenizer.vocab_size] for ids in (begin + prompt, new)
+        )
         text = _joined(tokenizer, prompt, new)
         assert text == said(prompt, new)
         if text:
@@ -151,17 +183,23 @@ def test_new_tokens_read_as_by_themselves_wherever_a_prompt_is_cut(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_begins_as_its_decoding_does(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """With the space that is dropped there, whether it is a letter's, or a byte's, or stands alone."""
+    """With the space that is dropped there, whether it is a letter's, or a byte's, or stands
+    alone.
+    """
     tokenizer = tokenizers[kind]
     words = [tokenizer.encode(word, bos=False) for word in (" ", "  ", " the", "the", "é", "\n")]
     pieces = [*words, _byte(tokenizer, 32)]
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     @quick
-    @given(st.lists(st.sampled_from(pieces), max_size=4), st.lists(st.sampled_from(pieces), max_size=4))
+    @given(
+        st.lists(st.sampled_from(pieces), max_size=4), st.lists(st.sampled_from(pieces), max_size=4)
+    )
     def hold(before: list[list[int]], after: list[list[int]]) -> None:
         prompt, new = [*bos, *itertools.chain(*before)], list(itertools.chain(*after))
-        assert tokenizer.decode(prompt) + _joined(tokenizer, prompt, new) == tokenizer.decode(prompt + new)
+        assert tokenizer.decode(prompt) + _joined(tokenizer, prompt, new) == tokenizer.decode(
+            prompt + new
+        )
 
     hold()
 
@@ -171,17 +209,31 @@ def test_a_prompt_that_begins_within_a_character_leaves_lines_whole(
     kind: str, tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers[kind]
-    prompt = [1, *(token for value in (0xB0, 0xE4, 0xB8, 0xAD) for token in _byte(tokenizer, value))]
+    prompt = [
+        1,
+        *(token for value in (0xB0, 0xE4, 0xB8, 0xAD) for token in _byte(tokenizer, value)),
+    ]
     assert _joined(tokenizer, prompt, _byte(tokenizer, 10) * 3) == "\n\n\n"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_bytes_come_at_once_and_good_ones_after_them(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_bad_bytes_come_at_once_and_good_ones_after_them(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     text = Detokenizer(tokenizer, tokenizer.encode("a"))
     values = [0xFF, 0xE4, 10, 0x80, 0x80, *"語".encode()]
     bad = "\ufffd"
-    assert [text.add(*_byte(tokenizer, value)) for value in values] == [bad, "", f"{bad}\n", bad, bad, "", "", "語"]
+    assert [text.add(*_byte(tokenizer, value)) for value in values] == [
+        bad,
+        "",
+        f"{bad}\n",
+        bad,
+        bad,
+        "",
+        "",
+        "語",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["torn", "words"])
@@ -193,7 +245,10 @@ def test_where_tokens_depend_on_others_pieces_join_to_the_decoding_of_all(
 ) -> None:
     tokenizer = tokenizers[kind]
     if kind == "torn":
-        pieces = [tokenizer.encode(one, bos=False) for one in ("é", "🚀", " the", " ", "a", "語", "b", " ", "\n", "x")]
+        pieces = [
+            tokenizer.encode(one, bos=False)
+            for one in ("é", "🚀", " the", " ", "a", "語", "b", " ", "\n", "x")
+        ]
         prompt, new = ([token for one in ids for token in pieces[one]] for ids in (prompt, new))
     assert tokenizer.token_bytes is None
     whole = tokenizer.decode(prompt + new)

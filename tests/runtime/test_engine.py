@@ -31,7 +31,9 @@ pytestmark = pytest.mark.cpu_kernels
 
 def _quantized(folder: Path, layers: int) -> Path:
     model = oracle.make("llama", max_position_embeddings=512, num_hidden_layers=layers)
-    quantkit.quantize(oracle.save(model, folder / "model"), folder / "int8", "int8", accept_quality_loss=True)
+    quantkit.quantize(
+        oracle.save(model, folder / "model"), folder / "int8", "int8", accept_quality_loss=True
+    )
     return folder / "int8"
 
 
@@ -58,7 +60,9 @@ def _without_end(path: Path, backend: str | None = None) -> Decoder:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
-def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(one_layer: Path, backend: str) -> None:
+def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(
+    one_layer: Path, backend: str
+) -> None:
     model = _without_end(one_layer, backend=backend)
     engine = Engine(model, 100, compiled=True)
     prompts = oracle.random_tokens(60)
@@ -78,18 +82,24 @@ def test_compiling_without_a_compiler_is_refused(one_layer: Path) -> None:
         Engine(_without_end(one_layer), 100, compiled=True)
 
 
-def test_code_compiled_for_other_vectors_is_not_taken_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_compiled_for_other_vectors_is_not_taken_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = engine_module.cpu_compile_options()
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     others = engine_module.cpu_compile_options()
     keys = []
     for each in (options, others):
         with torch._inductor.config.patch(each):
-            keys.append(torch._inductor.config.save_config_portable())  # what the key of the cache is made of
+            keys.append(
+                torch._inductor.config.save_config_portable()
+            )  # what the key of the cache is made of
     assert keys[0] != keys[1]
 
 
-def test_logits_outlive_the_memory_of_a_recorded_step(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_outlive_the_memory_of_a_recorded_step(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_model(quantized, dtype=torch.float32)
     memory = torch.zeros(1, model.config.vocab_size)
 
@@ -130,7 +140,9 @@ def test_several_sequences_of_one_length_run_together(quantized: Path) -> None:
 def test_nothing_is_written_beyond_the_cache(quantized: Path) -> None:
     model = _without_end(quantized)
     engine = Engine(model, 4)
-    with pytest.raises(RequestError, match=r"the cache is full \(found 5, expected at most 4 positions"):
+    with pytest.raises(
+        RequestError, match=r"the cache is full \(found 5, expected at most 4 positions"
+    ):
         engine.step(oracle.random_tokens(5)[0], [0] * 5, range(5), [4])
     engine.step(oracle.random_tokens(4)[0], [0] * 4, range(4), [3])
     with pytest.raises(RequestError, match="the cache is full"):
@@ -147,7 +159,9 @@ def test_buckets_are_powers_of_two() -> None:
     assert [bucket(count, 16) for count in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
-def test_looking_at_tokens_late_gives_the_same_ones(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_tokens_late_gives_the_same_ones(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _without_end(quantized)
     prompt = oracle.random_tokens(5)
     expected = _tokens(model, prompt, 20)
@@ -166,10 +180,14 @@ def test_what_is_not_finite_is_never_given_out(
     read_late(monkeypatch, late=late)
     engine = Engine(_without_end(quantized), 30)
     step, steps = engine.step, iter(range(100))
-    monkeypatch.setattr(engine, "step", lambda *given: step(*given) * (torch.nan if next(steps) == 4 else 1))
+    monkeypatch.setattr(
+        engine, "step", lambda *given: step(*given) * (torch.nan if next(steps) == 4 else 1)
+    )
     given: list[int] = []
     with pytest.raises(NonFiniteError):
-        given.extend(quantkit.generate(engine, [1, 2], max_new_tokens=20, temperature=temperature, seed=1))
+        given.extend(
+            quantkit.generate(engine, [1, 2], max_new_tokens=20, temperature=temperature, seed=1)
+        )
     assert len(given) <= 4
 
 
@@ -185,7 +203,10 @@ def test_rows_of_an_int8_cache_are_right_to_half_a_step(quantized: Path) -> None
         assert (error.abs() <= rows.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
         assert (found.floats(torch.float32)[:, :, [1, 3, 5]] == 0).all()
     rows = 2 * config.num_kv_heads * 6
-    assert [tensor.nbytes for tensor in cache.keys[0].tensors()] == [rows * config.head_dim, rows * 4]
+    assert [tensor.nbytes for tensor in cache.keys[0].tensors()] == [
+        rows * config.head_dim,
+        rows * 4,
+    ]
 
 
 def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
@@ -201,7 +222,10 @@ def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("size", [16, 40, 128])
 def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> None:
-    codes, scales = torch.randint(-127, 128, (2, 2, 300, size), dtype=torch.int8), torch.rand(2, 2, 300) * 0.02
+    codes, scales = (
+        torch.randint(-127, 128, (2, 2, 300, size), dtype=torch.int8),
+        torch.rand(2, 2, 300) * 0.02,
+    )
     keys, values = CachedRows(codes, scales), CachedRows(codes.roll(7, 2), scales.roll(7, 2))
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
     attention = load_kernels(variant).cached_attention
@@ -212,14 +236,18 @@ def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> 
 
 WRONG_CACHES: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "no scales": ({"key_scales": None}, "have scales in int8, and only there"),
-    "scales of floats": ({"keys": torch.zeros(1, 2, 9, 32), "values": torch.zeros(1, 2, 9, 32)}, "only there"),
+    "scales of floats": (
+        {"keys": torch.zeros(1, 2, 9, 32), "values": torch.zeros(1, 2, 9, 32)},
+        "only there",
+    ),
     "scales of fewer rows": ({"value_scales": torch.ones(1, 2, 8)}, r"float32 \[B, K, S\]"),
     "scales of two bytes": ({"key_scales": torch.ones(1, 2, 9).bfloat16()}, r"float32 \[B, K, S\]"),
     "fewer values": ({"values": torch.ones(1, 2, 8, 32, dtype=torch.int8)}, "of one shape"),
     "rows of another size": (
-        dict.fromkeys(("keys", "values"), torch.ones(1, 2, 9, 36, dtype=torch.int8)), "do not go with keys",
+        dict.fromkeys(("keys", "values"), torch.ones(1, 2, 9, 36, dtype=torch.int8)),
+        "do not go with keys",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG_CACHES)
@@ -228,11 +256,15 @@ def test_caches_that_make_no_sense_are_refused(wrong: str) -> None:
     codes, scales = torch.ones(1, 2, 9, 32, dtype=torch.int8), torch.ones(1, 2, 9)
     given = {"keys": codes, "key_scales": scales, "values": codes, "value_scales": scales} | changes
     with pytest.raises(RuntimeError, match=reason):
-        load_kernels().cached_attention(torch.zeros(1, 2, 1, 32), *given.values(), torch.tensor([3]), None, 0, 1.0)
+        load_kernels().cached_attention(
+            torch.zeros(1, 2, 1, 32), *given.values(), torch.tensor([3]), None, 0, 1.0
+        )
 
 
 @pytest.mark.parametrize("variant", HERE)
-def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_store_int8_as_the_cache_does(
+    variant: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUANTKIT_CPU", variant)
     model = _without_end(quantized)
     assert model.ops.blocks is not None
@@ -243,7 +275,9 @@ def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monk
         with torch.inference_mode():
             logits.append(model(oracle.random_tokens(12, batch=2), torch.arange(12), cache))
         caches.append([rows.floats(torch.float32) for rows in (*cache.keys, *cache.values)])
-    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].std()  # codes at an edge fall either way
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[
+        1
+    ].std()  # codes at an edge fall either way
     for found, expected in zip(*caches, strict=True):
         steps = expected.abs().amax(-1, keepdim=True) / 127
         assert ((found - expected).abs() <= 3 * steps + 1e-4).all()
@@ -273,12 +307,27 @@ def test_the_command_hands_on_its_cache_and_how_steps_run(
 
     made = Engine.__init__
 
-    def noted(self: Engine, *given: Any, compiled: bool | None, cache_dtype: torch.dtype | None, **more: Any) -> None:
+    def noted(
+        self: Engine,
+        *given: Any,
+        compiled: bool | None,
+        cache_dtype: torch.dtype | None,
+        **more: Any,
+    ) -> None:
         requested.append((cache_dtype, compiled))
         made(self, *given, cache_dtype=cache_dtype, **more)
 
     monkeypatch.setattr(Engine, "__init__", noted)
-    code, text, _ = run(capfd, "generate", demo_model, "--prompt", "Fellow citizens", "--max-new-tokens", "5", option)
+    code, text, _ = run(
+        capfd,
+        "generate",
+        demo_model,
+        "--prompt",
+        "Fellow citizens",
+        "--max-new-tokens",
+        "5",
+        option,
+    )
     assert code == 0
     assert len(text) > len("Fellow citizens") + 5
     assert requested == [expected]

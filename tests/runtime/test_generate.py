@@ -57,7 +57,9 @@ def test_a_stream_gives_the_text_in_pieces(loaded: tuple[Decoder, Tokenizer], an
     assert all(pieces)
 
 
-def test_a_stream_takes_token_ids_and_an_engine(loaded: tuple[Decoder, Tokenizer], answer: str) -> None:
+def test_a_stream_takes_token_ids_and_an_engine(
+    loaded: tuple[Decoder, Tokenizer], answer: str
+) -> None:
     model, tokenizer = loaded
     ids = tokenizer.encode(PROMPT)
     for one in (model, Engine(model, 100)):
@@ -71,7 +73,9 @@ def test_special_tokens_are_plain_text_in_a_stream_unless_requested(
     model, tokenizer = loaded
     requested: list[bool] = []
     encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: requested.append(specials) or encode(text))
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, *, specials: requested.append(specials) or encode(text)
+    )
     quantkit.stream(model, tokenizer, "x")
     quantkit.stream(model, tokenizer, "x", specials=True)
     assert requested == [False, True]
@@ -90,7 +94,9 @@ HOLDERS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple[Decoder, Tokenizer]) -> None:
+def test_token_ids_are_taken_from_whatever_holds_them(
+    holder: str, loaded: tuple[Decoder, Tokenizer]
+) -> None:
     model, tokenizer = loaded
     ids = tokenizer.encode(PROMPT)
     expected = list(quantkit.generate(model, ids, max_new_tokens=5))
@@ -100,7 +106,14 @@ def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (PROMPT, ("the prompt is a string", "tokenizer.encode(text)", "quantkit.stream(model, tokenizer, text)")),
+        (
+            PROMPT,
+            (
+                "the prompt is a string",
+                "tokenizer.encode(text)",
+                "quantkit.stream(model, tokenizer, text)",
+            ),
+        ),
         (b"bytes", ("the prompt is a string",)),
         ([1.0, 2.0], ("not a list of token ids", "found list", "quantkit.stream")),
         (torch.tensor([1.0, 2.0]), ("not a list of token ids", "found Tensor")),
@@ -114,7 +127,7 @@ def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple
         ([], ("the prompt is empty",)),
         ([[]], ("the prompt is empty",)),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_prompt_is_refused_at_once_with_the_way_out(
     prompt: Any, words: tuple[str, ...], loaded: tuple[Decoder, Tokenizer]
 ) -> None:
@@ -131,10 +144,13 @@ def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> 
 @pytest.mark.parametrize(
     ("prompt", "new", "hint"),
     [
-        (4095, 2, "give a shorter prompt"), (4090, 100, "give a shorter prompt"), (5000, 1, "give a shorter prompt"),
-        (4000, 100, "lower `max_new_tokens`"), (1, 5000, "lower `max_new_tokens`"),
+        (4095, 2, "give a shorter prompt"),
+        (4090, 100, "give a shorter prompt"),
+        (5000, 1, "give a shorter prompt"),
+        (4000, 100, "lower `max_new_tokens`"),
+        (1, 5000, "lower `max_new_tokens`"),
     ],
-)  # fmt: skip
+)
 def test_what_to_do_about_too_many_tokens_depends_on_the_prompt(
     prompt: int, new: int, hint: str, loaded: tuple[Decoder, Tokenizer]
 ) -> None:
@@ -179,14 +195,20 @@ def test_what_is_left_early_can_be_closed_and_leaves_the_thread_as_it_was(
 ) -> None:
     model, tokenizer = loaded
     ids = tokenizer.encode(PROMPT)
-    running = quantkit.stream(model, tokenizer, ids) if name == "stream" else quantkit.generate(model, ids)
+    running = (
+        quantkit.stream(model, tokenizer, ids)
+        if name == "stream"
+        else quantkit.generate(model, ids)
+    )
     next(running)
     assert not torch.is_inference_mode_enabled()
     running.close()
     assert list(running) == []
 
 
-def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_is_not_kept_back(
+    loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine runs ahead of the tokens that the host reads."""
     read_late(monkeypatch)
     engine = Engine(loaded[0], 100)
@@ -207,7 +229,9 @@ def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], mon
         ([2.0, 2.0], 2, "2 tokens, first token after 2.00 s"),
     ],
 )
-def test_the_pace_is_of_the_tokens_after_the_first(arrivals: list[float], at_once: int, line: str) -> None:
+def test_the_pace_is_of_the_tokens_after_the_first(
+    arrivals: list[float], at_once: int, line: str
+) -> None:
     ticks = iter([10.0, *(10 + one for one in arrivals)])
     pace = Pace(at_once=at_once, clock=lambda: next(ticks))
     tokens = list(range(len(arrivals)))
@@ -221,12 +245,19 @@ def test_the_pace_is_of_the_tokens_after_the_first(arrivals: list[float], at_onc
 def _piped(text: bytes, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "quantkit.cli", "generate", *map(str, arguments)],
-        input=text, capture_output=True, check=False, cwd="/",
-    )  # fmt: skip
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+        input=text,
+        capture_output=True,
+        check=False,
+        cwd="/",
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
 
 
-def test_the_prompt_is_given_in_place_or_named(demo_model: Path, answer: str, tmp_path: Path, capfd: Capture) -> None:
+def test_the_prompt_is_given_in_place_or_named(
+    demo_model: Path, answer: str, tmp_path: Path, capfd: Capture
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(f"{PROMPT}\n")
     expected = (0, f"{PROMPT}{answer}\n", "")
@@ -240,26 +271,43 @@ def test_a_dash_reads_stdin(given: list[str], demo_model: Path, answer: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{PROMPT}{answer}\n", "")
 
 
-def test_a_prompt_is_taken_as_the_shell_gives_it(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_prompt_is_taken_as_the_shell_gives_it(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     """Backslashes stay; of a file only the last new line goes."""
     (tmp_path / "p").write_bytes(b"a\\n\n\n")
     assert run(capfd, "generate", demo_model, "a\\n", *NEW)[1].startswith("a\\n")
     assert run(capfd, "generate", demo_model, "--prompt", "-", *NEW)[1].startswith("-")
-    assert run(capfd, "generate", demo_model, "--prompt-file", tmp_path / "p", *NEW)[1].startswith("a\\n\n")
+    assert run(capfd, "generate", demo_model, "--prompt-file", tmp_path / "p", *NEW)[1].startswith(
+        "a\\n\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], ("there is no prompt", 'quantkit generate DIR "Once upon a time"', "--prompt-file FILE")),
-        (["x", "--prompt", "y"], ("the prompt is given twice", "found PROMPT and --prompt, expected one of them")),
+        (
+            [],
+            (
+                "there is no prompt",
+                'quantkit generate DIR "Once upon a time"',
+                "--prompt-file FILE",
+            ),
+        ),
+        (
+            ["x", "--prompt", "y"],
+            ("the prompt is given twice", "found PROMPT and --prompt, expected one of them"),
+        ),
         (["-", "--prompt-file", "y"], ("found PROMPT and --prompt-file",)),
         (["--prompt", "x", "--prompt-file", "y"], ("found --prompt and --prompt-file",)),
         ([""], ("the prompt is empty",)),
         (["--prompt-file", "{tmp}/none"], ("{tmp}/none: the prompt cannot be read: No such file",)),
         (["--prompt-file", "{tmp}"], ("{tmp}: the prompt cannot be read",)),
         (["--prompt-file", "{tmp}/empty"], ("{tmp}/empty: the prompt is empty",)),
-        (["--prompt-file", "{tmp}/latin"], ("{tmp}/latin: the prompt is not UTF-8 text", "found byte 2")),
+        (
+            ["--prompt-file", "{tmp}/latin"],
+            ("{tmp}/latin: the prompt is not UTF-8 text", "found byte 2"),
+        ),
     ],
     ids=repr,
 )
@@ -268,15 +316,20 @@ def test_a_prompt_that_is_none_is_refused(
 ) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"na\xefve")
-    code, out, err = run(capfd, "generate", demo_model, *(one.format(tmp=tmp_path) for one in given))
+    code, out, err = run(
+        capfd, "generate", demo_model, *(one.format(tmp=tmp_path) for one in given)
+    )
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert all(word.format(tmp=tmp_path) in err for word in words), err
 
 
 @pytest.mark.parametrize(
-    "options", ["", "x --prompt-file y", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"]
+    "options",
+    ["", "x --prompt-file y", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"],
 )
-def test_options_that_do_not_go_together_are_reported_before_torch_is_imported(options: str) -> None:
+def test_options_that_do_not_go_together_are_reported_before_torch_is_imported(
+    options: str,
+) -> None:
     code = (
         "import sys\n"
         "from quantkit.cli.main import main\n"
@@ -291,15 +344,22 @@ def test_options_that_do_not_go_together_are_reported_before_torch_is_imported(o
     assert done.stderr.startswith("quantkit: error: ")
 
 
-def test_a_prompt_that_stands_before_the_model_is_reported(demo_model: Path, capfd: Capture) -> None:
+def test_a_prompt_that_stands_before_the_model_is_reported(
+    demo_model: Path, capfd: Capture
+) -> None:
     code, out, err = run(capfd, "generate", "A prompt", demo_model)
     assert (code, out) == (2, "")
-    assert err == f"quantkit: error: the model comes first, then the prompt; quantkit generate {demo_model} PROMPT\n"
+    assert (
+        err == "quantkit: error: the model comes first, then the prompt; quantkit generate"
+        f" {demo_model} PROMPT\n"
+    )
     code, _, err = run(capfd, "generate", "A prompt", "another")
     assert (code, err) == (2, "quantkit: error: A prompt: does not exist\n")
 
 
-def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answer: str, tmp_path: Path) -> None:
+def test_of_several_processes_the_first_reads_the_prompt(
+    demo_model: Path, answer: str, tmp_path: Path
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     command = "from quantkit.cli.main import main; main()"
@@ -325,10 +385,14 @@ main(sys.argv[1:])
 def test_text_appears_piece_by_piece(demo_model: Path) -> None:
     """Here the second comes only once the first has been read."""
     command = [sys.executable, "-c", _WAITING, "generate", str(demo_model), "x"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd="/") as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd="/"
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        giving_up = threading.Timer(300, process.kill)  # what is not shown would be waited for for ever
+        giving_up = threading.Timer(
+            300, process.kill
+        )  # what is not shown would be waited for for ever
         giving_up.start()
         shown = b""
         while len(shown) < len("x one") and (part := process.stdout.read(100)):
@@ -343,7 +407,9 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
     """What a command shows on a terminal, read by read."""
     there, here = pty.openpty()
     command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=here, stderr=here, cwd="/") as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=here, stderr=here, cwd="/"
+    ) as process:
         os.close(here)
         try:
             while part := os.read(there, 4096):

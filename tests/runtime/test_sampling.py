@@ -25,7 +25,9 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
 def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """Random, with no end token."""
     random = oracle.make("llama", num_hidden_layers=1, eos_token_id=None)
-    return load_model(oracle.save(random, tmp_path_factory.mktemp("model") / "m"), dtype=torch.float32)
+    return load_model(
+        oracle.save(random, tmp_path_factory.mktemp("model") / "m"), dtype=torch.float32
+    )
 
 
 def _frequencies(params: SamplingParams, logits: Tensor, draws: int = 20000) -> Tensor:
@@ -37,9 +39,16 @@ def _frequencies(params: SamplingParams, logits: Tensor, draws: int = 20000) -> 
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [(1.0, [0, 1, 2, 3, 4]), (0.96, [0, 1, 2, 3, 4]), (0.9, [1, 2, 3, 4]), (0.75, [1, 2, 3]), (0.6, [1, 3]),
-     (0.3, [1]), (1e-6, [1])],
-)  # fmt: skip
+    [
+        (1.0, [0, 1, 2, 3, 4]),
+        (0.96, [0, 1, 2, 3, 4]),
+        (0.9, [1, 2, 3, 4]),
+        (0.75, [1, 2, 3]),
+        (0.6, [1, 3]),
+        (0.3, [1]),
+        (1e-6, [1]),
+    ],
+)
 def test_top_p_draws_from_the_smallest_nucleus(top_p: float, kept: list[int]) -> None:
     found = _frequencies(SamplingParams(1.0, top_p, seed=3), PROBABILITIES.log())
     expected = torch.zeros(5)
@@ -77,13 +86,21 @@ def test_tiny_temperatures_take_the_likeliest_too(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     ("params", "kept"),
-    [(SamplingParams(1.0, top_k=1), [1]), (SamplingParams(1.0, top_k=3), [1, 2, 3]),
-     (SamplingParams(1.0, top_k=99), [0, 1, 2, 3, 4]), (SamplingParams(1.0, min_p=0.3), [1, 2, 3]),
-     (SamplingParams(1.0, min_p=1.0), [1]), (SamplingParams(1.0, 0.5, top_k=2), [1]),
-     (SamplingParams(1.0, 0.6, top_k=2), [1, 3]), (SamplingParams(4.0, min_p=0.8), [1, 3])],
+    [
+        (SamplingParams(1.0, top_k=1), [1]),
+        (SamplingParams(1.0, top_k=3), [1, 2, 3]),
+        (SamplingParams(1.0, top_k=99), [0, 1, 2, 3, 4]),
+        (SamplingParams(1.0, min_p=0.3), [1, 2, 3]),
+        (SamplingParams(1.0, min_p=1.0), [1]),
+        (SamplingParams(1.0, 0.5, top_k=2), [1]),
+        (SamplingParams(1.0, 0.6, top_k=2), [1, 3]),
+        (SamplingParams(4.0, min_p=0.8), [1, 3]),
+    ],
     ids=str,
-)  # fmt: skip
-def test_the_likeliest_are_kept_and_share_what_the_others_had(params: SamplingParams, kept: list[int]) -> None:
+)
+def test_the_likeliest_are_kept_and_share_what_the_others_had(
+    params: SamplingParams, kept: list[int]
+) -> None:
     found = probabilities(PROBABILITIES.log().expand(2, -1), params)
     expected = torch.zeros(5)
     hot = PROBABILITIES ** (1 / params.temperature)
@@ -91,7 +108,9 @@ def test_the_likeliest_are_kept_and_share_what_the_others_had(params: SamplingPa
     torch.testing.assert_close(found, expected.expand(2, -1))
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if one.keep is not None], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "option", [one for one in OPTIONS if one.keep is not None], ids=lambda one: one.name
+)
 def test_an_option_keeps_without_sorting_what_it_does_not_drop(option: Option) -> None:
     """XLA uses the one, torch the other."""
     assert option.drops is not None
@@ -99,12 +118,18 @@ def test_an_option_keeps_without_sorting_what_it_does_not_drop(option: Option) -
     for value in (2, 7, 400) if option.type is int else (0.1, 0.5, 1.0):
         found = torch.randn(3, 300).softmax(-1)
         ranked, order = found.sort(dim=-1, descending=True)
-        kept = ranked.masked_fill(option.drops(torch, ranked, torch.arange(300), torch.tensor(value)), 0)
-        assert torch.equal(option.keep(found, value), torch.zeros_like(found).scatter(-1, order, kept))
+        kept = ranked.masked_fill(
+            option.drops(torch, ranked, torch.arange(300), torch.tensor(value)), 0
+        )
+        assert torch.equal(
+            option.keep(found, value), torch.zeros_like(found).scatter(-1, order, kept)
+        )
 
 
 def test_a_nucleus_ends_with_the_token_that_exceeds_it() -> None:
-    """As in Meta's rule, where the tokens before one must hold more than `top_p` to leave it out."""
+    """As in Meta's rule, where the tokens before one must hold more than `top_p` to leave it
+    out.
+    """
     halves = torch.tensor([[0.5, 0.25, 0.25]]).log()
     assert probabilities(halves, SamplingParams(1.0, 0.5))[0, 1:].sum() > 0
     assert probabilities(halves, SamplingParams(1.0, 0.49))[0, 1:].sum() == 0
@@ -123,7 +148,9 @@ def test_new_tokens_are_penalized_once_and_for_each_time() -> None:
     logits, counts = torch.tensor([[2.0, 1.5, -1.0]]), torch.tensor([[2.0, 0.0, 1.0]])
     both = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25)
     assert adjusted(logits, both, counts=counts).tolist() == [[2.0, 1.5, -1.25]]
-    assert adjusted(logits, SamplingParams(frequency_penalty=2.0), counts=counts).tolist() == [[-2.0, 1.5, -3.0]]
+    assert adjusted(logits, SamplingParams(frequency_penalty=2.0), counts=counts).tolist() == [
+        [-2.0, 1.5, -3.0]
+    ]
     with pytest.raises(RequestError, match="presence_penalty is not supported here"):
         adjusted(logits, both)
 
@@ -138,12 +165,16 @@ def test_a_sampler_counts_new_tokens_alone() -> None:
 
 def test_a_bias_forbids_and_forces_tokens() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]]).bfloat16()
-    assert sample(logits, SamplingParams(logit_bias={0: -100.0}), torch.Generator()).tolist() == [[1]]
+    assert sample(logits, SamplingParams(logit_bias={0: -100.0}), torch.Generator()).tolist() == [
+        [1]
+    ]
     drawn = probabilities(logits, SamplingParams(1.0, logit_bias={2: 100.0}))
     assert drawn.argmax() == 2
     assert drawn[0, :2].sum() < 1e-30
     assert logits.tolist() == [[2.0, 1.5, -1.0]]
-    with pytest.raises(RequestError, match=r"outside the vocabulary \(found \[3\], expected 0 to 2\)"):
+    with pytest.raises(
+        RequestError, match=r"outside the vocabulary \(found \[3\], expected 0 to 2\)"
+    ):
         sample(logits, SamplingParams(logit_bias={3: 1.0}), torch.Generator())
 
 
@@ -152,13 +183,26 @@ def test_top_k_is_off_as_in_vllm_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_k": -2}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
-              {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")},
-              {"repetition_penalty": 1e-300}, {"repetition_penalty": 101}, {"logit_bias": {0: 1e300}},
-              {"logit_bias": {0: 1.0, 1: -10001}},
-              {"presence_penalty": 2.1}, {"frequency_penalty": -2.1}, {"presence_penalty": float("nan")}],
+    "wrong",
+    [
+        {"top_k": -2},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {0: float("nan")}},
+        {"temperature": float("inf")},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 101},
+        {"logit_bias": {0: 1e300}},
+        {"logit_bias": {0: 1.0, 1: -10001}},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"presence_penalty": float("nan")},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)
@@ -167,11 +211,18 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -> None:
     seen = torch.tensor([[True, True, False, True]])
-    bases = [torch.tensor([[1.0, -1.0, 0.5, 1.0]]) * scale for scale in (1e-30, 1.0, 900.0, 60000.0)]
+    bases = [
+        torch.tensor([[1.0, -1.0, 0.5, 1.0]]) * scale for scale in (1e-30, 1.0, 900.0, 60000.0)
+    ]
     for logits, temperature, top_p, top_k, min_p, penalty, bias in itertools.product(
-        bases, (5e-324, 1e-30, 1.7e308), (5e-324, 1.0), (0, 10**30), (0.0, 5e-324, 1.0), (0.01, 1.0, 100.0),
+        bases,
+        (5e-324, 1e-30, 1.7e308),
+        (5e-324, 1.0),
+        (0, 10**30),
+        (0.0, 5e-324, 1.0),
+        (0.01, 1.0, 100.0),
         ({}, {0: 1e4, 1: 1e4}, {0: 1e4, 1: -1e4}, dict.fromkeys(range(4), -10000.0)),
-    ):  # fmt: skip
+    ):
         params = SamplingParams(temperature, top_p, 0, top_k, min_p, penalty, bias)
         found = probabilities(logits.to(dtype), params, seen)
         assert found.sum() == pytest.approx(1), (logits, params)
@@ -246,11 +297,15 @@ def test_the_whole_context_can_be_filled(model: Decoder) -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["one-end", "many-ends"])
-def test_generation_stops_at_an_end_token_and_keeps_it_back(as_list: bool, model: Decoder, tmp_path: Path) -> None:
+def test_generation_stops_at_an_end_token_and_keeps_it_back(
+    as_list: bool, model: Decoder, tmp_path: Path
+) -> None:
     prompt = oracle.random_tokens(5)[0].tolist()
     free = list(quantkit.generate(model, prompt, max_new_tokens=20))
     end = free[6]
-    folder = oracle.save(oracle.make("llama", num_hidden_layers=1, eos_token_id=None), tmp_path / "m")
+    folder = oracle.save(
+        oracle.make("llama", num_hidden_layers=1, eos_token_id=None), tmp_path / "m"
+    )
     oracle.edit_json(folder / "config.json", eos_token_id=[95, end] if as_list else end)
     stopping = load_model(folder, dtype=torch.float32)
     assert list(quantkit.generate(stopping, prompt, max_new_tokens=20)) == free[: free.index(end)]

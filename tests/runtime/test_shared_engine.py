@@ -1,5 +1,6 @@
-"""What happens where two use one engine, or one conversation, in turn or from two threads: the right text or an error,
-never another's text."""
+"""What happens where two use one engine, or one conversation, in turn or from two threads: the
+right text or an error, never another's text.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def _said(session: ChatSession, question: str) -> str:
     return "".join(session.ask(question))
 
 
-def test_conversations_that_take_turns_on_an_engine_have_their_own_text(loaded: Loaded, chat: Chat) -> None:
+def test_conversations_that_take_turns_on_an_engine_have_their_own_text(
+    loaded: Loaded, chat: Chat
+) -> None:
     alone = _session(Engine(loaded[0], 400), loaded, chat)
     expected = [_said(alone, question) for question in QUESTIONS]
     engine = Engine(loaded[0], 400)
@@ -89,18 +92,26 @@ def test_of_two_that_generate_on_an_engine_the_first_is_reported(loaded: Loaded)
     model, tokenizer = loaded
     engine = Engine(model, 100, slots=2)
     prompts = ("My fellow citizens", "The king")
-    expected = ["".join(quantkit.stream(model, tokenizer, prompt, max_new_tokens=12)) for prompt in prompts]
-    first, second = (quantkit.stream(engine, tokenizer, prompt, max_new_tokens=12) for prompt in prompts)
+    expected = [
+        "".join(quantkit.stream(model, tokenizer, prompt, max_new_tokens=12)) for prompt in prompts
+    ]
+    first, second = (
+        quantkit.stream(engine, tokenizer, prompt, max_new_tokens=12) for prompt in prompts
+    )
     begun = next(first)
     assert expected[0].startswith(begun)
     begun = next(second)
-    with pytest.raises(RequestError, match=f"{IN_USE}; give each its own engine, or run them in one batch"):
+    with pytest.raises(
+        RequestError, match=f"{IN_USE}; give each its own engine, or run them in one batch"
+    ):
         next(first)
     assert begun + "".join(second) == expected[1]
     assert list(first) == []
 
 
-def test_an_answer_whose_engine_was_taken_over_is_reported_and_forgotten(loaded: Loaded, chat: Chat) -> None:
+def test_an_answer_whose_engine_was_taken_over_is_reported_and_forgotten(
+    loaded: Loaded, chat: Chat
+) -> None:
     engine = Engine(loaded[0], 400)
     session = _session(engine, loaded, chat)
     answer = session.ask(QUESTIONS[0])
@@ -109,7 +120,9 @@ def test_an_answer_whose_engine_was_taken_over_is_reported_and_forgotten(loaded:
     with pytest.raises(RequestError, match=IN_USE):
         list(answer)
     assert session.messages == []
-    assert _said(session, QUESTIONS[0]) == _said(_session(Engine(loaded[0], 400), loaded, chat), QUESTIONS[0])
+    assert _said(session, QUESTIONS[0]) == _said(
+        _session(Engine(loaded[0], 400), loaded, chat), QUESTIONS[0]
+    )
 
 
 def test_a_batch_takes_its_engine_back_once_nothing_of_it_runs(loaded: Loaded) -> None:
@@ -155,7 +168,9 @@ class _Held:
             thread.join()
 
 
-def test_metas_class_serves_one_thread_after_the_other(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metas_class_serves_one_thread_after_the_other(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama = quantkit.Llama.build(demo_model, demo_model, 60, 2)
 
     def said(prompt: str) -> str:
@@ -175,7 +190,9 @@ def test_metas_class_serves_one_thread_after_the_other(demo_model: Path, monkeyp
     assert [found[0], found[1]] == expected
 
 
-def test_a_conversation_is_one_threads_at_a_time(loaded: Loaded, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_is_one_threads_at_a_time(
+    loaded: Loaded, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = _said(_session(Engine(loaded[0], 400), loaded, chat), QUESTIONS[0])
     session = _session(Engine(loaded[0], 400), loaded, chat)
     held, found = _Held(monkeypatch), list[str]()
@@ -183,7 +200,9 @@ def test_a_conversation_is_one_threads_at_a_time(loaded: Loaded, chat: Chat, mon
 
     def other() -> None:
         for use in (lambda: session.ask(QUESTIONS[1]), session.reset):
-            with pytest.raises(RequestError, match=r"^the conversation is in use by another thread"):
+            with pytest.raises(
+                RequestError, match=r"^the conversation is in use by another thread"
+            ):
                 use()
 
     held.meanwhile(lambda: found.extend(waiting), other)
@@ -191,11 +210,18 @@ def test_a_conversation_is_one_threads_at_a_time(loaded: Loaded, chat: Chat, mon
     assert [one["content"] for one in session.messages] == [QUESTIONS[0], expected]
 
 
-def test_an_answer_that_was_left_for_another_question_does_not_go_on(loaded: Loaded, chat: Chat) -> None:
+def test_an_answer_that_was_left_for_another_question_does_not_go_on(
+    loaded: Loaded, chat: Chat
+) -> None:
     session = _session(Engine(loaded[0], 400), loaded, chat)
     left = session.ask(QUESTIONS[0])
     said = next(left)
     answer = _said(session, QUESTIONS[1])
     with pytest.raises(RequestError, match=r"^the answer was left for another question"):
         next(left)
-    assert [one["content"] for one in session.messages] == [QUESTIONS[0], said, QUESTIONS[1], answer]
+    assert [one["content"] for one in session.messages] == [
+        QUESTIONS[0],
+        said,
+        QUESTIONS[1],
+        answer,
+    ]

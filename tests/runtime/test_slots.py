@@ -38,7 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     oracle.save(oracle.make("mistral", **sizes, sliding_window=40), base / "windows")
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     oracle.save(
-        oracle.make("llama", **{**sizes, "max_position_embeddings": 100}, rope_parameters=scaling), base / "dynamic"
+        oracle.make("llama", **{**sizes, "max_position_embeddings": 100}, rope_parameters=scaling),
+        base / "dynamic",
     )
     for name in ("llama", "windows", "dynamic"):
         quantkit.quantize(base / name, base / f"{name}-int8", "int8", accept_quality_loss=True)
@@ -63,10 +64,17 @@ def _run(scheduler: Scheduler, request: Request) -> Generation:
 
 
 def _require_bits(
-    model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, *, chunk: int = CHUNK, slots: int = 1,
+    model: Decoder,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    chunk: int = CHUNK,
+    slots: int = 1,
     cached: torch.dtype | None = None,
-) -> int:  # fmt: skip
-    """Prompts one after the other store what they store alone, bit by bit; how many of their tokens were found."""
+) -> int:
+    """Prompts one after the other store what they store alone, bit by bit; how many of their
+    tokens were found.
+    """
     length = max(map(len, prompts)) + 3
     engine = Engine(model, length, slots=slots, cache_dtype=cached)
     monkeypatch.setattr(engine, "chunk", chunk)
@@ -78,24 +86,39 @@ def _require_bits(
         right = _run(Scheduler(own), Request(prompt, 3, logprobs=2))
         assert (found.tokens, found.logprobs) == (right.tokens, right.logprobs)
         stored = len(prompt) + 2
-        for ours, theirs in zip(_stored(engine, found.slot, stored), _stored(own, 0, stored), strict=True):
+        for ours, theirs in zip(
+            _stored(engine, found.slot, stored), _stored(own, 0, stored), strict=True
+        ):
             assert torch.equal(ours, theirs)
     return scheduler.reused
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "cached"),
-    [("llama", "cpu-exact", None), ("llama", "cpu-fast", torch.int8), ("windows", "cpu-exact", None)],
+    [
+        ("llama", "cpu-exact", None),
+        ("llama", "cpu-fast", torch.int8),
+        ("windows", "cpu-exact", None),
+    ],
     ids=str,
 )
 def test_a_prompt_that_shares_a_beginning_has_its_own_bits(
-    name: str, backend: str, cached: torch.dtype | None, folders: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    backend: str,
+    cached: torch.dtype | None,
+    folders: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For lengths around chunks and what kernels take as few rows."""
     model = _model(folders / f"{name}-int8", backend)
     text, other = oracle.random_tokens(200, batch=2).tolist()
     chance, reused = random.Random(0), 0
-    pairs = [(shared, first, second) for shared in BORDERS for first in (0, 1, 30) for second in (1, 17, 60)]
+    pairs = [
+        (shared, first, second)
+        for shared in BORDERS
+        for first in (0, 1, 30)
+        for second in (1, 17, 60)
+    ]
     for shared, first, second in chance.sample(pairs, 60):
         prompts = [[*text[:shared], *other[:first]], [*text[:shared], *other[50 : 50 + second]]]
         reused += _require_bits(model, prompts, monkeypatch, cached=cached)
@@ -107,12 +130,17 @@ def test_any_prompts_one_after_the_other_have_their_own_bits(
     seed: int, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)
-    model = _model(folders / f"{chance.choice(['llama', 'windows'])}-int8", chance.choice(["cpu-exact", "cpu-fast"]))
+    model = _model(
+        folders / f"{chance.choice(['llama', 'windows'])}-int8",
+        chance.choice(["cpu-exact", "cpu-fast"]),
+    )
     text, *others = oracle.random_tokens(520, batch=5).tolist()
     prompts: list[list[int]] = []
     for _ in range(12):
         start = chance.choice([text, *prompts])
-        prompts.append([*start[: chance.randrange(1, 500)], *chance.choice(others)[: chance.randrange(20)]])
+        prompts.append(
+            [*start[: chance.randrange(1, 500)], *chance.choice(others)[: chance.randrange(20)]]
+        )
     slots, chunk = chance.randrange(1, 4), chance.choice([32, 100, 240])
     cached = chance.choice([None, torch.int8])
     reused = _require_bits(model, prompts, monkeypatch, slots=slots, chunk=chunk, cached=cached)
@@ -155,14 +183,21 @@ def test_where_positions_are_stretched_prompts_of_other_lengths_share_nothing(
     assert _require_bits(model, past, monkeypatch, chunk=16) == 0
     scheduler = Scheduler(Engine(model, 200), any_prefix=True)
     for prompt in (text[:90], text[:120]):
-        assert _run(scheduler, Request(prompt, 3)).tokens == alone(model, Request(prompt, 3))[0].token_ids
+        assert (
+            _run(scheduler, Request(prompt, 3)).tokens
+            == alone(model, Request(prompt, 3))[0].token_ids
+        )
     with pytest.raises(RequestError, match="found 201, expected at most 200"):
         quantkit.generate(model, text[:191], max_new_tokens=10)
 
 
 @pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
-def test_where_positions_are_stretched_a_prompt_has_the_same_bits_next_to_others(backend: str, folders: Path) -> None:
-    """Also where a row's place in the step is that of a loop's remainder, whose powers are rounded otherwise."""
+def test_where_positions_are_stretched_a_prompt_has_the_same_bits_next_to_others(
+    backend: str, folders: Path
+) -> None:
+    """Also where a row's place in the step is that of a loop's remainder, whose powers are
+    rounded otherwise.
+    """
     model = _model(folders / "dynamic-int8", backend)
     texts = oracle.random_tokens(190, batch=9).tolist()
     requests = [Request(text[: 101 + 9 * at], 9, logprobs=2) for at, text in enumerate(texts)]
@@ -186,11 +221,17 @@ def test_what_two_begin_with() -> None:
 def test_what_has_the_same_bits() -> None:
     text = list(range(200))
     held = Held(text, 200)
-    assert bitwise_reusable_prefix(text[:100], held, 64, windows=False) == 83  # 17 are left: many rows
+    assert (
+        bitwise_reusable_prefix(text[:100], held, 64, windows=False) == 83
+    )  # 17 are left: many rows
     assert bitwise_reusable_prefix(text[:100], held, 64, windows=True) == 64
-    assert bitwise_reusable_prefix(text[:70], held, 64, windows=False) == 64  # 6 rows, summed in another order
+    assert (
+        bitwise_reusable_prefix(text[:70], held, 64, windows=False) == 64
+    )  # 6 rows, summed in another order
     assert bitwise_reusable_prefix(text[:100], Held(text[:70], 70), 64, windows=False) == 64
-    assert bitwise_reusable_prefix(text[:100], Held(text[:100], 30), 64, windows=False) == 30  # not of its answer
+    assert (
+        bitwise_reusable_prefix(text[:100], Held(text[:100], 30), 64, windows=False) == 30
+    )  # not of its answer
     assert bitwise_reusable_prefix(text[:10], held, 64, windows=False) == 0
 
 
@@ -232,7 +273,10 @@ def test_slots_beyond_those_that_run_hold_prompts_that_come_again(folders: Path)
             _run(scheduler, Request(prompt, 2))
         assert scheduler.reused == 0
         for prompt in prompts:
-            assert _run(scheduler, Request(prompt, 2)).tokens == alone(model, Request(prompt, 2))[0].token_ids
+            assert (
+                _run(scheduler, Request(prompt, 2)).tokens
+                == alone(model, Request(prompt, 2))[0].token_ids
+            )
         assert (scheduler.reused > 2 * expected / 3) == bool(expected)
 
 

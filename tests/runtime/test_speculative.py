@@ -54,12 +54,16 @@ def models(folders: dict[str, Path]) -> dict[str, Decoder]:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 3, 8])
-@pytest.mark.parametrize(("name", "draft"), [("fp32", "int4-g32"), ("int8", "fp32"), ("int4-g32", "random")])
+@pytest.mark.parametrize(
+    ("name", "draft"), [("fp32", "int4-g32"), ("int8", "fp32"), ("int4-g32", "random")]
+)
 def test_greedy_text_is_that_of_the_model_alone(
     name: str, draft: str, draft_tokens: int, models: dict[str, Decoder]
 ) -> None:
     expected = list(generate(models[name], PROMPT, max_new_tokens=60))
-    found = speculate(models[name], models[draft], PROMPT, max_new_tokens=60, draft_tokens=draft_tokens)
+    found = speculate(
+        models[name], models[draft], PROMPT, max_new_tokens=60, draft_tokens=draft_tokens
+    )
     assert list(found) == expected
     assert expected
 
@@ -68,12 +72,16 @@ def test_greedy_text_is_that_of_the_model_alone(
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proposals are as long as they may be, whatever they cost."""
     monkeypatch.setattr(
-        speculative, "lengths", lambda chances, *others: {one: chance.limit for one, chance in chances.items()}
+        speculative,
+        "lengths",
+        lambda chances, *others: {one: chance.limit for one, chance in chances.items()},
     )
 
 
 @pytest.mark.usefixtures("always")
-def test_a_draft_that_is_right_saves_steps(models: dict[str, Decoder], steps: list[list[int]]) -> None:
+def test_a_draft_that_is_right_saves_steps(
+    models: dict[str, Decoder], steps: list[list[int]]
+) -> None:
     model, prompt = models["fp32"], [*PROMPT, 7]
     expected = list(generate(model, prompt, max_new_tokens=20))
     steps.clear()
@@ -86,19 +94,28 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The slots of the rows of each step that any engine takes."""
     found: list[list[int]] = []
     step = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine, *given: (found.append(given[1]), step(engine, *given))[1])
+    monkeypatch.setattr(
+        Engine, "step", lambda engine, *given: (found.append(given[1]), step(engine, *given))[1]
+    )
     return found
 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("draft", ["int4-g32", "random", None])
-def test_many_sequences_have_the_text_that_each_has_alone(draft: str | None, models: dict[str, Decoder]) -> None:
+def test_many_sequences_have_the_text_that_each_has_alone(
+    draft: str | None, models: dict[str, Decoder]
+) -> None:
     model = models["int8"]
     requests = [
-        Request(PROMPT * 3 + [number], 30 + number, SamplingParams(temperature=number % 2, seed=number), samples=2,
-                logprobs=1)
+        Request(
+            PROMPT * 3 + [number],
+            30 + number,
+            SamplingParams(temperature=number % 2, seed=number),
+            samples=2,
+            logprobs=1,
+        )
         for number in range(5)
-    ]  # fmt: skip
+    ]
     small = None if draft is None else models[draft]
     found = []
     for slots, helper, proposed in ((1, None, 0), (4, small, 6)):
@@ -109,7 +126,9 @@ def test_many_sequences_have_the_text_that_each_has_alone(draft: str | None, mod
 
 
 @pytest.mark.usefixtures("always")
-def test_what_repeats_itself_needs_few_steps(models: dict[str, Decoder], steps: list[list[int]]) -> None:
+def test_what_repeats_itself_needs_few_steps(
+    models: dict[str, Decoder], steps: list[list[int]]
+) -> None:
     model = models["int8"]
     plain = Engine(model, 200, draft_tokens=0)
     expected = list(generate(plain, PROMPT, max_new_tokens=150, temperature=0))
@@ -125,7 +144,9 @@ def test_what_repeats_itself_needs_few_steps(models: dict[str, Decoder], steps: 
 def test_proposals_come_in_the_order_of_the_sequences(
     models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that share a model must put the same rows in the same places, and hashes differ between them."""
+    """Processes that share a model must put the same rows in the same places, and hashes differ
+    between them.
+    """
     monkeypatch.setattr(Generation, "__hash__", lambda one: 15 - one.sample)
     engine = Engine(models["int8"], 60, slots=8, draft=models["fp32"])
     scheduler, orders = Scheduler(engine), list[list[int]]()
@@ -158,7 +179,9 @@ def test_a_request_may_want_none(models: dict[str, Decoder]) -> None:
 
 def test_a_draft_of_a_padded_vocabulary_serves(models: dict[str, Decoder], tmp_path: Path) -> None:
     for more in (100, -100):
-        padded = oracle.make("llama", vocab_size=2048 + more, num_hidden_layers=1, max_position_embeddings=512)
+        padded = oracle.make(
+            "llama", vocab_size=2048 + more, num_hidden_layers=1, max_position_embeddings=512
+        )
         draft = load_model(oracle.save(padded, tmp_path / str(more)), dtype=torch.float32)
         expected = list(generate(models["fp32"], PROMPT, max_new_tokens=20))
         assert speculate(models["fp32"], draft, PROMPT, max_new_tokens=20) == expected
@@ -200,7 +223,9 @@ def test_no_other_lengths_give_more_tokens_a_second() -> None:
 
         def speed(counts: Sequence[int], chances: dict[int, Chance] = chances) -> float:
             tokens = 3 + sum(
-                chances[name].rate ** at for name, count in enumerate(counts) for at in range(1, count + 1)
+                chances[name].rate ** at
+                for name, count in enumerate(counts)
+                for at in range(1, count + 1)
             )
             drafting = sum(count * chances[name].seconds for name, count in enumerate(counts))
             return tokens / (0.01 + 0.002 * (3 + sum(counts)) + drafting)
@@ -213,7 +238,9 @@ def test_no_other_lengths_give_more_tokens_a_second() -> None:
 @pytest.mark.parametrize("row", [0.05, 0.1, 0.33, 0.8], ids=lambda row: f"a row costs {row}")
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8])
 def test_lengths_become_those_that_pay(row: float, right: float) -> None:
-    """One sequence, whose proposals are right with a probability, and steps whose times vary by a tenth."""
+    """One sequence, whose proposals are right with a probability, and steps whose times vary by
+    a tenth.
+    """
     random, times, rate = Random(0), StepTimes(), Acceptance()
     tokens = seconds = 0.0
     times.add(64, 1 + 63 * row)
@@ -243,17 +270,26 @@ def test_a_step_that_waited_for_something_else_counts_little() -> None:
 def test_tokens_are_drawn_with_the_probabilities_of_the_model(
     draft: str | None, models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pearson's chi-squared of two tokens, of which the second is proposed: by a draft, or at random."""
+    """Pearson's chi-squared of two tokens, of which the second is proposed: by a draft, or at
+    random.
+    """
     model, options, number = models["int8"], SamplingParams(temperature=1.5, top_k=4), 1200
     chances: dict[tuple[int, ...], float] = {}
     for token, chance in _chances(model, PROMPT, options).items():
-        chances |= {(token, other): chance * one for other, one in _chances(model, [*PROMPT, token], options).items()}
+        chances |= {
+            (token, other): chance * one
+            for other, one in _chances(model, [*PROMPT, token], options).items()
+        }
     if draft is None:
         random, others = Random(0), [other for _, other in chances]
-        monkeypatch.setattr(Lookup, "propose", lambda lookup, count: random.choices(others, k=count))
+        monkeypatch.setattr(
+            Lookup, "propose", lambda lookup, count: random.choices(others, k=count)
+        )
     engine = Engine(model, 16, slots=48, draft=None if draft is None else models[draft])
     requests = [Request(PROMPT, 3, replace(options, seed=seed)) for seed in range(number)]
-    counts = Counter(tuple(one.token_ids[:2]) for one in completions(engine, requests, None, [()] * number))
+    counts = Counter(
+        tuple(one.token_ids[:2]) for one in completions(engine, requests, None, [()] * number)
+    )
     assert number < engine.proposed + 1
     assert number / 20 < engine.accepted < number
     assert counts.keys() <= chances.keys()
@@ -271,18 +307,27 @@ def _chances(model: Decoder, text: list[int], options: SamplingParams) -> dict[i
 
 
 @pytest.mark.usefixtures("always")
-def test_long_prompts_are_read_in_chunks(models: dict[str, Decoder], steps: list[list[int]]) -> None:
+def test_long_prompts_are_read_in_chunks(
+    models: dict[str, Decoder], steps: list[list[int]]
+) -> None:
     model, prompt = models["int8"], PROMPT * 75
     expected = list(generate(model, prompt, max_new_tokens=40))
     steps.clear()
-    assert speculate(model, models["int4-g32"], prompt, max_new_tokens=40, draft_tokens=3) == expected
+    assert (
+        speculate(model, models["int4-g32"], prompt, max_new_tokens=40, draft_tokens=3) == expected
+    )
     assert max(map(len, steps)) == 240
     assert sum(len(slots) == 240 for slots in steps) == 2
 
 
 @pytest.mark.usefixtures("always")
 def test_a_seed_gives_the_same_text_without_proposals(models: dict[str, Decoder]) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+    }
     for draft in (models["int4-g32"], models["fp32"], None):
         texts = [speculate(models["int8"], draft, PROMPT, seed=seed, **options) for seed in (5, 6)]
         expected = [list(generate(models["int8"], PROMPT, seed=seed, **options)) for seed in (5, 6)]
@@ -307,7 +352,9 @@ def test_the_nucleus_holds_for_what_is_drawn() -> None:
     assert probabilities(logits, SamplingParams(0.0)).tolist() == [[0, 1, 0, 0, 0]]
 
 
-def test_it_stops_at_an_end_token(models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_at_an_end_token(
+    models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models["fp32"]
     whole = list(generate(model, PROMPT, max_new_tokens=20))
     end = next(token for token in whole[5:] if token not in whole[:5])
@@ -327,13 +374,29 @@ def test_requests_that_make_no_sense(models: dict[str, Decoder], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("always")
-def test_the_command_takes_a_draft(folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", folders["int8"], "--dtype", "fp32", "--prompt", "My fellow", "--max-new-tokens", "15"]
+def test_the_command_takes_a_draft(
+    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "generate",
+        folders["int8"],
+        "--dtype",
+        "fp32",
+        "--prompt",
+        "My fellow",
+        "--max-new-tokens",
+        "15",
+    ]
     code, expected, _ = run(capfd, *command)
     assert code == 0
-    assert run(capfd, *command, "--draft", folders["int4-g32"], "--draft-tokens", "3")[:2] == (0, expected)
+    assert run(capfd, *command, "--draft", folders["int4-g32"], "--draft-tokens", "3")[:2] == (
+        0,
+        expected,
+    )
     assert run(capfd, *command, "--draft-tokens", "0")[:2] == (0, expected)
     assert run(capfd, *command, "--draft-tokens", "16")[0] == 2
-    code, _, error = run(capfd, *command, "--draft", folders["int4-g32"], "--stats", "--max-new-tokens", "60")
+    code, _, error = run(
+        capfd, *command, "--draft", folders["int4-g32"], "--stats", "--max-new-tokens", "60"
+    )
     assert code == 0
     assert re.search(r"^proposed: \d+ tokens, \d+% accepted$", error, re.MULTILINE)

@@ -25,13 +25,26 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An int4 model, whose tokenizer a template can spell."""
     folder = tmp_path_factory.mktemp("served")
     quantkit.convert(demo_model, folder / "floats", source_check=False)
-    quantkit.quantize(folder / "floats", folder / "int4", "int4-g32", method="rtn", source_check=False)
+    quantkit.quantize(
+        folder / "floats", folder / "int4", "int4-g32", method="rtn", source_check=False
+    )
     return folder / "int4"
 
 
 @pytest.fixture(scope="session")
 def address(model: Path, template: Path) -> Iterator[str]:
-    options = ["--template", template, "--slots", "4", "--waiting", "4", "--name", "demo", "--context", "512"]
+    options = [
+        "--template",
+        template,
+        "--slots",
+        "4",
+        "--waiting",
+        "4",
+        "--name",
+        "demo",
+        "--context",
+        "512",
+    ]
     with started(model, *options) as (_, found):
         yield found
 
@@ -54,6 +67,9 @@ def loaded_tokens(model: Path) -> dict[str, int]:
 @pytest.fixture(scope="session")
 def keyed(model: Path, template: Path) -> Iterator[tuple[str, str]]:
     """The address of a server that needs a key, and what the command prints after it."""
-    with started(model, "--template", template, "--api-key", KEY, "--context", "128") as (process, found):
+    with started(model, "--template", template, "--api-key", KEY, "--context", "128") as (
+        process,
+        found,
+    ):
         assert process.stdout is not None
         yield found, process.stdout.readline()

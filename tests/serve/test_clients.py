@@ -1,4 +1,6 @@
-"""Clients that people use with OpenAI's API, run against the server: LangChain, and lm-eval's models of it."""
+"""Clients that people use with OpenAI's API, run against the server: LangChain, and lm-eval's
+models of it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def chat(address: str) -> ChatOpenAI:
-    return ChatOpenAI(base_url=f"{address}/v1", api_key="none", model="demo", max_tokens=NEW, temperature=0)
+    return ChatOpenAI(
+        base_url=f"{address}/v1", api_key="none", model="demo", max_tokens=NEW, temperature=0
+    )
 
 
 def answer_chat(client: OpenAI, text: str) -> str:
     """Return the answer that OpenAI's client gets to a message."""
     messages: Any = [{"role": "user", "content": text}]
-    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=NEW, temperature=0)
+    answer = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=NEW, temperature=0
+    )
     return answer.choices[0].message.content or ""
 
 
@@ -57,7 +63,12 @@ def test_langchains_chats_have_log_probabilities(chat: ChatOpenAI) -> None:
 
 
 def test_langchains_completions_are_continued(address: str, client: OpenAI) -> None:
-    settings: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none", "model": "demo", "max_tokens": NEW}
+    settings: dict[str, Any] = {
+        "base_url": f"{address}/v1",
+        "api_key": "none",
+        "model": "demo",
+        "max_tokens": NEW,
+    }
     greedy = LangChainOpenAI(temperature=0, batch_size=3, **settings)
     expected = [continue_text(client, text) for text in TEXTS]
     assert greedy.invoke(TEXTS[0]) == expected[0]
@@ -89,7 +100,9 @@ def evaluated(folder: Path) -> Iterator[str]:
 def greedy_text(model: Any, tokenizer: Any, context: str) -> str:
     """Return the likeliest two tokens after a text as text."""
     ids = tokenizer(context, add_special_tokens=False)["input_ids"]
-    output = model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False, pad_token_id=0)[0]
+    output = model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False, pad_token_id=0)[
+        0
+    ]
     after: str = tokenizer.decode(output).removeprefix(tokenizer.decode(ids))
     return after
 
@@ -104,37 +117,62 @@ def greedy_text(model: Any, tokenizer: Any, context: str) -> str:
     ],
     ids=["one by one", "lists", "lists at once", "texts"],
 )
-def test_lm_evals_scores_are_those_of_transformers(options: dict[str, Any], folder: Path, evaluated: str) -> None:
+def test_lm_evals_scores_are_those_of_transformers(
+    options: dict[str, Any], folder: Path, evaluated: str
+) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(str(folder)), oracle.load(folder)
     is_tokenized = options.get("tokenized_requests", True)
-    if not is_tokenized and tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]:
+    if (
+        not is_tokenized
+        and tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]
+    ):
         pytest.skip("lm-eval does not count the BOS that the server puts before a text")
     lm = LocalCompletionsAPI(
-        base_url=f"{evaluated}/v1/completions", model="tiny", tokenizer=str(folder),
-        tokenizer_backend="huggingface", max_length=256, **options,
-    )  # fmt: skip
-    pairs = [("The people of", " the United"), ("My fellow", " citizens, friends"), ("War", " and"), ("A", " b c d")]
+        base_url=f"{evaluated}/v1/completions",
+        model="tiny",
+        tokenizer=str(folder),
+        tokenizer_backend="huggingface",
+        max_length=256,
+        **options,
+    )
+    pairs = [
+        ("The people of", " the United"),
+        ("My fellow", " citizens, friends"),
+        ("War", " and"),
+        ("A", " b c d"),
+    ]
     if is_tokenized:  # else the likeliest tokens may be others once they are text
         pairs.append(("War and", greedy_text(model, tokenizer, "War and")))
     instances = [
-        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=index) for index, pair in enumerate(pairs)
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=index)
+        for index, pair in enumerate(pairs)
     ]
-    for (context, continuation), (score, is_greedy) in zip(pairs, lm.loglikelihood(instances), strict=True):
+    for (context, continuation), (score, is_greedy) in zip(
+        pairs, lm.loglikelihood(instances), strict=True
+    ):
         before, after = lm._encode_pair(context, continuation)
         ids = [*before, *after]
         with torch.inference_mode():
             logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), dim=-1)
         places = range(len(before) - 1, len(ids) - 1)
-        assert score == pytest.approx(sum(float(logprobs[place, ids[place + 1]]) for place in places), abs=1e-2)
+        assert score == pytest.approx(
+            sum(float(logprobs[place, ids[place + 1]]) for place in places), abs=1e-2
+        )
         assert is_greedy == all(int(logprobs[place].argmax()) == ids[place + 1] for place in places)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_lm_eval_generates_what_the_client_gets(batch_size: int, folder: Path, evaluated: str) -> None:
+def test_lm_eval_generates_what_the_client_gets(
+    batch_size: int, folder: Path, evaluated: str
+) -> None:
     lm = LocalCompletionsAPI(
-        base_url=f"{evaluated}/v1/completions", model="tiny", tokenizer=str(folder),
-        tokenizer_backend="huggingface", max_length=256, batch_size=batch_size,
-    )  # fmt: skip
+        base_url=f"{evaluated}/v1/completions",
+        model="tiny",
+        tokenizer=str(folder),
+        tokenizer_backend="huggingface",
+        max_length=256,
+        batch_size=batch_size,
+    )
     settings = {"until": ["\n"], "max_gen_toks": NEW, "do_sample": False}
     instances = [
         Instance(request_type="generate_until", doc={}, arguments=(text, settings), idx=index)
@@ -160,7 +198,10 @@ def test_lm_eval_chats_as_the_client_does(folder: Path, evaluated: str) -> None:
     conversations: list[Any] = [[{"role": "user", "content": text}] for text in TEXTS]
     instances = [
         Instance(
-            request_type="generate_until", doc={}, arguments=(lm.apply_chat_template(messages), settings), idx=index
+            request_type="generate_until",
+            doc={},
+            arguments=(lm.apply_chat_template(messages), settings),
+            idx=index,
         )
         for index, messages in enumerate(conversations)
     ]

@@ -29,7 +29,9 @@ _JSON = (b"content-type", b"application/json")
 MESSAGES = [{"role": "user", "content": "Who?"}]
 
 
-def _answer(address: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+def _answer(
+    address: str, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, Any]:
     with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
         connection.request(method, path, body, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
@@ -43,24 +45,81 @@ def _schema(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "given", "status", "message"),
     [
-        (CHAT, {"messages": MESSAGES, "response_format": _schema({"$ref": "#/\ud800"})}, 400, "(found #/\\ud800)"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": _schema({"$ref": "#/\ud800"})},
+            400,
+            "(found #/\\ud800)",
+        ),
         (CHAT, {"messages": MESSAGES, "response_format": _schema({"a" * 5000: 1})}, 400, "a ..."),
-        (CHAT, {"messages": MESSAGES, "response_format": _schema({"format": ["date"]})}, 400, "the format ['date']"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"budget": 1}}, 400, "'budget' is no variable"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, 400, "is no variable"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, 400, "is no variable"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"documents": [{}]}}, 400, "does not print documents"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"continue_final_message": "\ud800"}}, 400, '"\\ud800"'),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 10**4299}, 400, "'max_tokens' holds a number that is too"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": _schema({"format": ["date"]})},
+            400,
+            "the format ['date']",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"budget": 1}},
+            400,
+            "'budget' is no variable",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
+            400,
+            "is no variable",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},
+            400,
+            "is no variable",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"documents": [{}]}},
+            400,
+            "does not print documents",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"continue_final_message": "\ud800"}},
+            400,
+            '"\\ud800"',
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "max_tokens": 10**4299},
+            400,
+            "'max_tokens' holds a number that is too",
+        ),
         ("/v1/completions", {"prompt": "x", "stream": 0}, 400, "`stream` is of the wrong type"),
-        ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": []}, 400, "'stream_options' is of the"),
-        ("/v1/completions", {"prompt": "x", "stop": [str(n) for n in range(257)]}, 400, "(found 257, expected at most"),
-        ("/v1/completions", {"prompt": "x", "n": 129}, 400, "n is out of range (found 129, expected 1 to 128)"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stream": True, "stream_options": []},
+            400,
+            "'stream_options' is of the",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stop": [str(n) for n in range(257)]},
+            400,
+            "(found 257, expected at most",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "n": 129},
+            400,
+            "n is out of range (found 129, expected 1 to 128)",
+        ),
         ("/tokenize", {"prompt": "x", "model": 5}, 400, "`model` is of the wrong type"),
         ("/detokenize", {"tokens": [1], "model": "gpt"}, 404, "the model 'gpt' is not served here"),
     ],
 )
-def test_odd_values_are_refused_by_name(path: str, given: Any, status: int, message: str, address: str) -> None:
+def test_odd_values_are_refused_by_name(
+    path: str, given: Any, status: int, message: str, address: str
+) -> None:
     found, answer = _answer(address, "POST", path, json.dumps(given).encode())
     assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
     assert message in answer["error"]["message"]
@@ -69,13 +128,18 @@ def test_odd_values_are_refused_by_name(path: str, given: Any, status: int, mess
 
 def test_only_too_long_a_prompt_has_the_code_of_that(address: str) -> None:
     for given, code in (({"max_tokens": 600}, "context_length_exceeded"), ({"context": 1}, None)):
-        status, answer = _answer(address, "POST", "/v1/completions", json.dumps({"prompt": "x", **given}).encode())
+        status, answer = _answer(
+            address, "POST", "/v1/completions", json.dumps({"prompt": "x", **given}).encode()
+        )
         assert (status, answer["error"]["code"]) == (400, code)
 
 
 def test_an_empty_body_is_called_so(address: str) -> None:
     status, answer = _answer(address, "POST", "/v1/completions")
-    assert (status, answer["error"]["message"]) == (400, "the body is empty (expected a JSON object)")
+    assert (status, answer["error"]["message"]) == (
+        400,
+        "the body is empty (expected a JSON object)",
+    )
 
 
 def test_errors_do_not_say_where_the_template_is(address: str) -> None:
@@ -87,16 +151,24 @@ def test_errors_do_not_say_where_the_template_is(address: str) -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("localhost", 200), ("LocalHost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1:", 200), ("", 421),
-        ("[::1]evil.example", 421), ("localhost:80@evil.example", 421), ("localhost.evil.example", 421),
+        ("localhost", 200),
+        ("LocalHost:8000", 200),
+        ("[::1]:8000", 200),
+        ("127.0.0.1:", 200),
+        ("", 421),
+        ("[::1]evil.example", 421),
+        ("localhost:80@evil.example", 421),
+        ("localhost.evil.example", 421),
     ],
-)  # fmt: skip
+)
 def test_a_host_is_this_machine_as_a_whole(host: str, status: int, address: str) -> None:
     assert _answer(address, "GET", "/health", Host=host)[0] == status
 
 
 @pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
-def test_a_check_of_health_needs_no_host_before_http_1_1(version: str, status: int, address: str) -> None:
+def test_a_check_of_health_needs_no_host_before_http_1_1(
+    version: str, status: int, address: str
+) -> None:
     place = urlsplit(address)
     with closing(socket.create_connection((place.hostname, place.port), 60)) as client:
         client.sendall(f"GET /health HTTP/{version}\r\n\r\n".encode())
@@ -105,7 +177,10 @@ def test_a_check_of_health_needs_no_host_before_http_1_1(version: str, status: i
 
 def test_a_key_of_any_letters_is_sent_as_utf_8() -> None:
     app = _application(None, api_key="sécret ключ")
-    sent = {key: (b"authorization", f"Bearer {key}".encode()) for key in ("sécret ключ", "secret", "s\xc3\xa9cret")}
+    sent = {
+        key: (b"authorization", f"Bearer {key}".encode())
+        for key in ("sécret ключ", "secret", "s\xc3\xa9cret")
+    }
     found = {key: asyncio.run(_status(app, {}, header)) for key, header in sent.items()}
     assert found == {"sécret ключ": 415, "secret": 401, "s\xc3\xa9cret": 401}
 
@@ -156,21 +231,44 @@ def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
 
 def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Path) -> None:
     """After the grace time, here half a second."""
-    program = "import quantkit.cli.entry as cli, quantkit.serve.server as one; one._GRACE_SECONDS = 0.5; cli.main()"
-    command = [sys.executable, "-c", program, "serve", str(model), "--port", "0", "--context", "4096"]
+    program = (
+        "import quantkit.cli.entry as cli, quantkit.serve.server as one; one._GRACE_SECONDS = 0.5;"
+        " cli.main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--context",
+        "4096",
+    ]
     given = {"prompt": "War", "max_tokens": 4000, "n": 64, "logit_bias": {"2": -100}}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = re.findall(r"http://\S+(?=/v1)", process.stdout.readline())[0]
-            with ThreadPoolExecutor(1) as pool, closing(_connected(address, {**given, "stream": True})) as stream:
-                whole = pool.submit(_answer, address, "POST", "/v1/completions", json.dumps(given).encode())
+            with (
+                ThreadPoolExecutor(1) as pool,
+                closing(_connected(address, {**given, "stream": True})) as stream,
+            ):
+                whole = pool.submit(
+                    _answer, address, "POST", "/v1/completions", json.dumps(given).encode()
+                )
                 response = stream.getresponse()
                 response.readline()
                 process.send_signal(signal.SIGTERM)
                 *_, last, empty = response.read().split(b"\n\n")
                 status, answer = whole.result()
-            error = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
+            error = {
+                "message": "the server is shutting down",
+                "type": "server_error",
+                "param": None,
+                "code": None,
+            }
             assert (json.loads(last.removeprefix(b"data: ")), empty) == ({"error": error}, b"")
             assert (status, answer) == (503, {"error": error})
             assert process.wait(60) == 0
@@ -185,13 +283,17 @@ def test_what_takes_longer_than_the_time_limit_ends_with_an_error(model: Path) -
         assert (status, answer["error"]["code"]) == (504, "timeout")
         with closing(_connected(address, {**given, "stream": True})) as stream:
             *_, last, empty = stream.getresponse().read().split(b"\n\n")
-        assert "more than 0.3 seconds" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        assert (
+            "more than 0.3 seconds" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        )
         assert empty == b""
 
 
 def _connected(address: str, given: Any) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(given).encode(), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(given).encode(), {"Content-Type": "application/json"}
+    )
     return connection
 
 
@@ -199,9 +301,15 @@ def _application(reader: Any, api_key: str | None = None) -> Any:
     """The application, with prompts from this reader, and a worker without work."""
     worker = SimpleNamespace(alive=True, jobs=0, reused=0, proposed=0, accepted=0)
     served: Any = SimpleNamespace(
-        name="demo", worker=worker, tokenizer=SimpleNamespace(special_tokens=None), chats=reader, texts=reader,
-        grammars=None, body_bytes=1 << 20, body_seconds=60.0,
-    )  # fmt: skip
+        name="demo",
+        worker=worker,
+        tokenizer=SimpleNamespace(special_tokens=None),
+        chats=reader,
+        texts=reader,
+        grammars=None,
+        body_bytes=1 << 20,
+        body_seconds=60.0,
+    )
     return application(served, api_key=api_key, hosts=None, max_requests=100)
 
 
@@ -216,6 +324,12 @@ async def _status(app: Any, given: dict[str, Any], header: tuple[bytes, bytes] =
         if message["type"] == "http.response.start":
             found.append(message["status"])
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [header], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [header],
+        "query_string": b"",
+    }
     await app(scope, receive, send)
     return found[0]

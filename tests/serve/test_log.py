@@ -1,4 +1,6 @@
-"""The log of requests: one line of JSON for each, with the id that its response has, and without what it says."""
+"""The log of requests: one line of JSON for each, with the id that its response has, and without
+what it says.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,33 @@ from quantkit.serve.log import RequestLog, recorded
 from quantkit.serve.worker import Delta
 
 ENDLESS: dict[str, Any] = {
-    "model": "demo", "prompt": "A secret war", "max_tokens": 400, "n": 64, "logit_bias": {"2": -100},
-}  # fmt: skip
+    "model": "demo",
+    "prompt": "A secret war",
+    "max_tokens": 400,
+    "n": 64,
+    "logit_bias": {"2": -100},
+}
 
 
 @pytest.fixture(scope="module")
-def logged(model: Path, template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def logged(
+    model: Path, template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
     """The address of a server with a key, and its log."""
     log = tmp_path_factory.mktemp("log") / "requests.jsonl"
     log.write_text('{"request_id": "earlier"}\n')
-    options = ["--template", template, "--slots", "1", "--waiting", "0", "--name", "demo", "--context", "512"]
+    options = [
+        "--template",
+        template,
+        "--slots",
+        "1",
+        "--waiting",
+        "0",
+        "--name",
+        "demo",
+        "--context",
+        "512",
+    ]
     with started(model, *options, "--api-key", KEY, "--log", log) as (_, address):
         yield address, log
     assert log.read_text().startswith('{"request_id": "earlier"}\n')
@@ -48,7 +67,11 @@ def _entry(log: Path, number: str) -> dict[str, Any]:
     """The line of a request, once it is there."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = [one for one in map(json.loads, log.read_text().splitlines()) if one["request_id"] == number]
+        found = [
+            one
+            for one in map(json.loads, log.read_text().splitlines())
+            if one["request_id"] == number
+        ]
         if found:
             assert len(found) == 1
             return dict(found[0])
@@ -80,10 +103,23 @@ def test_a_line_says_how_a_request_went(logged: tuple[str, Path]) -> None:
     assert answer.usage is not None
     entry = _entry(log, answer._request_id)
     assert list(entry) == [
-        "time", "request_id", "client", "method", "path", "status", "seconds", "first_token_seconds", "prompt_tokens",
-        "completion_tokens", "finish_reasons",
-    ]  # fmt: skip
-    assert (entry["client"], entry["method"], entry["path"]) == ("127.0.0.1", "POST", "/v1/chat/completions")
+        "time",
+        "request_id",
+        "client",
+        "method",
+        "path",
+        "status",
+        "seconds",
+        "first_token_seconds",
+        "prompt_tokens",
+        "completion_tokens",
+        "finish_reasons",
+    ]
+    assert (entry["client"], entry["method"], entry["path"]) == (
+        "127.0.0.1",
+        "POST",
+        "/v1/chat/completions",
+    )
     assert (entry["status"], entry["finish_reasons"]) == (200, ["length", "length"])
     assert (entry["prompt_tokens"], entry["completion_tokens"]) == (answer.usage.prompt_tokens, 12)
     assert 0 < entry["first_token_seconds"] <= entry["seconds"] < time.time() - before
@@ -104,9 +140,12 @@ def test_an_id_of_the_client_is_kept_if_it_is_short_and_plain(logged: tuple[str,
 def test_errors_have_an_id_and_a_line(logged: tuple[str, Path]) -> None:
     address, log = logged
     for path, status, headers in (
-        ("/v1/models", 401, {"Authorization": "Bearer wrong"}), ("/v1/models", 421, {"Host": "evil.example"}),
-        ("/nothing", 404, {}), ("/v1/completions", 405, {}), ("/v1/models/x", 404, {}),
-    ):  # fmt: skip
+        ("/v1/models", 401, {"Authorization": "Bearer wrong"}),
+        ("/v1/models", 421, {"Host": "evil.example"}),
+        ("/nothing", 404, {}),
+        ("/v1/completions", 405, {}),
+        ("/v1/models/x", 404, {}),
+    ):
         found, number = _get(address, path, **headers)
         assert (found, _entry(log, number)["status"]) == (status, status)
 
@@ -130,7 +169,9 @@ def test_a_client_that_goes_away_is_logged_as_such(stream: bool, logged: tuple[s
     body = json.dumps({**ENDLESS, "stream": stream}).encode()
     number = f"gone-{stream}"
     with socket.create_connection((place.hostname, place.port), timeout=60) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        )
         client.sendall(f"{head}X-Request-Id: {number}\r\nContent-Length: {len(body)}\r\n".encode())
         client.sendall(b"Content-Type: application/json\r\n\r\n" + body)
         if stream:
@@ -138,7 +179,11 @@ def test_a_client_that_goes_away_is_logged_as_such(stream: bool, logged: tuple[s
         else:
             time.sleep(0.3)
     entry = _entry(log, number)
-    assert (entry["status"], entry["finish_reasons"][-1], len(entry["finish_reasons"])) == (499, None, 64)
+    assert (entry["status"], entry["finish_reasons"][-1], len(entry["finish_reasons"])) == (
+        499,
+        None,
+        64,
+    )
     assert entry["prompt_tokens"] > 0
     assert entry["completion_tokens"] < 64 * 400
 
@@ -147,9 +192,12 @@ def test_too_many_requests_at_once_are_refused_in_json(logged: tuple[str, Path])
     """Before their bodies have come: one slot, none that wait, and some more."""
     address, _ = logged
     place = urlsplit(address)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n".encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Authorization: Bearer {KEY}\r\n".encode()
     head += b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-    clients = [socket.create_connection((place.hostname, place.port), timeout=60) for _ in range(18)]
+    clients = [
+        socket.create_connection((place.hostname, place.port), timeout=60) for _ in range(18)
+    ]
     try:
         for client in clients:
             client.sendall(head)
@@ -173,7 +221,9 @@ def test_too_many_requests_at_once_are_refused_in_json(logged: tuple[str, Path])
 
 
 @pytest.mark.parametrize("error", [None, ValueError("broken")])
-def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(error: Exception | None) -> None:
+def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(
+    error: Exception | None,
+) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         added = recorded(scope, [Request([1, 2], 4)], {"prompt": "x"}, lambda delta: None)
         await send({"type": "http.response.start", "status": 200})
@@ -194,7 +244,9 @@ def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(error: E
     assert (line["status"], line["finish_reasons"], line["completion_tokens"]) == (500, [None], 1)
 
 
-def test_prompts_are_logged_where_that_is_requested(model: Path, template: Path, tmp_path: Path) -> None:
+def test_prompts_are_logged_where_that_is_requested(
+    model: Path, template: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "new.jsonl"
     with started(model, "--template", template, "--log", log, "--log-prompts") as (_, address):
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
@@ -207,12 +259,26 @@ def test_prompts_are_logged_where_that_is_requested(model: Path, template: Path,
 
 
 def test_a_log_on_stdout_has_it_to_itself(model: Path) -> None:
-    command = [sys.executable, "-m", "quantkit.cli", "serve", str(model), "--port", "0", "--log", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit.cli",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--log",
+        "-",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        while (found := re.search(r"at (http://\S+)/v1; Ctrl-C ends it", line := process.stderr.readline())) is None:
+        while (
+            found := re.search(
+                r"at (http://\S+)/v1; Ctrl-C ends it", line := process.stderr.readline()
+            )
+        ) is None:
             assert line
         _, number = _get(found[1], "/health")
         assert json.loads(process.stdout.readline())["request_id"] == number
@@ -234,7 +300,9 @@ def test_a_log_on_stdout_has_it_to_itself(model: Path) -> None:
         (["--log", "/none/x"], 5, "/none/x: the log cannot be written: No such file or directory"),
     ],
 )
-def test_a_log_that_cannot_be_is_refused(options: list[str], code: int, message: str, model: Path) -> None:
+def test_a_log_that_cannot_be_is_refused(
+    options: list[str], code: int, message: str, model: Path
+) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "serve", str(model), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1)

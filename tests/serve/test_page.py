@@ -26,12 +26,23 @@ def test_the_files_of_the_page_are_served_and_no_others(address: str) -> None:
         status, headers, content = _get(address, path)
         assert (status, content) == (200, (FOLDER / name).read_bytes())
         assert headers["content-type"] == f"{kind}; charset=utf-8"
-        assert headers["content-security-policy"] == (
-            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
-            " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        assert (
+            headers["content-security-policy"]
+            == "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+            " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
-    for path in ("/index.html", "/routes.py", "/../routes.py", "/%2e%2e/app.py", "/page/page.js", "//etc/passwd"):
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == (
+            "nosniff",
+            "no-referrer",
+        )
+    for path in (
+        "/index.html",
+        "/routes.py",
+        "/../routes.py",
+        "/%2e%2e/app.py",
+        "/page/page.js",
+        "//etc/passwd",
+    ):
         assert _get(address, path)[0] == 404
     shipped = {path.name for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js")}
     assert shipped == {name for name, _ in routes.FILES.values()}
@@ -39,9 +50,13 @@ def test_the_files_of_the_page_are_served_and_no_others(address: str) -> None:
 
 def test_no_file_names_another_host_or_makes_html_of_text() -> None:
     for name, _ in routes.FILES.values():
-        content = (FOLDER / name).read_text().replace("http://www.w3.org/2000/svg", "")  # a namespace
+        content = (
+            (FOLDER / name).read_text().replace("http://www.w3.org/2000/svg", "")
+        )  # a namespace
         assert not re.search(r"(https?|wss?)://|@import|url\(|[\"']//", content), name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", content)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", content
+        )
     page = (FOLDER / "index.html").read_text()
     assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", page)
     assert set(re.findall(r'(?:src|href)="([^"#]*)"', page)) - {"style.css", "page.js"} == set(
@@ -78,16 +93,26 @@ def test_a_model_without_a_chat_template_offers_no_chat(model: Path) -> None:
             served_model = client.models.list().data[0]
             assert (served_model.model_extra or {})["quantkit"]["chat"] is False
             with pytest.raises(BadRequestError, match="--template"):
-                client.chat.completions.create(model=served_model.id, messages=[{"role": "user", "content": "Hi"}])
-            assert client.completions.create(model=served_model.id, prompt="The", max_tokens=2).choices[0].text
+                client.chat.completions.create(
+                    model=served_model.id, messages=[{"role": "user", "content": "Hi"}]
+                )
+            assert (
+                client.completions.create(model=served_model.id, prompt="The", max_tokens=2)
+                .choices[0]
+                .text
+            )
 
 
-def test_a_template_that_cannot_be_used_ends_the_server_at_once(model: Path, capfd: Capture) -> None:
+def test_a_template_that_cannot_be_used_ends_the_server_at_once(
+    model: Path, capfd: Capture
+) -> None:
     code, _, _ = run(capfd, "serve", model, "--port", "0", "--template", "no-such-template")
     assert code == 2
 
 
-def test_a_folder_that_states_less_can_be_served(model: Path, demo_model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_states_less_can_be_served(
+    model: Path, demo_model: Path, tmp_path: Path
+) -> None:
     floats = about(demo_model)
     assert (floats["scheme"], floats["certificate"]) == (None, None)
     for file in model.iterdir():

@@ -22,7 +22,9 @@ from quantkit.quality.positions import PositionDivergence
 from quantkit.serve.about import about
 
 CHROMIUM = chromium.executable()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: neither on PATH nor named by CHROMIUM")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium: neither on PATH nor named by CHROMIUM"
+)
 SIZES = pytest.mark.parametrize("width", [375, 1180])
 
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -32,8 +34,13 @@ _FOCUSED = "document.activeElement.id"
 _ANSWER = "[...document.querySelectorAll('.answer')].at(-1).textContent"
 _STATUS = "document.getElementById('status').textContent"
 _NOTE = "document.querySelector('.view > .note').textContent"
-_LOW = "(one) => (({ width, height }) => width && Math.min(width, height) < 24)(one.getBoundingClientRect())"
-_SHOWN = "document.getElementById('stop').checkVisibility() && document.getElementById('send').hidden"
+_LOW = (
+    "(one) => (({ width, height }) => width && Math.min(width, height) <"
+    " 24)(one.getBoundingClientRect())"
+)
+_SHOWN = (
+    "document.getElementById('stop').checkVisibility() && document.getElementById('send').hidden"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]
 
 
 @SIZES
-def test_a_chat_is_streamed(width: int, client: OpenAI, address: str, browser: chromium.Page) -> None:
+def test_a_chat_is_streamed(
+    width: int, client: OpenAI, address: str, browser: chromium.Page
+) -> None:
     _open(browser, address, width)
     tiles = browser.value("document.getElementById('tiles').innerText")
     assert all(word in tiles for word in ("int4-g32", "bits per weight", "KL", "passed", "512"))
@@ -59,7 +68,9 @@ def test_a_chat_is_streamed(width: int, client: OpenAI, address: str, browser: c
         browser.write(question)
         browser.press("Enter")
         messages.append({"role": "user", "content": question})
-        browser.wait(f"{_ENDED} && document.querySelectorAll('.turn').length === {len(messages) // 2 + 1}")
+        browser.wait(
+            f"{_ENDED} && document.querySelectorAll('.turn').length === {len(messages) // 2 + 1}"
+        )
         expected = client.chat.completions.create(model="demo", messages=messages, max_tokens=24)
         messages.append({"role": "assistant", "content": expected.choices[0].message.content})
         assert _letters(browser.value(_ANSWER)) == _letters(messages[-1]["content"])
@@ -67,26 +78,34 @@ def test_a_chat_is_streamed(width: int, client: OpenAI, address: str, browser: c
     assert re.search(r"24 tokens · [\d.]+ tokens/s · first token [\d.]+ s$", meta)
     assert browser.value(_NOTE) == "Stopped at the limit of 24 tokens."
     assert re.match(
-        r"int4-g32 · .* · KL [\d.]+ · 512 tokens", browser.value("document.getElementById('facts').innerText")
+        r"int4-g32 · .* · KL [\d.]+ · 512 tokens",
+        browser.value("document.getElementById('facts').innerText"),
     )
     assert browser.value(_OVERFLOW) == 0
 
     browser.value(f"window.before = {_ANSWER}; document.querySelector('.answer').id = 'old'")
     browser.click(".again")
     browser.wait(_ENDED)
-    assert browser.value(f"[document.querySelectorAll('.turn').length, {_ANSWER} === before]") == [2, True]
+    assert browser.value(f"[document.querySelectorAll('.turn').length, {_ANSWER} === before]") == [
+        2,
+        True,
+    ]
     assert browser.value("document.querySelectorAll('.again').length") == 1
 
     browser.click("#new")
     assert browser.value("document.querySelectorAll('.turn').length") == 0
     assert browser.value("document.getElementById('welcome').checkVisibility()")
     assert browser.errors == []
-    assert {f"{one.scheme}://{one.netloc}" for one in map(urlsplit, browser.requests) if one.scheme != "data"} == {
-        address
-    }
+    assert {
+        f"{one.scheme}://{one.netloc}"
+        for one in map(urlsplit, browser.requests)
+        if one.scheme != "data"
+    } == {address}
 
 
-def test_the_certificate_is_that_of_the_folder(model: Path, address: str, browser: chromium.Page) -> None:
+def test_the_certificate_is_that_of_the_folder(
+    model: Path, address: str, browser: chromium.Page
+) -> None:
     _open(browser, address)
     browser.click("#certificate-open")
     texts = json.loads((model / "quantkit.json").read_text())["quality"]["texts"]
@@ -105,14 +124,24 @@ def test_the_certificate_is_that_of_the_folder(model: Path, address: str, browse
 
     def body(**changed: Any) -> str:
         stated = json.dumps({"max_model_len": 512, "quantkit": {**about(model), **changed}})
-        return str(browser.value(f"module.certificateBody({stated}).map((one) => one.textContent).join(' ')"))
+        return str(
+            browser.value(
+                f"module.certificateBody({stated}).map((one) => one.textContent).join(' ')"
+            )
+        )
 
     assert "no certificate" in body(certificate=None)
     assert "The weights are floats" in body(certificate=None, scheme=None)
     accepted = {**about(model)["certificate"], "passed": False, "problem": "too far"}
     assert "Beyond its bound, and accepted: too far." in body(certificate=accepted)
     buckets = [asdict(PositionDivergence(0, 128, 128, 0.0832, 0.0144, 0.9))]
-    positions = {"text": "long.txt", "length": 128, "windows": 2, "kl_bound": 0.25, "caches": {"float": buckets}}
+    positions = {
+        "text": "long.txt",
+        "length": 128,
+        "windows": 2,
+        "kl_bound": 0.25,
+        "caches": {"float": buckets},
+    }
     assert "0-1270.083 ± 0.014" in body(certificate={**accepted, "positions": positions})
 
 
@@ -121,7 +150,8 @@ def test_stop_frees_the_slot(address: str, browser: chromium.Page) -> None:
     ended = _requests(address)
     browser.value(
         "original = fetch; fetch = async (...given) => { const found = await original(...given);"
-        " document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' })); return found; }; 0"
+        " document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' })); return found;"
+        " }; 0"
     )
     browser.write("Who are you?")
     browser.press("Enter")
@@ -139,7 +169,12 @@ def test_an_answer_is_shown_while_it_comes_and_announced_when_it_ends(
     width: int, address: str, browser: chromium.Page
 ) -> None:
     _open(browser, address, width)
-    rest = "2 + 2)  # " + "x" * 200 + "\n```\n\n1. one\n2. two\n\n<img src=x onerror=alert(1)> http://x/" + "y" * 200
+    rest = (
+        "2 + 2)  # "
+        + "x" * 200
+        + "\n```\n\n1. one\n2. two\n\n<img src=x onerror=alert(1)> http://x/"
+        + "y" * 200
+    )
     first = {"content": "It is **four**.\n\n```py\nprint("}
     _script(browser, {"reasoning_content": "Two and two"}, first, "pause", {"content": rest})
     browser.write("2 + 2?")
@@ -147,7 +182,10 @@ def test_an_answer_is_shown_while_it_comes_and_announced_when_it_ends(
     browser.wait(f"{_ANSWER}.includes('print(')")
     assert browser.value("document.querySelector('.answer').ariaBusy") == "true"
     assert (
-        browser.value("document.querySelectorAll('#log [aria-live], #log [role=status], #log [role=alert]').length")
+        browser.value(
+            "document.querySelectorAll('#log [aria-live], #log [role=status], #log"
+            " [role=alert]').length"
+        )
         == 0
     )
     assert browser.value(_STATUS) == "The model answers."
@@ -155,7 +193,9 @@ def test_an_answer_is_shown_while_it_comes_and_announced_when_it_ends(
     browser.value("resume()")
     browser.wait(_ENDED)
     assert browser.value("document.querySelector('.answer strong').textContent") == "four"
-    assert browser.value("document.querySelector('.answer pre').textContent").startswith("print(2 + 2)")
+    assert browser.value("document.querySelector('.answer pre').textContent").startswith(
+        "print(2 + 2)"
+    )
     assert browser.value("document.querySelectorAll('.answer ol > li').length") == 2
     assert browser.value("document.querySelectorAll('.answer img, .answer a').length") == 0
     assert "<img src=x" in browser.value(_ANSWER)
@@ -180,7 +220,11 @@ def test_a_part_of_an_answer_stays_when_it_is_stopped(address: str, browser: chr
     browser.click("#message")
     browser.write("And then?")
     browser.press("Enter")
-    assert browser.value("sent.messages.map((one) => one.content)") == ["Go on", "The first half", "And then?"]
+    assert browser.value("sent.messages.map((one) => one.content)") == [
+        "Go on",
+        "The first half",
+        "And then?",
+    ]
 
 
 def test_a_context_that_is_full_is_no_other_limit(address: str, browser: chromium.Page) -> None:
@@ -199,16 +243,26 @@ def test_a_context_that_is_full_is_no_other_limit(address: str, browser: chromiu
             "new Response('{}', {status: 429, headers: {'Retry-After': '7'}})",
             "The server is busy. Try again in 7 seconds.",
         ),
-        ("Response.json({error: {message: 'top_p must lie in [0, 1]'}}, {status: 400})", "top_p must lie in [0, 1]"),
+        (
+            "Response.json({error: {message: 'top_p must lie in [0, 1]'}}, {status: 400})",
+            "top_p must lie in [0, 1]",
+        ),
         ("new Response('gone', {status: 502})", "The server answered with status 502."),
-        ("new Response('data: {\"error\": {\"message\": \"NaN in logits\"}}\\n\\n')", "NaN in logits"),
+        ('new Response(\'data: {"error": {"message": "NaN in logits"}}\\n\\n\')', "NaN in logits"),
         ("new Response('')", "The connection ended before the answer did."),
-        ("Promise.reject(new TypeError('Failed to fetch'))", "The server does not answer. Is it still running?"),
+        (
+            "Promise.reject(new TypeError('Failed to fetch'))",
+            "The server does not answer. Is it still running?",
+        ),
     ],
-)  # fmt: skip
-def test_errors_are_shown_as_they_are(response: str, message: str, address: str, browser: chromium.Page) -> None:
+)
+def test_errors_are_shown_as_they_are(
+    response: str, message: str, address: str, browser: chromium.Page
+) -> None:
     _open(browser, address)
-    browser.value(f"fetch = async (path, options) => (window.sent = JSON.parse(options.body), {response}); 0")
+    browser.value(
+        f"fetch = async (path, options) => (window.sent = JSON.parse(options.body), {response}); 0"
+    )
     browser.write("Who?")
     browser.press("Enter")
     browser.wait(_ENDED)
@@ -218,14 +272,29 @@ def test_errors_are_shown_as_they_are(response: str, message: str, address: str,
     browser.write("Again?")
     browser.press("Enter")
     browser.wait(f"{_ENDED} && document.querySelectorAll('.turn').length === 2")
-    assert browser.value("sent.messages.map((one) => one.content)") == ["Again?"]  # what has no answer is not sent
-    assert browser.value("Object.keys(sent).sort()") == ["messages", "model", "stream", "stream_options"]
+    assert browser.value("sent.messages.map((one) => one.content)") == [
+        "Again?"
+    ]  # what has no answer is not sent
+    assert browser.value("Object.keys(sent).sort()") == [
+        "messages",
+        "model",
+        "stream",
+        "stream_options",
+    ]
 
 
 def test_settings_are_sent_and_kept(address: str, browser: chromium.Page) -> None:
     _open(browser, address)
-    given = {"system": "Be brief.", "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
-             "repetition_penalty": 1.1, "max_tokens": 12, "seed": 7}  # fmt: skip
+    given = {
+        "system": "Be brief.",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_tokens": 12,
+        "seed": 7,
+    }
     browser.click("#settings-open")
     for name, value in given.items():
         browser.click(f"#{name}")
@@ -238,8 +307,13 @@ def test_settings_are_sent_and_kept(address: str, browser: chromium.Page) -> Non
     browser.press("Enter")
     browser.wait(_ENDED)
     sent = browser.value("sent")
-    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    assert {name: sent[name] for name in given if name != "system"} == {k: v for k, v in given.items() if k != "system"}
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+    ]
+    assert {name: sent[name] for name in given if name != "system"} == {
+        k: v for k, v in given.items() if k != "system"
+    }
     browser.click("#settings-open")
     browser.click("#top_p")
     browser.write("9")  # 0.99 is allowed, 0.9 and another nine
@@ -247,7 +321,9 @@ def test_settings_are_sent_and_kept(address: str, browser: chromium.Page) -> Non
     browser.write("-")  # no number
     browser.press("Enter")
     assert browser.value("document.getElementById('settings').open")
-    assert browser.value("document.getElementById('settings-problem').innerText").startswith("Top k: ")
+    assert browser.value("document.getElementById('settings-problem').innerText").startswith(
+        "Top k: "
+    )
     assert browser.value(_FOCUSED) == "top_k"
     browser.click("#settings [type=reset]")
     browser.wait("document.getElementById('settings-open').textContent === 'Settings'")
@@ -268,7 +344,10 @@ def test_the_keyboard_is_enough(address: str, browser: chromium.Page) -> None:
     browser.press("Enter")
     assert browser.value("document.getElementById('certificate').open")
     browser.press("Escape")
-    assert browser.value(f"[{_FOCUSED}, document.getElementById('certificate').open]") == ["certificate-open", False]
+    assert browser.value(f"[{_FOCUSED}, document.getElementById('certificate').open]") == [
+        "certificate-open",
+        False,
+    ]
     browser.press("Tab", shift=True)
     assert browser.value(_FOCUSED) == "settings-open"
     for _ in range(3):
@@ -285,7 +364,9 @@ def test_the_keyboard_is_enough(address: str, browser: chromium.Page) -> None:
 
 
 @SIZES
-def test_every_control_has_a_name_and_is_large_enough(width: int, address: str, browser: chromium.Page) -> None:
+def test_every_control_has_a_name_and_is_large_enough(
+    width: int, address: str, browser: chromium.Page
+) -> None:
     _open(browser, address, width)
     _script(browser, {"reasoning_content": "So"}, {"content": "```\ncode\n```"})
     browser.write("Who?")
@@ -303,7 +384,10 @@ def test_every_control_has_a_name_and_is_large_enough(width: int, address: str, 
         )
         assert 0 <= left < right <= width
         browser.value(f"document.getElementById('{dialog}').close()")
-    parts = "['header', 'main', 'h1', '[role=status]'].map((one) => document.querySelectorAll(one).length)"
+    parts = (
+        "['header', 'main', 'h1', '[role=status]'].map((one) =>"
+        " document.querySelectorAll(one).length)"
+    )
     assert browser.value(parts) == [1, 1, 1, 1]
 
 
@@ -313,7 +397,9 @@ def test_a_key_is_requested_only_where_the_server_needs_one(
     _open(browser, address)
     assert browser.value("document.getElementById('key').open") is False
     browser.open(f"{keyed[0]}/", width=375, phone=True)
-    browser.value("localStorage.setItem('quantkit.settings', '{\"max_tokens\": 4}'); sessionStorage.clear()")
+    browser.value(
+        "localStorage.setItem('quantkit.settings', '{\"max_tokens\": 4}'); sessionStorage.clear()"
+    )
     browser.open(f"{keyed[0]}/", width=375, phone=True)
     browser.wait("document.getElementById('key').open")
     assert browser.value(_FOCUSED) == "key-value"
@@ -363,7 +449,7 @@ def _script(browser: chromium.Page, *deltas: Any, reason: str = "stop", tokens: 
             });
             return new Response(stream);
           };
-        })"""
+        })"""  # noqa: E501
         f"({json.dumps(lines)}); 0"
     )
 

@@ -1,4 +1,6 @@
-"""Completions of several prompts in one request: each choice is that of a request with its prompt alone."""
+"""Completions of several prompts in one request: each choice is that of a request with its
+prompt alone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def ids(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_each_prompt_has_its_choices_in_order(client: OpenAI, ids: list[list[int]], count: int) -> None:
+def test_each_prompt_has_its_choices_in_order(
+    client: OpenAI, ids: list[list[int]], count: int
+) -> None:
     options: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 3, "logprobs": 1}
     for prompts in (TEXTS[:count], ids[:count]):
         alone = ask_alone(client, prompts, **options)
@@ -34,9 +38,13 @@ def test_each_prompt_has_its_choices_in_order(client: OpenAI, ids: list[list[int
         expected = [choice for answer in alone for choice in answer.choices]
         assert [choice.index for choice in together.choices] == list(range(2 * count))
         assert [choice.text for choice in together.choices] == [choice.text for choice in expected]
-        assert [choice.logprobs for choice in together.choices] == [choice.logprobs for choice in expected]
+        assert [choice.logprobs for choice in together.choices] == [
+            choice.logprobs for choice in expected
+        ]
         for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert getattr(together.usage, key) == sum(getattr(answer.usage, key) for answer in alone)
+            assert getattr(together.usage, key) == sum(
+                getattr(answer.usage, key) for answer in alone
+            )
 
 
 def test_prompts_of_both_kinds_may_be_in_one_list(client: OpenAI, ids: list[list[int]]) -> None:
@@ -46,7 +54,9 @@ def test_prompts_of_both_kinds_may_be_in_one_list(client: OpenAI, ids: list[list
     assert [choice.text for choice in answer.choices] == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2, "stop": "e"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2, "stop": "e"}]
+)
 def test_pieces_of_each_choice_are_the_whole(client: OpenAI, options: dict[str, Any]) -> None:
     whole = client.completions.create(prompt=TEXTS, n=2, **SETTINGS | options)
     stream = client.completions.create(
@@ -59,7 +69,11 @@ def test_pieces_of_each_choice_are_the_whole(client: OpenAI, options: dict[str, 
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
             if choice.logprobs is not None:
-                parts = (choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.text_offset)
+                parts = (
+                    choice.logprobs.tokens,
+                    choice.logprobs.token_logprobs,
+                    choice.logprobs.text_offset,
+                )
                 tokens[choice.index] += zip(*parts, strict=True)
         usage = piece.usage
     assert usage == whole.usage
@@ -68,7 +82,9 @@ def test_pieces_of_each_choice_are_the_whole(client: OpenAI, options: dict[str, 
         assert reasons[choice.index] == choice.finish_reason
         if choice.logprobs is not None:
             streamed = [entry[:2] for entry in tokens[choice.index]]
-            values = zip(choice.logprobs.tokens or [], choice.logprobs.token_logprobs or [], strict=True)
+            values = zip(
+                choice.logprobs.tokens or [], choice.logprobs.token_logprobs or [], strict=True
+            )
             assert streamed == list(values)
             if "stop" not in options:
                 assert [entry[2] for entry in tokens[choice.index]] == choice.logprobs.text_offset
@@ -76,9 +92,13 @@ def test_pieces_of_each_choice_are_the_whole(client: OpenAI, options: dict[str, 
 
 def test_prompts_are_scored_with_echo(client: OpenAI, ids: list[list[int]], model: Any) -> None:
     """What lm-eval sends; the last entry is that of the one new token."""
-    answer = client.completions.create(prompt=ids, echo=True, logprobs=1, **SETTINGS | {"max_tokens": 1})
+    answer = client.completions.create(
+        prompt=ids, echo=True, logprobs=1, **SETTINGS | {"max_tokens": 1}
+    )
     decoder, tokenizer = quantkit.load(model, backend="cpu-exact")
-    scored = quantkit.generate_batch(decoder, ids, tokenizer=tokenizer, max_new_tokens=0, echo=True, logprobs=1)
+    scored = quantkit.generate_batch(
+        decoder, ids, tokenizer=tokenizer, max_new_tokens=0, echo=True, logprobs=1
+    )
     for choice, expected in zip(answer.choices, scored, strict=True):
         assert choice.logprobs is not None
         assert expected.logprobs is not None
@@ -108,7 +128,11 @@ def test_a_bad_prompt_is_named(client: OpenAI, prompt: Any, message: str) -> Non
 
 
 def test_what_concerns_all_prompts_is_said_of_none(client: OpenAI) -> None:
-    for options in ({"temperature": -1}, {"logit_bias": {"100000": 1}}, {"n": 128, "prompt": ["a"] * 9}):
+    for options in (
+        {"temperature": -1},
+        {"logit_bias": {"100000": 1}},
+        {"n": 128, "prompt": ["a"] * 9},
+    ):
         with pytest.raises(BadRequestError) as refused:
             client.completions.create(**{"prompt": TEXTS, **SETTINGS, **options})
         assert refused.value.param == next(iter(options))
@@ -116,7 +140,10 @@ def test_what_concerns_all_prompts_is_said_of_none(client: OpenAI) -> None:
 
 
 def test_formats_bound_the_answers_of_all_prompts(client: OpenAI) -> None:
-    formatted: dict[str, Any] = {**SETTINGS, "extra_body": {"response_format": {"type": "json_object"}}}
+    formatted: dict[str, Any] = {
+        **SETTINGS,
+        "extra_body": {"response_format": {"type": "json_object"}},
+    }
     with pytest.raises(BadRequestError) as refused:
         client.completions.create(prompt=TEXTS, n=50, **formatted)
     assert "found 150, expected at most 128" in str(refused.value)

@@ -1,4 +1,6 @@
-"""Clients that send or read nothing: they lose their connections, and the others do not wait for them."""
+"""Clients that send or read nothing: they lose their connections, and the others do not wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,21 @@ WITHOUT_END = {"2": -100}
 def impatient_server(model: Path, *options: str | Path, body_seconds: float = 1.0) -> Iterator[str]:
     """Start a server whose time limits for clients are short, and return its address."""
     program = (
-        "import quantkit.cli.entry as cli, quantkit.serve.server as server;"
-        "server._HEADER_SECONDS = 1.0; server._WRITE_SECONDS = 1.0;"
-        f"server._BODY_SECONDS = {body_seconds};"
-        "import quantkit.serve.connection as connection; connection._SLOWEST_READER = 1 << 30; cli.main()"
+        "import quantkit.cli.entry as cli, quantkit.serve.server as server;server._HEADER_SECONDS"
+        f" = 1.0; server._WRITE_SECONDS = 1.0;server._BODY_SECONDS = {body_seconds};import"
+        " quantkit.serve.connection as connection; connection._SLOWEST_READER = 1 << 30;"
+        " cli.main()"
     )
-    command = [sys.executable, "-c", program, "serve", str(model), "--port", "0", *map(str, options)]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        *map(str, options),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -51,7 +62,18 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(model: Path, log: Path) -> Iterator[str]:
-    options = ["--connections", str(PER_ADDRESS), "--slots", "2", "--waiting", "2", "--context", "4096", "--log", log]
+    options = [
+        "--connections",
+        str(PER_ADDRESS),
+        "--slots",
+        "2",
+        "--waiting",
+        "2",
+        "--context",
+        "4096",
+        "--log",
+        log,
+    ]
     with impatient_server(model, *options) as found:
         yield found
 
@@ -111,7 +133,11 @@ def log_entry(log: Path, number: str) -> dict[str, Any]:
     """Return the line of a request, once it is written."""
 
     def entries() -> list[dict[str, Any]]:
-        return [entry for entry in map(json.loads, log.read_text().splitlines()) if entry["request_id"] == number]
+        return [
+            entry
+            for entry in map(json.loads, log.read_text().splitlines())
+            if entry["request_id"] == number
+        ]
 
     wait_until(lambda: bool(entries()))
     return entries()[0]
@@ -127,7 +153,14 @@ def log_entry(log: Path, number: str) -> dict[str, Any]:
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost: loc",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx",
     ],
-    ids=["nothing", "half a header", "half a body", "one request", "half a second header", "half an unread body"],
+    ids=[
+        "nothing",
+        "half a header",
+        "half a body",
+        "one request",
+        "half a second header",
+        "half an unread body",
+    ],
 )
 def test_a_silent_client_loses_its_connection(sent: bytes, address: str) -> None:
     with connect(address) as client:
@@ -159,8 +192,12 @@ def test_a_header_byte_by_byte_is_not_waited_for(address: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_stops_reading_gives_its_place_back(stream: bool, address: str, log: Path) -> None:
-    """The server takes four requests at a time; the answers are larger than what the sockets can hold."""
+def test_a_client_that_stops_reading_gives_its_place_back(
+    stream: bool, address: str, log: Path
+) -> None:
+    """The server takes four requests at a time; the answers are larger than what the sockets can
+    hold.
+    """
     body = {"prompt": [5] * 3000, "max_tokens": 4, "echo": True, "logprobs": 100, "stream": stream}
     with ExitStack() as stack:
         for number in range(4):
@@ -170,13 +207,22 @@ def test_a_client_that_stops_reading_gives_its_place_back(stream: bool, address:
             assert log_entry(log, f"stopped-{stream}-{number}")["status"] == 499
         with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as other:
             other.request(
-                "POST", COMPLETIONS, json.dumps({"prompt": "x", "max_tokens": 1}), {"Content-Type": "application/json"}
+                "POST",
+                COMPLETIONS,
+                json.dumps({"prompt": "x", "max_tokens": 1}),
+                {"Content-Type": "application/json"},
             )
             assert other.getresponse().status == 200
 
 
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(address: str, log: Path) -> None:
-    body = {"prompt": "War", "max_tokens": 100, "logprobs": 100, "logit_bias": WITHOUT_END, "stream": True}
+    body = {
+        "prompt": "War",
+        "max_tokens": 100,
+        "logprobs": 100,
+        "logit_bias": WITHOUT_END,
+        "stream": True,
+    }
     with connect(address, receive_bytes=4096) as client:
         client.sendall(request_bytes(body, X_Request_Id="slow", Connection="close"))
         parts = []
@@ -188,7 +234,9 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(address: str, log: Pa
 
 
 def test_silent_clients_keep_no_one_out(address: str) -> None:
-    """More of them than an address may have connections: those that were silent the longest give way."""
+    """More of them than an address may have connections: those that were silent the longest give
+    way.
+    """
     with ExitStack() as stack:
         clients = []
         for number in range(3 * PER_ADDRESS):
@@ -212,7 +260,9 @@ def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) 
 
         def is_answered() -> bool:
             with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as other:
-                other.request("POST", "/tokenize", b'{"prompt": "x"}', {"Content-Type": "application/json"})
+                other.request(
+                    "POST", "/tokenize", b'{"prompt": "x"}', {"Content-Type": "application/json"}
+                )
                 return other.getresponse().status == 200
 
         wait_until(is_answered)
@@ -221,7 +271,10 @@ def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) 
 
 def test_an_address_with_too_many_busy_connections_is_refused(model: Path) -> None:
     body = {"prompt": "War", "max_tokens": 3000, "logit_bias": WITHOUT_END, "stream": True}
-    with impatient_server(model, "--connections", "2", "--context", "4096") as address, ExitStack() as stack:
+    with (
+        impatient_server(model, "--connections", "2", "--context", "4096") as address,
+        ExitStack() as stack,
+    ):
         busy = [stack.enter_context(connect(address)) for _ in range(2)]
         for client in busy:
             client.sendall(request_bytes(body))
@@ -230,13 +283,17 @@ def test_an_address_with_too_many_busy_connections_is_refused(model: Path) -> No
         with connect(address) as another:
             answer = read_to_end(another)
         assert answer.startswith(b"HTTP/1.1 429 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "rate_limit_exceeded"
+        assert (
+            json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "rate_limit_exceeded"
+        )
         busy[0].close()
         wait_until(lambda: check_health(address) == 200)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize", "/nothing"])
-def test_a_client_that_leaves_before_its_body_ends_is_logged_so(path: str, address: str, log: Path) -> None:
+def test_a_client_that_leaves_before_its_body_ends_is_logged_so(
+    path: str, address: str, log: Path
+) -> None:
     number = f"left{path.replace('/', '-')}"
     with connect(address) as client:
         client.sendall(request_bytes({"prompt": "x"}, path=path, X_Request_Id=number)[:-3])
@@ -255,10 +312,16 @@ def test_two_lengths_of_a_body_are_refused(address: str) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
-@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)])
+@pytest.mark.parametrize(
+    ("coding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)]
+)
 def test_compressed_bodies_are_refused(coding: str, status: int, address: str) -> None:
     with connect(address) as client:
-        client.sendall(request_bytes({"prompt": "x"}, path="/tokenize", Content_Encoding=coding, Connection="close"))
+        client.sendall(
+            request_bytes(
+                {"prompt": "x"}, path="/tokenize", Content_Encoding=coding, Connection="close"
+            )
+        )
         answer = read_to_end(client)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert (b"accept-encoding: identity" in answer.lower()) is (status == 415)
@@ -267,23 +330,40 @@ def test_compressed_bodies_are_refused(coding: str, status: int, address: str) -
 @pytest.mark.parametrize(
     ("authorization", "status"),
     [
-        (f"Bearer {KEY}", 200), (f"bearer {KEY}", 200), (f"BEARER   {KEY}", 200), (KEY, 401), (f"Basic {KEY}", 401),
-        ("Bearer", 401), (f"Bearer {KEY.upper()}", 401), (f"Bearer{KEY}", 401),
+        (f"Bearer {KEY}", 200),
+        (f"bearer {KEY}", 200),
+        (f"BEARER   {KEY}", 200),
+        (KEY, 401),
+        (f"Basic {KEY}", 401),
+        ("Bearer", 401),
+        (f"Bearer {KEY.upper()}", 401),
+        (f"Bearer{KEY}", 401),
     ],
-)  # fmt: skip
-def test_the_scheme_of_a_key_may_have_any_case(authorization: str, status: int, keyed: tuple[str, str]) -> None:
+)
+def test_the_scheme_of_a_key_may_have_any_case(
+    authorization: str, status: int, keyed: tuple[str, str]
+) -> None:
     with closing(http.client.HTTPConnection(urlsplit(keyed[0]).netloc, timeout=60)) as connection:
         connection.request("GET", "/v1/models", headers={"Authorization": authorization})
         assert connection.getresponse().status == status
 
 
 def test_the_name_of_a_proxy_can_be_allowed(model: Path) -> None:
-    with impatient_server(model, "--allowed-host", "LLM.example", "--allowed-host", "2001:db8::1") as address:
+    with impatient_server(
+        model, "--allowed-host", "LLM.example", "--allowed-host", "2001:db8::1"
+    ) as address:
         for host, status in {
-            "llm.example": 200, "llm.example:443": 200, "[2001:db8::1]:80": 200, "localhost": 200,
-            "evil.example": 421, "x.llm.example": 421, "llm.example.evil": 421,
-        }.items():  # fmt: skip
-            with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
+            "llm.example": 200,
+            "llm.example:443": 200,
+            "[2001:db8::1]:80": 200,
+            "localhost": 200,
+            "evil.example": 421,
+            "x.llm.example": 421,
+            "llm.example.evil": 421,
+        }.items():
+            with closing(
+                http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+            ) as connection:
                 connection.request("GET", "/health", headers={"Host": host})
                 assert (host, connection.getresponse().status) == (host, status)
 
@@ -295,7 +375,8 @@ def test_hosts_are_any_for_other_machines_unless_some_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "name"), [("127.0.0.2", "127.0.0.2"), ("0:0:0:0:0:0:0:1", "[0:0:0:0:0:0:0:1]"), ("::1", "[::1]")]
+    ("host", "name"),
+    [("127.0.0.2", "127.0.0.2"), ("0:0:0:0:0:0:0:1", "[0:0:0:0:0:0:0:1]"), ("::1", "[::1]")],
 )
 def test_a_server_answers_to_the_address_that_it_prints(host: str, name: str) -> None:
     assert ServeOptions(host=host).host_names == {name, "localhost", "127.0.0.1", "[::1]"}

@@ -1,4 +1,6 @@
-"""Tools and reasoning in the server, with OpenAI's own client: a random model calls tools where it must."""
+"""Tools and reasoning in the server, with OpenAI's own client: a random model calls tools where
+it must.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,28 @@ from quantkit.jobs.prompts_file import PromptReader
 from quantkit.text.tokenizer import load_tokenizer
 
 DAY = {"type": "string", "enum": ["today", "tomorrow"]}
-PARAMETERS = {"type": "object", "properties": {"day": DAY}, "required": ["day"], "additionalProperties": False}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"day": DAY},
+    "required": ["day"],
+    "additionalProperties": False,
+}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "get_weather", "description": "?", "parameters": PARAMETERS}},
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "?", "parameters": PARAMETERS},
+    },
     {"type": "function", "function": {"name": "get_time"}},
 ]
 SCHEMAS = {"get_weather": PARAMETERS, "get_time": {"type": "object", "maxProperties": 0}}
 MESSAGES: list[Any] = [{"role": "user", "content": "Will it rain?"}]
-GIVEN: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "seed": 2, "temperature": 1}
+GIVEN: dict[str, Any] = {
+    "model": "tiny",
+    "messages": MESSAGES,
+    "max_tokens": 300,
+    "seed": 2,
+    "temperature": 1,
+}
 FAMILIES = ("hermes", "llama3", "mistral", "mistral_args")
 
 
@@ -52,7 +68,9 @@ def clients(folder: Path, templates: dict[str, Path]) -> Iterator[dict[str, Open
 
         class Clients(dict[str, OpenAI]):
             def __missing__(self, name: str) -> OpenAI:
-                _, address = stack.enter_context(started(folder, "--template", templates[name], "--name", "tiny"))
+                _, address = stack.enter_context(
+                    started(folder, "--template", templates[name], "--name", "tiny")
+                )
                 client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
                 self[name] = stack.enter_context(client)
                 return client
@@ -61,9 +79,13 @@ def clients(folder: Path, templates: dict[str, Path]) -> Iterator[dict[str, Open
 
 
 def streamed(client: OpenAI, **given: Any) -> tuple[str, str, dict[int, dict[str, str]], Any, Any]:
-    """Content, reasoning, calls by their places, the reason of the end and the usage, of the first answer's pieces."""
+    """Content, reasoning, calls by their places, the reason of the end and the usage, of the
+    first answer's pieces.
+    """
     content, reasoning, calls, reason, usage = "", "", dict[int, dict[str, str]](), None, None
-    for event in client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+    for event in client.chat.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}
+    ):
         usage = event.usage or usage
         for choice in event.choices:
             content += choice.delta.content or ""
@@ -79,13 +101,20 @@ def streamed(client: OpenAI, **given: Any) -> tuple[str, str, dict[int, dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_that_are_required_are_made_whole_or_in_pieces(family: str, clients: dict[str, OpenAI]) -> None:
+def test_calls_that_are_required_are_made_whole_or_in_pieces(
+    family: str, clients: dict[str, OpenAI]
+) -> None:
     client = clients[family]
     for choice, names in (
         ("required", {"get_weather", "get_time"}),
         ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
     ):
-        given: dict[str, Any] = {**GIVEN, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        given: dict[str, Any] = {
+            **GIVEN,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+        }
         found = client.chat.completions.create(**given).choices[0]
         assert (found.finish_reason, found.message.content) == ("tool_calls", None)
         (call,) = found.message.tool_calls or []
@@ -106,8 +135,17 @@ class Weather(BaseModel):
 
 
 def test_the_client_parses_its_own_functions(clients: dict[str, OpenAI]) -> None:
-    given: dict[str, Any] = {**GIVEN, "tools": [pydantic_function_tool(Weather)], "tool_choice": "required"}
-    found = clients["hermes"].chat.completions.parse(**given, parallel_tool_calls=False).choices[0].message
+    given: dict[str, Any] = {
+        **GIVEN,
+        "tools": [pydantic_function_tool(Weather)],
+        "tool_choice": "required",
+    }
+    found = (
+        clients["hermes"]
+        .chat.completions.parse(**given, parallel_tool_calls=False)
+        .choices[0]
+        .message
+    )
     (call,) = found.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather)
     with clients["hermes"].chat.completions.stream(**given, parallel_tool_calls=False) as stream:
@@ -118,7 +156,9 @@ def test_the_client_parses_its_own_functions(clients: dict[str, OpenAI]) -> None
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral", "mistral_args"])
-def test_several_calls_have_their_places_and_identifiers(family: str, clients: dict[str, OpenAI]) -> None:
+def test_several_calls_have_their_places_and_identifiers(
+    family: str, clients: dict[str, OpenAI]
+) -> None:
     given: dict[str, Any] = {**GIVEN, "tools": TOOLS[1:], "tool_choice": "required", "n": 8}
     answers = clients[family].chat.completions.create(**given).choices
     calls = [one.message.tool_calls or [] for one in answers]
@@ -138,38 +178,57 @@ def test_a_call_that_is_cut_off_stays_content(clients: dict[str, OpenAI]) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_need_the_answer_is_that_without_restriction(family: str, clients: dict[str, OpenAI]) -> None:
+def test_without_a_need_the_answer_is_that_without_restriction(
+    family: str, clients: dict[str, OpenAI]
+) -> None:
     """And with strict functions, what begins a call goes on as one."""
     client = clients[family]
     shorter: dict[str, Any] = {**GIVEN, "max_tokens": 40}
     plain = client.chat.completions.create(**shorter, tools=TOOLS).choices[0]
     assert plain.message.tool_calls is None
     none = client.chat.completions.create(**shorter, tools=TOOLS, tool_choice="none").choices[0]
-    assert none.message.content == client.chat.completions.create(**shorter).choices[0].message.content
+    assert (
+        none.message.content == client.chat.completions.create(**shorter).choices[0].message.content
+    )
     function = {"name": "get_weather", "parameters": PARAMETERS, "strict": True}
     begins = {"hermes": "<tool_call>", "llama3": "<|python_tag|>"}.get(family, "[TOOL_CALLS]")
     bias = {str(_token(client, begins)): 100}
-    strict: dict[str, Any] = {**GIVEN, "tools": [{"type": "function", "function": function}], "logit_bias": bias}
+    strict: dict[str, Any] = {
+        **GIVEN,
+        "tools": [{"type": "function", "function": function}],
+        "logit_bias": bias,
+    }
     found = client.chat.completions.create(**strict, parallel_tool_calls=False).choices[0].message
     (call,) = found.tool_calls or []
     assert call.type == "function"
     judge(PARAMETERS, call.function.arguments)
 
 
-def test_calls_and_results_are_printed_by_the_template(folder: Path, templates: dict[str, Path]) -> None:
+def test_calls_and_results_are_printed_by_the_template(
+    folder: Path, templates: dict[str, Path]
+) -> None:
     """As transformers does, to which arguments are objects."""
     from transformers import AutoTokenizer
 
-    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"day": "today"}'}}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"day": "today"}'},
+    }
     talk: list[Any] = [
-        *MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]},
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "Yes."},
-    ]  # fmt: skip
+    ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for family in FAMILIES:
-        prompt = _reader(folder, templates[family]).answered(_CHAT, "1", {"messages": talk, "tools": TOOLS})[0]
+        prompt = _reader(folder, templates[family]).answered(
+            _CHAT, "1", {"messages": talk, "tools": TOOLS}
+        )[0]
         as_objects = [{**one} for one in talk]
-        as_objects[1]["tool_calls"] = [{**call, "function": {"name": "get_weather", "arguments": {"day": "today"}}}]
+        as_objects[1]["tool_calls"] = [
+            {**call, "function": {"name": "get_weather", "arguments": {"day": "today"}}}
+        ]
         expected = tokenizer.apply_chat_template(
             as_objects, tools=TOOLS, chat_template=TEMPLATES[family], add_generation_prompt=True
         )["input_ids"]
@@ -186,35 +245,76 @@ _CHAT = "/v1/chat/completions"
         ("unknown", {"tools": TOOLS}, "the way in which this model calls tools is not known"),
         ("hermes", {"tools": {}}, "'tools' is of the wrong type"),
         ("hermes", {"tools": [{"type": "custom"}]}, "a tool is of the wrong type"),
-        ("hermes", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "an impossible name"),
-        ("hermes", {"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name (found 'get_weather')"),
+        (
+            "hermes",
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "an impossible name",
+        ),
+        (
+            "hermes",
+            {"tools": [TOOLS[0], TOOLS[0]]},
+            "two tools have the same name (found 'get_weather')",
+        ),
         ("hermes", {"tools": TOOLS, "tool_choice": "maybe"}, "'tool_choice' is not known"),
         ("hermes", {"tool_choice": "required"}, "'tool_choice' goes with 'tools'"),
         ("hermes", {"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         (
-            "hermes", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get"}}},
+            "hermes",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get"}}},
             "'tool_choice' names a function that is not among the tools",
         ),
-        ("hermes", {"tools": TOOLS, "response_format": {"type": "json_object"}}, "do not go together"),
         (
             "hermes",
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}]},
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            "do not go together",
+        ),
+        (
+            "hermes",
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"not": {}}, "strict": True},
+                    }
+                ]
+            },
             "keyword 'not', which is not supported",
         ),
         (
-            "hermes", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "hermes",
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+                ]
+            },
             "the parameters of 'f' are of the wrong type (found 'array', expected object)",
         ),
         (
             "hermes",
-            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
-            ]}]},
+            {
+                "messages": [
+                    *MESSAGES,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "id": "a",
+                                "type": "function",
+                                "function": {"name": "f", "arguments": "{"},
+                            }
+                        ],
+                    },
+                ]
+            },
             "the arguments of a call of 'f': is no JSON object",
         ),
-        ("hermes", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "a tool call of the wrong type"),
+        (
+            "hermes",
+            {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+            "a tool call of the wrong type",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(
     template: str, body: Any, message: str, folder: Path, templates: dict[str, Path]
 ) -> None:
@@ -250,7 +350,11 @@ def test_a_format_begins_after_the_reasoning(template: str, clients: dict[str, O
     assert found.choices[0].finish_reason == "stop"
     judge(PARAMETERS, found.choices[0].message.content or "")
     details = found.usage.completion_tokens_details  # type: ignore[union-attr]
-    assert (0 if details is None else details.reasoning_tokens or 0) >= {"opened": 1, "plain": 2, "closed": 0}[template]
+    assert (0 if details is None else details.reasoning_tokens or 0) >= {
+        "opened": 1,
+        "plain": 2,
+        "closed": 0,
+    }[template]
 
 
 def test_a_prompt_that_closes_the_reasoning_has_none(clients: dict[str, OpenAI]) -> None:
@@ -271,7 +375,9 @@ def _reader(folder: Path, template: Path) -> PromptReader:
 
     config, tokenizer = open_checkpoint(folder).config, load_tokenizer(folder)
     grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-    return PromptReader(folder, config, tokenizer, {}, max_tokens=2048, template=str(template), grammars=grammars)
+    return PromptReader(
+        folder, config, tokenizer, {}, max_tokens=2048, template=str(template), grammars=grammars
+    )
 
 
 def _token(client: OpenAI, text: str) -> int:

@@ -103,7 +103,9 @@ def test_a_worker_that_stops_leaves_no_one_waiting(worker: Worker) -> None:
 
 
 def test_a_list_of_prompts_leaves_a_turn_to_others(worker: Worker) -> None:
-    """Two sequences run at the same time; the other request ends long before those that came earlier."""
+    """Two sequences run at the same time; the other request ends long before those that came
+    earlier.
+    """
     ended: queue.Queue[str] = queue.Queue()
 
     def count(name: str) -> Any:

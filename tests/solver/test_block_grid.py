@@ -1,4 +1,6 @@
-"""GGUF's blocks in the solver: searched scales, GPTQ on their grid, float16 scales that fit the codes."""
+"""GGUF's blocks in the solver: searched scales, GPTQ on their grid, float16 scales that fit the
+codes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.qtensor import QuantTensor, nearest_codes, quantize_rtn
 from quantkit.tensors.scheme import GGUF_SCHEMES, QuantScheme, Scales
 
-IN_BLOCKS = sorted(name for name, scheme in GGUF_SCHEMES.items() if scheme.scales is not Scales.FLOATS)
+IN_BLOCKS = sorted(
+    name for name, scheme in GGUF_SCHEMES.items() if scheme.scales is not Scales.FLOATS
+)
 
 
 def problem(columns: int = 512, rows: int = 12) -> tuple[Tensor, Tensor]:
     """Weights [O, I], and the Hessian of correlated inputs of different sizes."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator).add_(0.2)
+    weight = torch.randn(rows, columns, generator=generator) * torch.rand(
+        rows, 1, generator=generator
+    ).add_(0.2)
     mixed = torch.eye(columns) + 0.05 * torch.randn(columns, columns, generator=generator)
     inputs = torch.randn(4 * columns, columns, generator=generator) @ mixed
     inputs *= 3 * torch.rand(columns, generator=generator)
@@ -38,7 +44,9 @@ def test_solved_blocks_are_closer_than_rounded_ones(name: str) -> None:
     scheme = GGUF_SCHEMES[name]
     weight, hessian = problem()
     kernels = column_kernels(weight.device)
-    found, report = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float16, kernels=kernels)
+    found, report = solve(
+        weight, Damped.of_(hessian.clone()), scheme, torch.float16, kernels=kernels
+    )
     weights = hessian.diagonal() / hessian.diagonal().mean()
     searched, _ = round_to_nearest(weight, scheme, torch.float16, column_kernels, weights)
     spanning = quantize_rtn(weight, scheme, torch.float16)
@@ -52,10 +60,14 @@ def test_solved_blocks_are_closer_than_rounded_ones(name: str) -> None:
 def test_kernels_and_torch_find_the_same(name: str) -> None:
     weight, hessian = problem(rows=5)
     found = [
-        solve(weight, Damped.of_(hessian.clone()), GGUF_SCHEMES[name], torch.float16, kernels=kernels)[0]
+        solve(
+            weight, Damped.of_(hessian.clone()), GGUF_SCHEMES[name], torch.float16, kernels=kernels
+        )[0]
         for kernels in (TORCH, column_kernels(weight.device))
     ]
-    errors = [output_error(one, weight, hessian) for one in found]  # steps of both signs may be equally good
+    errors = [
+        output_error(one, weight, hessian) for one in found
+    ]  # steps of both signs may be equally good
     assert errors[0] == pytest.approx(errors[1], rel=0.03)
 
 
@@ -77,7 +89,9 @@ def test_fitted_scales_are_no_worse_than_the_searched_ones() -> None:
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_zeros_and_outliers(name: str) -> None:
-    """Groups, blocks and rows of zeros stay zero; an outlier does not make the others of its block vanish."""
+    """Groups, blocks and rows of zeros stay zero; an outlier does not make the others of its
+    block vanish.
+    """
     scheme = GGUF_SCHEMES[name]
     weight, hessian = problem(rows=4)
     weight[0] = 0

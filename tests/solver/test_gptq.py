@@ -30,16 +30,26 @@ ROWS, COLUMNS, GROUP = 12, 96, 32
 SCHEMES = ["int4-g32", "int4-g32-asym", "int4", "int8"]
 
 
-def _problem(dtype: torch.dtype = torch.float32, samples: int = 400) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight, inputs whose columns are correlated and of very different size, and their Hessian."""
+def _problem(
+    dtype: torch.dtype = torch.float32, samples: int = 400
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, inputs whose columns are correlated and of very different size, and their
+    Hessian.
+    """
     generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(samples, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
-    inputs = (inputs * torch.logspace(-1, 1, COLUMNS)[torch.randperm(COLUMNS, generator=generator)]).to(dtype)
+    inputs = torch.randn(samples, COLUMNS, generator=generator) @ torch.randn(
+        COLUMNS, COLUMNS, generator=generator
+    )
+    inputs = (
+        inputs * torch.logspace(-1, 1, COLUMNS)[torch.randperm(COLUMNS, generator=generator)]
+    ).to(dtype)
     weight = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
     return weight, inputs, inputs.t() @ inputs
 
 
-def _transposed(dtype: torch.dtype = torch.float32, samples: int = 400) -> tuple[Tensor, Tensor, Tensor]:
+def _transposed(
+    dtype: torch.dtype = torch.float32, samples: int = 400
+) -> tuple[Tensor, Tensor, Tensor]:
     """The problem as the solver's steps take it: weight [I, O], inputs, Hessian."""
     weight, inputs, hessian = _problem(dtype, samples)
     return weight.t().contiguous(), inputs, hessian
@@ -47,7 +57,9 @@ def _transposed(dtype: torch.dtype = torch.float32, samples: int = 400) -> tuple
 
 def _grid(weight: Tensor) -> Grid:
     """Scales that span each group of a weight [I, O]."""
-    return Grid(weight.view(-1, GROUP, ROWS).abs().amax(1) / 7.5, None, QuantScheme.parse("int4-g32"), GROUP)
+    return Grid(
+        weight.view(-1, GROUP, ROWS).abs().amax(1) / 7.5, None, QuantScheme.parse("int4-g32"), GROUP
+    )
 
 
 def _nearest(steps: Tensor, grid: Grid, zero: Tensor | float = 8) -> Tensor:
@@ -103,7 +115,9 @@ def test_panels_change_nothing(panel: int, at_once: int, monkeypatch: pytest.Mon
     factor = reverse_factor(_damped(hessian), order)
     expected, whitened = solve_codes(weight, factor, _grid(weight), order)
     monkeypatch.setattr(columns_module, "PANEL_COLUMNS", panel)
-    codes, others = solve_codes(weight, factor, _grid(weight), order, replace(TORCH, max_columns=at_once))
+    codes, others = solve_codes(
+        weight, factor, _grid(weight), order, replace(TORCH, max_columns=at_once)
+    )
     assert torch.equal(codes, expected)
     torch.testing.assert_close(others, whitened)
 
@@ -140,7 +154,9 @@ def test_refitted_scales_and_descent_lower_the_loss() -> None:
     codes, whitened = solve_codes(weight, reverse_factor(hessian, order), grid, order)
     first = _loss(weight, codes, grid, hessian)
     assert whitened.square().sum().item() == pytest.approx(first, rel=1e-4)
-    scale, fitted, explained = refit_scales(hessian @ (weight - grid.values(codes)), codes, hessian, grid.scale)
+    scale, fitted, explained = refit_scales(
+        hessian @ (weight - grid.values(codes)), codes, hessian, grid.scale
+    )
     whole = ((hessian @ weight) * weight).sum().item()
     assert explained.sum().item() == pytest.approx(whole - first, rel=1e-4)
     refitted = replace(grid, scale=scale)
@@ -193,15 +209,21 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
     scheme = QuantScheme.parse("int4-g32")
 
     def error(target: Tensor | None) -> float:
-        quantized, _ = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target)
+        quantized, _ = solve(
+            weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target
+        )
         return (seen @ quantized.dequantize().t() - wanted).norm().item()
 
     target = weight + Damped.of_(hessian.clone()).divide(weight @ drift)
     assert error(target) < 0.5 * error(None)
-    quantized, report = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target)
+    quantized, report = solve(
+        weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target
+    )
     lost = (seen @ (quantized.dequantize() - target).t()).square().sum(0)
     torch.testing.assert_close(report.error, lost.double(), rtol=1e-2, atol=0)
-    torch.testing.assert_close(report.energy, (seen @ target.t()).square().sum(0).double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        report.energy, (seen @ target.t()).square().sum(0).double(), rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -211,7 +233,9 @@ def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) 
     whole, whole_report = solve(weight, Damped.of_(hessian.clone()), parsed, torch.float32)
     monkeypatch.setattr(gptq_module, "weights_at_once", lambda device: 5 * COLUMNS)
     parts, parts_report = solve(weight, Damped.of_(hessian.clone()), parsed, torch.float32)
-    assert (parts.codes == whole.codes).float().mean() > 0.99  # sums of other shapes round otherwise
+    assert (
+        parts.codes == whole.codes
+    ).float().mean() > 0.99  # sums of other shapes round otherwise
     torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-2, atol=0)
     torch.testing.assert_close(parts_report.energy, whole_report.energy, rtol=1e-5, atol=0)
     assert parts_report.output_error == pytest.approx(whole_report.output_error, rel=0.01)
@@ -242,7 +266,13 @@ def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.M
 def test_inputs_are_not_changed() -> None:
     weight, _, hessian = _problem()
     before = weight.clone(), hessian.clone()
-    solve(weight, Damped.of_(hessian.clone()), QuantScheme.parse("int4-g32"), torch.float32, target=weight + 1)
+    solve(
+        weight,
+        Damped.of_(hessian.clone()),
+        QuantScheme.parse("int4-g32"),
+        torch.float32,
+        target=weight + 1,
+    )
     damped, pull = Damped.of_(hessian.clone()), torch.randn(ROWS, COLUMNS)
     matrix, kept = damped.matrix.clone(), pull.clone()
     target = weight + damped.divide(pull)
@@ -264,7 +294,9 @@ def test_singular_hessians_give_finite_codes(kind: str) -> None:
         inputs = inputs[:1]
     else:
         inputs = inputs[:1].expand(50, -1)
-    quantized, report = solve(weight, Damped.of_(inputs.t() @ inputs), QuantScheme.parse("int4-g32"), torch.float32)
+    quantized, report = solve(
+        weight, Damped.of_(inputs.t() @ inputs), QuantScheme.parse("int4-g32"), torch.float32
+    )
     assert torch.isfinite(quantized.dequantize()).all()
     assert report.dead_columns == {"dead columns": 15, "all dead": COLUMNS}.get(kind, 0)
     largest = weight.view(ROWS, -1, GROUP).abs().amax(-1, keepdim=True)
@@ -322,13 +354,19 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid_module, "searched_weights", lambda device: 1)
     monkeypatch.setattr(grid_module, "MIN_TILE_ROWS", 5)
     tiled = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True) if a is not None and b is not None)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole, tiled, strict=True)
+        if a is not None and b is not None
+    )
 
 
 def test_the_longer_side_serves_the_larger_weights() -> None:
     weight = torch.linspace(-0.3, 1.0, GROUP).repeat(2, 1)
     weight[1] *= -1
-    scale, _ = search_scales(weight.t().contiguous(), torch.ones(GROUP), QuantScheme.parse("int4-g32"), torch.float32)
+    scale, _ = search_scales(
+        weight.t().contiguous(), torch.ones(GROUP), QuantScheme.parse("int4-g32"), torch.float32
+    )
     assert scale[0, 0] < 0 < scale[0, 1]
 
 
@@ -337,7 +375,10 @@ def test_many_groups_are_fitted_with_several_threads() -> None:
     groups, size, rows = 192, 4, 64
     inputs = torch.randn(groups * size, groups * size).double()
     hessian = (inputs @ inputs.t() / len(inputs) + torch.eye(len(inputs))).float()
-    codes, scale = torch.randint(-8, 8, (groups * size, rows)).float(), torch.rand(groups, rows) + 0.5
+    codes, scale = (
+        torch.randint(-8, 8, (groups * size, rows)).float(),
+        torch.rand(groups, rows) + 0.5,
+    )
     lacks = torch.randn(groups * size, rows) * 0.1
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -346,8 +387,16 @@ def test_many_groups_are_fitted_with_several_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     for row in (0, rows - 1):
-        columns = torch.zeros(groups * size, groups, dtype=torch.float64)  # what each scale multiplies
-        columns[torch.arange(groups * size), torch.arange(groups * size) // size] = codes[:, row].double()
+        columns = torch.zeros(
+            groups * size, groups, dtype=torch.float64
+        )  # what each scale multiplies
+        columns[torch.arange(groups * size), torch.arange(groups * size) // size] = codes[
+            :, row
+        ].double()
         normal = columns.t() @ hessian.double() @ columns
-        change = torch.linalg.solve(normal, columns.t() @ (hessian.double() @ lacks[:, row].double()))
-        torch.testing.assert_close(found[:, row].double(), scale[:, row].double() + change, rtol=1e-3, atol=1e-3)
+        change = torch.linalg.solve(
+            normal, columns.t() @ (hessian.double() @ lacks[:, row].double())
+        )
+        torch.testing.assert_close(
+            found[:, row].double(), scale[:, row].double() + change, rtol=1e-3, atol=1e-3
+        )

@@ -1,4 +1,6 @@
-"""GPTQ on a card, as far as a machine without one shows: nothing is read on the host, and what fits stays there."""
+"""GPTQ on a card, as far as a machine without one shows: nothing is read on the host, and what
+fits stays there.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ class _Launches:
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym"])
 def test_the_loops_over_columns_read_nothing_on_the_host(scheme: str) -> None:
     columns, rows = 160, 7
-    wanted, hessian = torch.empty(columns, rows, device=META), torch.empty(columns, columns, device=META)
+    wanted, hessian = (
+        torch.empty(columns, rows, device=META),
+        torch.empty(columns, columns, device=META),
+    )
     order, found = torch.empty(columns, dtype=torch.long, device=META), QuantScheme.parse(scheme)
     scale, zero = search_scales(wanted, hessian.diagonal(), found, torch.bfloat16)
     grid, launches = Grid.of(scale, zero, found, columns), _Launches()
@@ -54,7 +59,9 @@ def test_the_loops_over_columns_read_nothing_on_the_host(scheme: str) -> None:
     assert launches.counts == [32] * 10
 
 
-def test_activations_of_a_gpu_stay_there_while_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_a_gpu_stay_there_while_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     brought: list[bool] = []
 
     def bring(value: Tensor, *, stays: bool) -> Tensor:
@@ -62,7 +69,10 @@ def test_activations_of_a_gpu_stay_there_while_they_fit(tmp_path: Path, monkeypa
         return torch.zeros(value.shape)
 
     monkeypatch.setattr(activation_store, "_to_host", bring)
-    store, value = ActivationStore(tmp_path / "states", 32, gpu_bytes=40), torch.empty(2, 4, device=META)
+    store, value = (
+        ActivationStore(tmp_path / "states", 32, gpu_bytes=40),
+        torch.empty(2, 4, device=META),
+    )
     for key in range(3):
         store.put(key, value)
     assert brought == [True, False]
@@ -74,11 +84,15 @@ def test_activations_of_a_gpu_stay_there_while_they_fit(tmp_path: Path, monkeypa
 
 
 def _readme(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
 
 
-def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_predicted_follows_the_gpu(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, shape = open_checkpoint(demo_model).config, (8, 64)
     monkeypatch.setattr("quantkit.solver.grid.WEIGHTS_AT_ONCE", 1 << 10)
     on_cpu = gptq_bytes(config, 64, torch.device("cpu"))
@@ -89,7 +103,11 @@ def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest
     whole = sum(activation_bytes(config, shape, EFFORTS["default"], 10**9))
     assert room > whole
     assert activation_bytes(config, shape, EFFORTS["default"], 10**9, room) == (0, 0, whole)
-    assert activation_bytes(config, shape, EFFORTS["default"], 1000, whole - 1500) == (1000, 500, whole - 1500)
+    assert activation_bytes(config, shape, EFFORTS["default"], 1000, whole - 1500) == (
+        1000,
+        500,
+        whole - 1500,
+    )
     _readme(monkeypatch, 8 * 10**9, 10**6)
     assert weights_at_once(README_FILE) == 1 << 26
     assert gpu_activation_bytes(config, shape, README_FILE) == 0
@@ -101,7 +119,10 @@ def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest
     [("1", (9, 0), torch.bfloat16), ("1", (7, 5), torch.float32), ("0", (9, 0), torch.float32)],
 )
 def test_samples_pass_in_bfloat16_where_it_is_requested(
-    setting: str, capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    setting: str,
+    capability: tuple[int, int],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(products.BFLOAT16_SETTING, setting)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

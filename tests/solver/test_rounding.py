@@ -1,4 +1,6 @@
-"""Rounding on searched scales, compared with rounding on scales that span the groups and with llama.cpp's Q4_0."""
+"""Rounding on searched scales, compared with rounding on scales that span the groups and with
+llama.cpp's Q4_0.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_no_group_has_a_larger_error_than_on_scales_that_span_it(
     assert searched.sum() < (0.9 if scheme.symmetric else 0.99) * spanning.sum()
 
 
-def test_errors_are_smaller_than_those_of_the_gguf_library_at_the_same_size(kernels: ColumnKernels) -> None:
+def test_errors_are_smaller_than_those_of_the_gguf_library_at_the_same_size(
+    kernels: ColumnKernels,
+) -> None:
     weight = torch.randn(64, 512)
     kind = gguf.GGMLQuantizationType.Q4_0
     theirs = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind).astype(np.float32)
@@ -52,7 +56,9 @@ def test_errors_are_smaller_than_those_of_the_gguf_library_at_the_same_size(kern
     assert group_errors(ours, weight).sum() < 0.9 * error
 
 
-def test_a_weight_larger_than_one_search_is_the_same_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_larger_than_one_search_is_the_same_as_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from quantkit.solver import rounding
 
     weight, scheme = torch.randn(96, 64), SCHEMES["int4-g32-asym"]
@@ -72,11 +78,16 @@ def test_int8_is_rounded_on_scales_that_span_its_rows() -> None:
     assert solver == Solver.ROUNDING
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scale, expected.scale)
-    assert round_to_nearest(weight, SCHEMES["int4-g32"], torch.bfloat16, lambda _: TORCH)[1] == Solver.SEARCHED
+    assert (
+        round_to_nearest(weight, SCHEMES["int4-g32"], torch.bfloat16, lambda _: TORCH)[1]
+        == Solver.SEARCHED
+    )
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym"])
-def test_groups_of_zeros_stay_zero_and_scales_that_overflow_are_infinite(name: str, kernels: ColumnKernels) -> None:
+def test_groups_of_zeros_stay_zero_and_scales_that_overflow_are_infinite(
+    name: str, kernels: ColumnKernels
+) -> None:
     weight = torch.randn(4, 64)
     weight[0, :32] = 0
     weight[1, 32:] *= 1e7
@@ -87,7 +98,9 @@ def test_groups_of_zeros_stay_zero_and_scales_that_overflow_are_infinite(name: s
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym"])
-def test_groups_whose_squares_overflow_are_rounded_on_scales_that_span_them(name: str, kernels: ColumnKernels) -> None:
+def test_groups_whose_squares_overflow_are_rounded_on_scales_that_span_them(
+    name: str, kernels: ColumnKernels
+) -> None:
     weight = torch.randn(4, 64)
     weight[1, 32:] *= 1e20
     found = quantize_searched(weight, SCHEMES[name], torch.bfloat16, kernels)

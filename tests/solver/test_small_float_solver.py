@@ -16,7 +16,9 @@ FP4 = ("mxfp4", "nvfp4")
 
 
 def searched(weight: Tensor, name: str, importance: Tensor | None = None) -> QuantTensor:
-    found, solver = round_to_nearest(weight, FLOAT_SCHEMES[name], torch.float32, lambda _: TORCH, importance)
+    found, solver = round_to_nearest(
+        weight, FLOAT_SCHEMES[name], torch.float32, lambda _: TORCH, importance
+    )
     assert solver == (Solver.SEARCHED if importance is None else Solver.WEIGHTED)
     return found
 
@@ -31,8 +33,12 @@ def group_errors(value: QuantTensor, weight: Tensor, importance: Tensor) -> Tens
 def test_no_group_has_a_larger_error_than_on_scales_that_span_it(name: str, weighted: bool) -> None:
     weight = (torch.randn(70, 384) * torch.randn(70, 384).exp()).bfloat16()
     importance = torch.rand(384) + 0.1 if weighted else torch.ones(384)
-    found = group_errors(searched(weight, name, importance if weighted else None), weight, importance)
-    spanning = group_errors(quantize_rtn(weight, FLOAT_SCHEMES[name], torch.float32), weight, importance)
+    found = group_errors(
+        searched(weight, name, importance if weighted else None), weight, importance
+    )
+    spanning = group_errors(
+        quantize_rtn(weight, FLOAT_SCHEMES[name], torch.float32), weight, importance
+    )
     assert (found <= spanning * (1 + 1e-5)).all()
     assert found.sum() < 0.95 * spanning.sum()
 
@@ -60,9 +66,14 @@ def test_gptq_reports_its_output_error_and_lessens_it(name: str) -> None:
     weight = torch.randn(48, 256)
     inputs = torch.randn(600, 256) @ torch.randn(256, 256) / 16
     start, _ = round_to_nearest(weight, FLOAT_SCHEMES[name], torch.float32, lambda _: TORCH)
-    found, report = solve(weight, Damped.of_(inputs.t() @ inputs), start.scheme, torch.float32, start=start)
+    found, report = solve(
+        weight, Damped.of_(inputs.t() @ inputs), start.scheme, torch.float32, start=start
+    )
     assert torch.equal(found.scale, start.scale)
-    errors = [(inputs.double() @ (one.dequantize() - weight).double().t()).square().sum(0) for one in (found, start)]
+    errors = [
+        (inputs.double() @ (one.dequantize() - weight).double().t()).square().sum(0)
+        for one in (found, start)
+    ]
     assert errors[0].sum() < 0.6 * errors[1].sum()
     torch.testing.assert_close(report.error, errors[0], rtol=1e-3, atol=1e-3)
 

@@ -21,7 +21,9 @@ G32 = QuantScheme.parse("int4-g32")
 def _correlated(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(8, count, generator=generator)
-    rows = torch.randn(600, 8, generator=generator) @ mixed + 0.3 * torch.randn(600, count, generator=generator)
+    rows = torch.randn(600, 8, generator=generator) @ mixed + 0.3 * torch.randn(
+        600, count, generator=generator
+    )
     return rows.t() @ rows / 600
 
 
@@ -37,8 +39,12 @@ def _loss(errors: Tensor, hessian: Tensor, outputs: Tensor) -> float:
 
 
 def test_codes_equal_those_of_the_slow_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight after weight, each with the effect of all earlier errors on the loss taken off, over the whole matrix."""
-    monkeypatch.setattr(two_sided, "refit_scales", lambda gradient, codes, hessian, scale: (scale, None, None))
+    """Weight after weight, each with the effect of all earlier errors on the loss taken off,
+    over the whole matrix.
+    """
+    monkeypatch.setattr(
+        two_sided, "refit_scales", lambda gradient, codes, hessian, scale: (scale, None, None)
+    )
     monkeypatch.setattr(two_sided, "descend", lambda target, codes, *_: (codes, None))
     monkeypatch.setattr(two_sided, "_BLOCKS", ROWS)
     weight, hessian, factor = _problem()
@@ -47,8 +53,12 @@ def test_codes_equal_those_of_the_slow_computation(monkeypatch: pytest.MonkeyPat
     scale, _ = search_scales(target, hessian.diagonal, G32, torch.float32)
     codes, _ = solve_two_sided(target, hessian, outputs, scale, None, G32, TORCH)
     rows, columns = outputs.order, hessian.order
-    whole = torch.kron(outputs.matrix[rows][:, rows].double(), hessian.matrix[columns][:, columns].double())
-    upper = torch.linalg.cholesky(whole.flip(0, 1), upper=True).flip(0, 1)  # lower triangular, in the order of solving
+    whole = torch.kron(
+        outputs.matrix[rows][:, rows].double(), hessian.matrix[columns][:, columns].double()
+    )
+    upper = torch.linalg.cholesky(whole.flip(0, 1), upper=True).flip(
+        0, 1
+    )  # lower triangular, in the order of solving
     wanted = weight[rows][:, columns].flatten().double()
     steps = scale.t().repeat_interleave(32, 1)[rows][:, columns].flatten().double()
     errors, expected = torch.zeros_like(wanted), torch.zeros_like(wanted)
@@ -57,7 +67,9 @@ def test_codes_equal_those_of_the_slow_computation(monkeypatch: pytest.MonkeyPat
         expected[i] = (aim / steps[i]).round().clamp(-8, 7)
         errors[i] = wanted[i] - expected[i] * steps[i]
     found = codes.t()[rows][:, columns].flatten()
-    assert (found == expected).float().mean() > 0.99  # a code that is as good as the next one changes later ones
+    assert (
+        found == expected
+    ).float().mean() > 0.99  # a code that is as good as the next one changes later ones
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym", "int4", "int8"])
@@ -68,7 +80,9 @@ def test_errors_that_add_up_are_smaller(scheme: str) -> None:
     def errors(outputs: OutputFactor | None) -> Tensor:
         quantized, report = solve(weight, hessian, parsed, torch.float32, outputs=outputs)
         found = quantized.dequantize() - weight
-        own = (found @ hessian.matrix * found).sum(1) - found.square() @ (hessian.matrix.diagonal() - hessian.diagonal)
+        own = (found @ hessian.matrix * found).sum(1) - found.square() @ (
+            hessian.matrix.diagonal() - hessian.diagonal
+        )
         torch.testing.assert_close(report.error, own.double(), rtol=1e-2, atol=1e-6)
         return found
 
@@ -89,13 +103,19 @@ def test_the_sweep_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         return _loss(found, hessian.matrix, outputs.matrix)
 
     swept = loss()
-    monkeypatch.setattr(two_sided, "refit_scales", lambda gradient, codes, hessian, scale: (scale, None, None))
+    monkeypatch.setattr(
+        two_sided, "refit_scales", lambda gradient, codes, hessian, scale: (scale, None, None)
+    )
     monkeypatch.setattr(two_sided, "descend", lambda target, codes, *_: (codes, None))
     assert swept < 0.95 * loss()
 
 
-def test_rows_of_a_block_do_not_all_make_up_for_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep took each row by itself, and where gradients by outputs are nearly the same, weights grew with it."""
+def test_rows_of_a_block_do_not_all_make_up_for_the_same_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweep took each row by itself, and where gradients by outputs are nearly the same,
+    weights grew with it.
+    """
     monkeypatch.setattr(two_sided, "_BLOCKS", 2)
     weight, hessian, factor = _problem()
     direction = torch.exp(2 * torch.randn(ROWS, generator=torch.Generator().manual_seed(3)))
@@ -112,8 +132,12 @@ def test_rows_of_a_block_do_not_all_make_up_for_the_same_error(monkeypatch: pyte
 def test_uncorrelated_outputs_are_solved_one_by_one() -> None:
     weight, hessian, _ = _problem()
     alone, _ = solve(weight, hessian, G32, torch.float32)
-    together, _ = solve(weight, hessian, G32, torch.float32, outputs=OutputFactor((torch.eye(ROWS),)))
-    assert (alone.codes == together.codes).float().mean() > 0.99  # sums of other shapes round otherwise
+    together, _ = solve(
+        weight, hessian, G32, torch.float32, outputs=OutputFactor((torch.eye(ROWS),))
+    )
+    assert (
+        alone.codes == together.codes
+    ).float().mean() > 0.99  # sums of other shapes round otherwise
     torch.testing.assert_close(alone.scale, together.scale, rtol=1e-2, atol=0)
 
 
@@ -133,4 +157,6 @@ def test_the_factor_of_some_outputs() -> None:
         part = found.rows(start, stop)
         assert torch.equal(torch.block_diag(*part.blocks), whole[start:stop, start:stop])
         assert part.bounds[-1] == stop - start
-    assert torch.equal(torch.block_diag(*OutputFactor.joined([found.rows(0, 3), found.rows(3, 12)]).blocks), whole)
+    assert torch.equal(
+        torch.block_diag(*OutputFactor.joined([found.rows(0, 3), found.rows(3, 12)]).blocks), whole
+    )

@@ -1,4 +1,6 @@
-"""Tiny folders and files in many formats, built by hand so that a test may break one of them in any way."""
+"""Tiny folders and files in many formats, built by hand so that a test may break one of them in
+any way.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,19 @@ from quantkit.tensors.qtensor import pack_int32
 LAYERS, HIDDEN, MIDDLE, VOCABULARY, GROUP = 3, 64, 128, 96, 32
 KV = 32
 _SHAPES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (MIDDLE, HIDDEN), "mlp.up_proj": (MIDDLE, HIDDEN),
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (MIDDLE, HIDDEN),
+    "mlp.up_proj": (MIDDLE, HIDDEN),
     "mlp.down_proj": (HIDDEN, MIDDLE),
-}  # fmt: skip
-LINEARS = {f"model.layers.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in _SHAPES.items()}
+}
+LINEARS = {
+    f"model.layers.{layer}.{name}": shape
+    for layer in range(LAYERS)
+    for name, shape in _SHAPES.items()
+}
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -32,11 +42,23 @@ Tensors = dict[str, Tensor]
 def config(settings: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """The config.json of a small Llama."""
     found = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
-        "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "torch_dtype": "bfloat16", "bos_token_id": 1,
-        "eos_token_id": 2, "tie_word_embeddings": False, "rope_theta": 10000.0, **changes,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        **changes,
+    }
     return found if settings is None else {**found, "quantization_config": dict(settings)}
 
 
@@ -47,9 +69,16 @@ def floats() -> Tensors:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
 
-    found = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN), "lm_head.weight": random(VOCABULARY, HIDDEN)}
+    found = {
+        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
+        "lm_head.weight": random(VOCABULARY, HIDDEN),
+    }
     found |= {f"{name}.weight": random(*shape) for name, shape in LINEARS.items()}
-    norms = [f"model.layers.{layer}.{one}" for layer in range(LAYERS) for one in ("input", "post_attention")]
+    norms = [
+        f"model.layers.{layer}.{one}"
+        for layer in range(LAYERS)
+        for one in ("input", "post_attention")
+    ]
     found |= {f"{name}_layernorm.weight": 1 + random(HIDDEN) for name in norms}
     return {**found, "model.norm.weight": 1 + random(HIDDEN)}
 
@@ -61,7 +90,11 @@ def _codes(weight: Tensor, bits: int, zero: bool) -> tuple[Tensor, Tensor, Tenso
     low, high = grouped.amin(-1), grouped.amax(-1)
     top = (1 << bits) - 1
     scale = ((high - low) / top if zero else grouped.abs().amax(-1) / (top / 2)).half()
-    point = (-low / scale.float()).round().clamp(0, top) if zero else torch.full_like(low, 1 << (bits - 1))
+    point = (
+        (-low / scale.float()).round().clamp(0, top)
+        if zero
+        else torch.full_like(low, 1 << (bits - 1))
+    )
     codes = (grouped / scale.float().unsqueeze(-1) + point.unsqueeze(-1)).round().clamp(0, top)
     return codes.view(rows, columns).byte(), scale, point.byte()
 
@@ -70,9 +103,10 @@ def packed(weight: Tensor, bits: int = 4, *, zero: bool = False) -> Tensors:
     """compressed-tensors."""
     codes, scale, point = _codes(weight, bits, zero)
     found = {
-        "weight_packed": pack_int32(codes, bits), "weight_scale": scale.bfloat16(),
+        "weight_packed": pack_int32(codes, bits),
+        "weight_scale": scale.bfloat16(),
         "weight_shape": torch.tensor(weight.shape),
-    }  # fmt: skip
+    }
     return {**found, "weight_zero_point": pack_int32(point.t(), bits).t()} if zero else found
 
 
@@ -82,9 +116,10 @@ def gptq(weight: Tensor, bits: int = 4, *, zero: bool = False, less: int = 1) ->
     point = point.clamp(min=1) - less
     return {
         "qweight": pack_int32(codes, bits).t(),
-        "qzeros": pack_int32(point.t(), bits), "scales": scale.t(),
+        "qzeros": pack_int32(point.t(), bits),
+        "scales": scale.t(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
-    }  # fmt: skip
+    }
 
 
 def awq(weight: Tensor) -> Tensors:
@@ -95,7 +130,11 @@ def awq(weight: Tensor) -> Tensors:
     def words(values: Tensor) -> Tensor:
         return pack_int32(values.view(len(values), -1, 8)[..., order].reshape(values.shape), 4)
 
-    return {"qweight": words(codes.t().contiguous()), "qzeros": words(point.t().contiguous()), "scales": scale.t()}
+    return {
+        "qweight": words(codes.t().contiguous()),
+        "qzeros": words(point.t().contiguous()),
+        "scales": scale.t(),
+    }
 
 
 def mlx(weight: Tensor) -> Tensors:
@@ -109,7 +148,10 @@ def mlx(weight: Tensor) -> Tensors:
 def float8(weight: Tensor) -> Tensors:
     """FP8 in blocks of 32 by 32."""
     rows, columns = weight.shape
-    scale = torch.full((rows // 32, columns // 32), 0.01) + torch.rand(rows // 32, columns // 32) * 0.001
+    scale = (
+        torch.full((rows // 32, columns // 32), 0.01)
+        + torch.rand(rows // 32, columns // 32) * 0.001
+    )
     return {"weight": (weight.float() / 0.01).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
@@ -119,26 +161,43 @@ def int8(weight: Tensor) -> Tensors:
     return {"weight": (weight.float() / scale).round().char(), "weight_scale": scale.bfloat16()}
 
 
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 """Of a key/value cache in FP8, as compressed-tensors has it."""
 
 
 def kv_scales() -> Tensors:
     """The scales of such a cache, by the names of compressed-tensors."""
-    names = [f"model.layers.{layer}.self_attn.{one}_scale" for layer in range(LAYERS) for one in "kv"]
+    names = [
+        f"model.layers.{layer}.self_attn.{one}_scale" for layer in range(LAYERS) for one in "kv"
+    ]
     return {name: torch.tensor([0.01 + place / 64]).bfloat16() for place, name in enumerate(names)}
 
 
 def groups(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     """Settings of compressed-tensors."""
     scheme = {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False,
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": GROUP,
+        "dynamic": False,
         **weights,
-    }  # fmt: skip
+    }
     return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+        },
+    }
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
@@ -156,7 +215,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Tensors] | None, dict[str, Any]]] = 
     "packed-8": (lambda weight: packed(weight, 8), config(groups(num_bits=8))),
     "int8": (int8, config(groups("int-quantized", **CHANNEL))),
     "gptq": (gptq, config(GPTQ)),
-    "gptq-v2": (lambda weight: gptq(weight, less=0), config({**GPTQ, "checkpoint_format": "gptq_v2"})),
+    "gptq-v2": (
+        lambda weight: gptq(weight, less=0),
+        config({**GPTQ, "checkpoint_format": "gptq_v2"}),
+    ),
     "gptq-asym": (lambda weight: gptq(weight, zero=True), config({**GPTQ, "sym": False})),
     "awq": (awq, config(AWQ)),
     "fp8": (float8, config(FP8)),
@@ -171,16 +233,29 @@ def tensors(form: str) -> Tensors:
     if encode is None:
         return found
     for name in LINEARS:
-        found |= {f"{name}.{leaf}": one for leaf, one in encode(found.pop(f"{name}.weight")).items()}
+        found |= {
+            f"{name}.{leaf}": one for leaf, one in encode(found.pop(f"{name}.weight")).items()
+        }
     return found | (kv_scales() if form.endswith("-kv") else {})
 
 
 def tokenizer() -> dict[str, Any]:
     """A tokenizer.json of words."""
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{index}": index for index in range(3, VOCABULARY)}}
+    words = {
+        "<unk>": 0,
+        "<s>": 1,
+        "</s>": 2,
+        **{f"w{index}": index for index in range(3, VOCABULARY)},
+    }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": index, "content": word, "special": True, **flags} for word, index in list(words.items())[:3]]
-    return {"added_tokens": added, "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}}
+    added = [
+        {"id": index, "content": word, "special": True, **flags}
+        for word, index in list(words.items())[:3]
+    ]
+    return {
+        "added_tokens": added,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+    }
 
 
 def write(folder: Path, found: Tensors, settings: Mapping[str, Any], shards: int = 1) -> Path:
@@ -202,7 +277,9 @@ def write(folder: Path, found: Tensors, settings: Mapping[str, Any], shards: int
     put(folder, "tokenizer.json", tokenizer())
     put(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
     put(folder, "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     return folder
 
 
@@ -219,15 +296,29 @@ def put(folder: Path, name: str, value: Any) -> None:
 def edit(folder: Path, name: str, **changes: Any) -> None:
     """Change keys of a file of JSON; None takes one away."""
     before = json.loads((folder / name).read_text())
-    put(folder, name, {key: value for key, value in {**before, **changes}.items() if value is not None})
+    put(
+        folder,
+        name,
+        {key: value for key, value in {**before, **changes}.items() if value is not None},
+    )
 
 
 _GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-_GGUF_OTHERS = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GGUF_OTHERS = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+}
 
 
 def gguf_tensors() -> Tensors:
@@ -246,21 +337,32 @@ def gguf_metadata() -> dict[str, Any]:
     """What a file says besides."""
     words = tokenizer()["model"]["vocab"]
     return {
-        "general.architecture": "llama", "general.name": "tiny", "llama.block_count": LAYERS,
-        "llama.context_length": 64, "llama.embedding_length": HIDDEN, "llama.feed_forward_length": MIDDLE,
-        "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
-        "llama.attention.layer_norm_rms_epsilon": 1e-6, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": list(words), "tokenizer.ggml.token_type": [1] * VOCABULARY,
-        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "general.name": "tiny",
+        "llama.block_count": LAYERS,
+        "llama.context_length": 64,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": MIDDLE,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": list(words),
+        "tokenizer.ggml.token_type": [1] * VOCABULARY,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
 
 
 def write_gguf(path: Path, found: Tensors, metadata: Mapping[str, Any]) -> Path:
     """A file in float32."""
     listed = [GgufTensor(name, GgmlType.F32, tuple(one.shape)) for name, one in found.items()]
     data = b"".join(
-        raw + padding(len(raw)) for raw in (one.contiguous().numpy().tobytes() for one in found.values())
-    )  # fmt: skip
+        raw + padding(len(raw))
+        for raw in (one.contiguous().numpy().tobytes() for one in found.values())
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(build_header(metadata, listed) + data)
     return path

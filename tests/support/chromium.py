@@ -21,7 +21,9 @@ _SHIFT = 8
 
 def executable() -> str | None:
     """Where Chromium is: what CHROMIUM says, or on PATH."""
-    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 class Page:
@@ -34,7 +36,9 @@ class Page:
         self.errors: list[str] = []
         self.requests: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -51,9 +55,23 @@ class Page:
                 assert "error" not in reported, reported["error"]
                 return reported["result"]
 
-    def open(self, page: Path | str, *, width: int, height: int = 740, dark: bool = False, phone: bool = False) -> None:
+    def open(
+        self,
+        page: Path | str,
+        *,
+        width: int,
+        height: int = 740,
+        dark: bool = False,
+        phone: bool = False,
+    ) -> None:
         """Load a file, or an address, in a window of that size."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded = False
@@ -78,7 +96,12 @@ class Page:
 
     def press(self, key: str, *, shift: bool = False) -> None:
         code, text = _KEYS.get(key, (0, ""))
-        given = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": _SHIFT * shift}
+        given = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": code,
+            "modifiers": _SHIFT * shift,
+        }
         self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
         self.send("Input.dispatchKeyEvent", type="keyUp", **given)
 
@@ -119,7 +142,11 @@ class Page:
             self.errors.append(str(params["exceptionDetails"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(str(params["args"]))
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
@@ -131,14 +158,26 @@ def opened(program: str, profile: Path) -> Iterator[Page]:
     """An empty page, in a browser of its own."""
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-               "--no-first-run", "--disable-extensions", "--disable-background-networking",
-               f"--user-data-dir={profile}", "--remote-debugging-pipe"]  # fmt: skip
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--no-first-run",
+        "--disable-extensions",
+        "--disable-background-networking",
+        f"--user-data-dir={profile}",
+        "--remote-debugging-pipe",
+    ]
     # The browser reads from its file 3 and writes to its file 4.
     pipes = f'exec 3<&{read_there} 4>&{write_there}; exec "$@"'
     shell = ["bash", "-c", pipes, "bash", *command]
     with (profile.parent / "chromium.log").open("wb") as log:
-        browser = subprocess.Popen(shell, pass_fds=(read_there, write_there), stdout=log, stderr=log)
+        browser = subprocess.Popen(
+            shell, pass_fds=(read_there, write_there), stdout=log, stderr=log
+        )
     os.close(read_there)
     os.close(write_there)
     try:

@@ -13,7 +13,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 PROGRESS = re.compile(
-    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[A-Za-z]+)(, KL [\d.e-]+)?"
+    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+)"
+    r" (?P<unit>[A-Za-z]+)(, KL [\d.e-]+)?"
     r"(?P<left>, [\d:]+ left)?\n",
     re.M,
 )
@@ -23,7 +24,9 @@ ESTIMATE = re.compile(r"^quantkit: note: this takes about memory .*\n", re.M)
 
 
 def without_progress(stderr: str) -> str:
-    """What stderr holds besides the plain lines of progress, and the one that tells what a command is about to take."""
+    """What stderr holds besides the plain lines of progress, and the one that tells what a
+    command is about to take.
+    """
     return ESTIMATE.sub("", PROGRESS.sub("", stderr))
 
 

@@ -13,5 +13,9 @@ _OF_RANDOM_WEIGHTS = {"no-prediction", "negative-scales"}
 def require_sound(folder: Path) -> None:
     """Assert that the doctor finds nothing else, for any runtime."""
     assert not quantkit.diagnose(folder, runtime="transformers").findings
-    assert {one.rule.name for one in quantkit.diagnose(folder, runtime="vllm").findings} <= {"unknown-family"}
-    assert {one.rule.name for one in quantkit.diagnose(folder, deep=True).findings} <= _OF_RANDOM_WEIGHTS
+    assert {one.rule.name for one in quantkit.diagnose(folder, runtime="vllm").findings} <= {
+        "unknown-family"
+    }
+    assert {
+        one.rule.name for one in quantkit.diagnose(folder, deep=True).findings
+    } <= _OF_RANDOM_WEIGHTS

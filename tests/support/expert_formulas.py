@@ -25,15 +25,28 @@ class Mixture:
 
     @classmethod
     def random(
-        cls, text: str, count: int, hidden: int, size: int, *, activation: str = "silu", limit: float | None = None,
-        bias: bool = False, scale_dtype: torch.dtype = torch.float32,
-    ) -> Mixture:  # fmt: skip
+        cls,
+        text: str,
+        count: int,
+        hidden: int,
+        size: int,
+        *,
+        activation: str = "silu",
+        limit: float | None = None,
+        bias: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> Mixture:
         """Experts of a scheme."""
         wide, narrow = (
-            [quantize_rtn(torch.randn(shape) / 8, any_scheme(text), scale_dtype) for _ in range(count)]
+            [
+                quantize_rtn(torch.randn(shape) / 8, any_scheme(text), scale_dtype)
+                for _ in range(count)
+            ]
             for shape in ((2 * size, hidden), (hidden, size))
         )
-        biases = (torch.randn(count, 2 * size), torch.randn(count, hidden)) if bias else (None, None)
+        biases = (
+            (torch.randn(count, 2 * size), torch.randn(count, hidden)) if bias else (None, None)
+        )
         return cls(wide, narrow, *biases, activation, limit)
 
     def choices(self, tokens: int, per_token: int) -> tuple[Tensor, Tensor]:

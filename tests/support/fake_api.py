@@ -19,12 +19,16 @@ class Reply:
 
     status: int = 200
     parts: Iterable[bytes] = ()
-    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "text/event-stream"})
+    headers: Mapping[str, str] = field(
+        default_factory=lambda: {"Content-Type": "text/event-stream"}
+    )
 
 
 @dataclass
 class Api:
-    """What a server got: paths with bodies and headers; and whether a client went away amid an answer."""
+    """What a server got: paths with bodies and headers; and whether a client went away amid an
+    answer.
+    """
 
     url: str = ""
     requests: list[tuple[str, Any, dict[str, str]]] = field(default_factory=list)
@@ -33,12 +37,18 @@ class Api:
 
 def as_json(status: int, value: Any, headers: Mapping[str, str] = {}) -> Reply:
     """A JSON answer."""
-    return Reply(status, [json.dumps(value).encode()], {"Content-Type": "application/json", **headers})
+    return Reply(
+        status, [json.dumps(value).encode()], {"Content-Type": "application/json", **headers}
+    )
 
 
 def piece(text: str | None = None, *, finish: str | None = None) -> bytes:
     """An event of an answer to messages."""
-    choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": finish}
+    choice = {
+        "index": 0,
+        "delta": {} if text is None else {"content": text},
+        "finish_reason": finish,
+    }
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
@@ -46,7 +56,11 @@ def said(*texts: str, finish: str = "stop", usage: tuple[int, int] | None = None
     """A whole answer, in pieces."""
     end = b"data: [DONE]\n\n"
     if usage is not None:
-        counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
+        counts = {
+            "prompt_tokens": usage[0],
+            "completion_tokens": usage[1],
+            "total_tokens": sum(usage),
+        }
         end = b"data: " + json.dumps({"choices": [], "usage": counts}).encode() + b"\n\n" + end
     return Reply(parts=[*map(piece, texts), piece(finish=finish), end])
 
@@ -68,7 +82,9 @@ def fake_api(answer: Callable[[Any], Reply], models: Reply | None = None) -> Ite
             self._send(body, answer(body))
 
         def _send(self, body: Any, reply: Reply) -> None:
-            api.requests.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
+            api.requests.append(
+                (self.path, body, {name.lower(): value for name, value in self.headers.items()})
+            )
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)

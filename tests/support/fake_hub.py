@@ -1,4 +1,6 @@
-"""A model hub on this machine: as much of its protocol as streaming a dataset and downloading a model take."""
+"""A model hub on this machine: as much of its protocol as streaming a dataset and downloading a
+model take.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class Hostile:
 
     Attributes:
         info: changes the answer about the repository; called with it, returns another one.
-        headers: changes the headers of the answer about a file; called with its path and them, returns others. The
-            file may be one that is not there.
+        headers: changes the headers of the answer about a file; called with its path and them,
+            returns others. The file may be one that is not there.
     """
 
     info: Callable[[Any], object] = lambda info: info
@@ -63,7 +65,8 @@ def hub(
 
         def _answer(self) -> None:
             request = re.fullmatch(
-                rf"/(api/)?(?:datasets/|models/)?(\w+/\w+)(/\w+/(?:{COMMIT}|main))?/?(.*)", self.path.split("?")[0]
+                rf"/(api/)?(?:datasets/|models/)?(\w+/\w+)(/\w+/(?:{COMMIT}|main))?/?(.*)",
+                self.path.split("?")[0],
             )
             if request is None or request[2] not in repositories:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -92,7 +95,10 @@ def hub(
             span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             if span and status == 200:
                 first, last = int(span[1]), min(int(span[2]), len(body) - 1)
-                status, headers = 206, {**headers, "Content-Range": f"bytes {first}-{last}/{len(body)}"}
+                status, headers = (
+                    206,
+                    {**headers, "Content-Range": f"bytes {first}-{last}/{len(body)}"},
+                )
                 body = body[first : last + 1]
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -122,25 +128,40 @@ def git_name(content: bytes) -> str:
 
 def _info(name: str, files: Files) -> dict[str, Any]:
     """The hub's answer about a repository."""
-    return {"id": name, "sha": COMMIT, "siblings": [_sibling(path, content) for path, content in files.items()]}
+    return {
+        "id": name,
+        "sha": COMMIT,
+        "siblings": [_sibling(path, content) for path, content in files.items()],
+    }
 
 
 def _sibling(path: str, content: bytes) -> dict[str, Any]:
-    """What the hub announces of a file: one in LFS has its own hash, and git has a pointer to it."""
+    """What the hub announces of a file: one in LFS has its own hash, and git has a pointer to
+    it.
+    """
     found = {"rfilename": path, "size": len(content), "blobId": git_name(content)}
     if not path.endswith(_LFS):
         return found
     sha256 = _digest(path, content)
-    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    version = "https://git-lfs.github.com/spec/v1"
+    pointer = f"version {version}\noid sha256:{sha256}\nsize {len(content)}\n".encode()
     lfs = {"sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
     return {**found, "blobId": git_name(pointer), "lfs": lfs}
 
 
 def _entries(files: Files, prefix: str) -> list[dict[str, object]]:
     """What lies right in a folder."""
-    below = {path.removeprefix(prefix): len(data) for path, data in files.items() if path.startswith(prefix)}
+    below = {
+        path.removeprefix(prefix): len(data)
+        for path, data in files.items()
+        if path.startswith(prefix)
+    }
     folders = sorted({path.split("/")[0] for path in below if "/" in path})
     return [
         *({"type": "directory", "path": prefix + f, "size": 0, "oid": "0"} for f in folders),
-        *({"type": "file", "path": prefix + p, "size": n, "oid": "0"} for p, n in below.items() if "/" not in p),
+        *(
+            {"type": "file", "path": prefix + p, "size": n, "oid": "0"}
+            for p, n in below.items()
+            if "/" not in p
+        ),
     ]

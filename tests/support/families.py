@@ -24,7 +24,9 @@ def make(case: str, **changes: Any) -> Any:
 
 
 def let_run(monkeypatch: pytest.MonkeyPatch, kind: str, **changes: Any) -> None:
-    """Have folders of a family read though its models are not run yet, or with another layout on disk."""
+    """Have folders of a family read though its models are not run yet, or with another layout on
+    disk.
+    """
     monkeypatch.setitem(families(), kind, replace(families()[kind], runs=True, **changes))
 
 

@@ -1,4 +1,5 @@
-"""Stands for a process that `fork_server.py` forks: has its streams, passes signals on to it, and ends as it does.
+"""Stands for a process that `fork_server.py` forks: has its streams, passes signals on to it, and
+ends as it does.
 
 python fork_client.py SOCKET {-c CODE | -m MODULE} [ARGUMENT ...]
 """
@@ -16,7 +17,12 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 def main(address: str, arguments: list[str]) -> int:
     streams = [name for name in STREAMS if getattr(sys, name) is not None]
-    request = {"arguments": arguments, "open": streams, "folder": os.getcwd(), "environment": dict(os.environ)}
+    request = {
+        "arguments": arguments,
+        "open": streams,
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+    }
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         socket.send_fds(connection, [b"!"], [STREAMS.index(name) for name in streams])

@@ -1,9 +1,11 @@
-"""A Python that has torch and quantkit imported, and forks for each program that `fork_client.py` sends it.
+"""A Python that has torch and quantkit imported, and forks for each program that `fork_client.py`
+sends it.
 
     python fork_server.py SOCKET
 
-It ends with its standard input. A program starts as one of a fresh interpreter does, with the client's streams,
-folder and environment, and ends as one does, with its exit functions and the last flush of the streams.
+It ends with its standard input. A program starts as one of a fresh interpreter does, with the
+client's streams, folder and environment, and ends as one does, with its exit functions and the last
+flush of the streams.
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ import threading
 from typing import Any
 
 PRELOADED = (
-    "torch", "torch.distributed", "torch._dynamo", "quantkit.cli.main", "quantkit.jobs.convert",
-    "quantkit.jobs.quantize", "quantkit.jobs.load", "quantkit.quality.verify", "quantkit.runtime.chat_session",
-)  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "quantkit.cli.main",
+    "quantkit.jobs.convert",
+    "quantkit.jobs.quantize",
+    "quantkit.jobs.load",
+    "quantkit.quality.verify",
+    "quantkit.runtime.chat_session",
+)
 STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -80,9 +89,13 @@ def become(request: dict[str, Any]) -> None:
         else:
             os.dup2(given, number)
             made = open(  # noqa: SIM115
-                number, "w" if number else "r", buffering=1 if number == 2 else -1, encoding=before.encoding,
-                errors=before.errors, closefd=False,
-            )  # fmt: skip
+                number,
+                "w" if number else "r",
+                buffering=1 if number == 2 else -1,
+                encoding=before.encoding,
+                errors=before.errors,
+                closefd=False,
+            )
         setattr(sys, name, made)
         setattr(sys, f"__{name}__", made)
     for given in request["streams"].values():
@@ -93,7 +106,9 @@ def become(request: dict[str, Any]) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a program as Python does; its exit code, or minus the signal that Python then ends with."""
+    """Run a program as Python does; its exit code, or minus the signal that Python then ends
+    with.
+    """
     way, program, *rest = arguments
     sys.argv[:] = [way, *rest]
     sys.path[0] = "" if way == "-c" else os.getcwd()
@@ -106,14 +121,17 @@ def run(arguments: list[str]) -> int:
     except SystemExit as stop:
         code = stop.code
     except BaseException as error:
-        shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
+        shown = error.with_traceback(
+            error.__traceback__ and error.__traceback__.tb_next
+        )  # without this frame
         sys.excepthook(type(error), shown, shown.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
-    gc.collect()  # what this may print; within a namedtuple of an exit function, warnings cannot be filtered
+    # what this may print; within a namedtuple of an exit function, warnings cannot be filtered
+    gc.collect()
     atexit._run_exitfuncs()
     gc.collect()
     for stream in (sys.stdout, sys.stderr):

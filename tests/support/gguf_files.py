@@ -1,5 +1,6 @@
-"""GGUF files of tiny models of transformers, made as llama.cpp's converter makes them: names by the gguf package's own
-table, and its writer and quantizers."""
+"""GGUF files of tiny models of transformers, made as llama.cpp's converter makes them: names by the
+gguf package's own table, and its writer and quantizers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,23 @@ from torch import Tensor
 Types = Mapping[str, gguf.GGMLQuantizationType]
 F32 = gguf.GGMLQuantizationType.F32
 _ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "gemma": gguf.MODEL_ARCH.GEMMA,
-    "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
-    "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2, "granite": gguf.MODEL_ARCH.GRANITE,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-}  # fmt: skip
+}
 _PERMUTED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3}
 
 
@@ -65,10 +76,14 @@ def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Te
 
 
 def write(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], types: Types | None = None,
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, npt.NDArray[np.float32]],
+    types: Types | None = None,
     blocks: Mapping[str, tuple[npt.NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
-) -> Path:  # fmt: skip
-    """A file, by the gguf package's writer; matrices in the types given by name, or by "" for all others.
+) -> Path:
+    """A file, by the gguf package's writer; matrices in the types given by name, or by "" for all
+    others.
 
     Args:
         blocks: bytes of rows, and of which type, in the place of a tensor's numbers.
@@ -92,7 +107,11 @@ def write(
             raw, kind = (blocks or {})[name]
             writer.add_tensor(name, raw, raw_dtype=kind)
             continue
-        kind = F32 if values.ndim == 1 or "_inp" in name else (types or {}).get(name, (types or {}).get("", F32))
+        kind = (
+            F32
+            if values.ndim == 1 or "_inp" in name
+            else (types or {}).get(name, (types or {}).get("", F32))
+        )
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -24,9 +24,16 @@ def load(base: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForImageTextToText.from_pretrained(base, dtype=dtype).eval()
 
 
-def save_adapter(base: Path, folder: Path, *, seed: int = 3, safetensors: bool = True, **settings: Any) -> Path:
+def save_adapter(
+    base: Path, folder: Path, *, seed: int = 3, safetensors: bool = True, **settings: Any
+) -> Path:
     """Write an adapter of a base, all of whose tensors are random."""
-    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
+    settings = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        **settings,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)

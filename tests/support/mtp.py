@@ -1,4 +1,6 @@
-"""Layers for multi-token prediction (MTP), with the names that published checkpoints have, for tiny models without."""
+"""Layers for multi-token prediction (MTP), with the names that published checkpoints have, for
+tiny models without.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm_ocr")
-"""Architectures whose published checkpoints have such layers; those of Qwen3.5 and GLM-OCR read images."""
+"""Architectures whose published checkpoints have such layers; those of Qwen3.5 and GLM-OCR read
+images.
+"""
 _IN_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.*)")
 
 
@@ -23,15 +27,22 @@ def make(kind: str, folder: Path) -> Path:
     import tiny_architectures
     import tiny_image_text
 
-    (tiny_architectures if kind in tiny_architectures.ARCHITECTURES else tiny_image_text).make(kind, folder / "without")
+    (tiny_architectures if kind in tiny_architectures.ARCHITECTURES else tiny_image_text).make(
+        kind, folder / "without"
+    )
     add(folder / "without", folder / "with")
     return folder / "with"
 
 
 def add(folder: Path, target: Path) -> Tensors:
-    """Copy a tiny model to `target`, with a layer for prediction in addition, and return the tensors of that layer."""
+    """Copy a tiny model to `target`, with a layer for prediction in addition, and return the
+    tensors of that layer.
+    """
     shutil.copytree(folder, target)
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     found = {name: one.clone() for name, one in _layer(config["model_type"], tensors).items()}
     text: dict[str, Any] = config.get("text_config", config)
     text["mtp_num_hidden_layers" if "mtp.fc.weight" in found else "num_nextn_predict_layers"] = 1
@@ -58,7 +69,11 @@ def _layer(kind: str, tensors: Tensors) -> Tensors:
         return found | {f"mtp.layers.0.{name}": one for name, one in block.items()}
     embedding = next(one for name, one in tensors.items() if name.endswith("embed_tokens.weight"))
     block |= {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
-    block |= {"eh_proj.weight": joining, "embed_tokens.weight": embedding, "shared_head.head.weight": embedding}
+    block |= {
+        "eh_proj.weight": joining,
+        "embed_tokens.weight": embedding,
+        "shared_head.head.weight": embedding,
+    }
     return {f"{inside[0][1]}.2.{name}": one for name, one in block.items()}
 
 
@@ -67,7 +82,8 @@ def _stacked(block: Tensors) -> Tensors:
     rest = {name: one for name, one in block.items() if ".experts." not in name}
     count = (len(block) - len(rest)) // 3
     gates, ups, downs = (
-        [block[f"mlp.experts.{index}.{one}_proj.weight"] for index in range(count)] for one in ("gate", "up", "down")
+        [block[f"mlp.experts.{index}.{one}_proj.weight"] for index in range(count)]
+        for one in ("gate", "up", "down")
     )
     joined = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
     return {**rest, "mlp.experts.gate_up_proj": joined, "mlp.experts.down_proj": torch.stack(downs)}

@@ -47,14 +47,20 @@ def make(kind: str, **changes: Any) -> Any:
     Biases and norms are randomized too, so that losing one shows.
     """
     settings = {**SIZES, **({"head_dim": 16} if kind == "qwen3" else {}), **changes}
-    config = transformers.AutoConfig.for_model(kind, **deepcopy(settings))  # which adds to settings of ropes
+    config = transformers.AutoConfig.for_model(
+        kind, **deepcopy(settings)
+    )  # which adds to settings of ropes
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     middle = 0 if kind.startswith("gemma") else 1  # whose norms add 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(middle + 0.1 * noise if "norm" in name else 0.3 * noise / parameter.shape[-1] ** 0.25)
+            parameter.copy_(
+                middle + 0.1 * noise
+                if "norm" in name
+                else 0.3 * noise / parameter.shape[-1] ** 0.25
+            )
     return model
 
 
@@ -78,7 +84,9 @@ def ours(source: Path | Checkpoint) -> Decoder:
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     with meta_init():
         model = Decoder(checkpoint.config)
-    fill(model, checkpoint, "", torch.device("cpu"), torch.float32, allowed_backends(allow_slow=True))
+    fill(
+        model, checkpoint, "", torch.device("cpu"), torch.float32, allowed_backends(allow_slow=True)
+    )
     return model.eval()
 
 

@@ -1,4 +1,6 @@
-"""Folders with code: a model that transformers does not know, whose classes are in Python files next to the weights."""
+"""Folders with code: a model that transformers does not know, whose classes are in Python files
+next to the weights.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import oracle
 import torch
 from torch import nn
 
-AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "configuration_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
 RAN = "QUANTKIT_TEST_OWN_CODE"
 """The environment variable with the path of a file that exists once the code was run."""
 _NOTE = f"""import os
@@ -54,7 +59,12 @@ class OwnForCausalLM(LlamaForCausalLM):
 def with_code(source: Path, folder: Path, model_type: str = "own") -> Path:
     """A copy of a Llama's folder with the code."""
     oracle.copy(source, folder)
-    oracle.edit_json(folder / "config.json", model_type=model_type, auto_map=AUTO_MAP, architectures=["OwnForCausalLM"])
+    oracle.edit_json(
+        folder / "config.json",
+        model_type=model_type,
+        auto_map=AUTO_MAP,
+        architectures=["OwnForCausalLM"],
+    )
     for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder

@@ -56,7 +56,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.6) -> Path:
-    """Run a job until a share of its output is written, and stop it as Ctrl-C does; the partial folder."""
+    """Run a job until a share of its output is written, and stop it as Ctrl-C does; the partial
+    folder.
+    """
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         if phase not in (IMPORTANCE, GRADIENTS) and share * total <= done < total:

@@ -17,7 +17,9 @@ from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
 
-def quantized(floats: Path, folder: Path, scheme: QuantScheme, scales: torch.dtype = torch.bfloat16) -> Path:
+def quantized(
+    floats: Path, folder: Path, scheme: QuantScheme, scales: torch.dtype = torch.bfloat16
+) -> Path:
     """Round all linears but the head of a float folder; every third scale is negative.
 
     Args:

@@ -1,4 +1,6 @@
-"""A compiler for tests of when and where the CPU kernels are compiled, which takes many seconds less each time."""
+"""A compiler for tests of when and where the CPU kernels are compiled, which takes many seconds
+less each time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from quantkit.kernels.build import compiled
 
 
 def quick_compiler(name: str, path: Path, seconds: float = 0) -> Path:
-    """A command that makes, of whatever it compiles, the kernels that the machine's own compiler has made for other
-    tests. Each call adds its arguments as a line to a file next to it, with the ending ``.calls``.
+    """A command that makes, of whatever it compiles, the kernels that the machine's own compiler
+    has made for other tests. Each call adds its arguments as a line to a file next to it, with the
+    ending ``.calls``.
 
     Args:
         name: of the kernels, as `compiled` takes it.

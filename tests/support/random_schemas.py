@@ -1,4 +1,6 @@
-"""Random JSON schemas of the keywords that answers can be restricted to, and what judges the answers."""
+"""Random JSON schemas of the keywords that answers can be restricted to, and what judges the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,31 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-PATTERNS = ["^[a-c]{1,4}$", "^x-[0-9]{2}$", "b", "^(foo|bar)?$", r"^\d+\.\d$", "^[A-Z][a-z]*$", r"^\w{2,5}$", "^.?$"]
-NAMES = ["name", "type", "properties", "$ref", "enum", "a/b", "a~b", "größe", 'q"', "x y", "items", "const", "0"]
+PATTERNS = [
+    "^[a-c]{1,4}$",
+    "^x-[0-9]{2}$",
+    "b",
+    "^(foo|bar)?$",
+    r"^\d+\.\d$",
+    "^[A-Z][a-z]*$",
+    r"^\w{2,5}$",
+    "^.?$",
+]
+NAMES = [
+    "name",
+    "type",
+    "properties",
+    "$ref",
+    "enum",
+    "a/b",
+    "a~b",
+    "größe",
+    'q"',
+    "x y",
+    "items",
+    "const",
+    "0",
+]
 FORMATS: dict[str, Callable[[str], object]] = {
     "date": date.fromisoformat,
     "date-time": lambda one: datetime.fromisoformat(one.upper()),
@@ -24,7 +49,9 @@ FORMATS: dict[str, Callable[[str], object]] = {
     "uuid": uuid.UUID,
     "email": lambda one: _matched(r"[^@\s]+@[^@\s]+", one),
     "hostname": lambda one: _matched(r"[a-zA-Z0-9-]{1,63}(\.[a-zA-Z0-9-]{1,63})*", one),
-    "duration": lambda one: _matched(r"P(?=.)(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?|P\d+W", one),
+    "duration": lambda one: _matched(
+        r"P(?=.)(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?|P\d+W", one
+    ),
     "uri": lambda one: _matched(r"[a-zA-Z][a-zA-Z0-9+.-]*:[^\s\"<>\\^`{|}]*", one),
 }
 """What reads a string of each format, and fails for others."""
@@ -39,7 +66,9 @@ def judge(schema: dict[str, Any], answer: str) -> None:
     """Raise an error if an answer is no JSON, or the JSON of another schema."""
     checker = FormatChecker(formats=())
     for name, read in FORMATS.items():
-        checker.checks(name, raises=ValueError)(lambda one, read=read: not isinstance(one, str) or bool(read(one) or 1))
+        checker.checks(name, raises=ValueError)(
+            lambda one, read=read: not isinstance(one, str) or bool(read(one) or 1)
+        )
     Draft202012Validator(schema, format_checker=checker).validate(json.loads(answer))
 
 
@@ -54,15 +83,22 @@ class _Maker:
             self._definitions[f"def {number}/~%"] = self._schema(2)
         if rng.random() < 0.3:
             self._definitions["tree"] = {
-                "type": "object", "required": ["of"], "additionalProperties": False,
+                "type": "object",
+                "required": ["of"],
+                "additionalProperties": False,
                 "properties": {
-                    "of": self._scalar(), "in": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}
+                    "of": self._scalar(),
+                    "in": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1},
                 },
-            }  # fmt: skip
+            }
         found = self._schema(3)
         if self._definitions:
             found = {**found, "$defs": self._definitions}
-        return found if rng.random() < 0.5 else {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+        return (
+            found
+            if rng.random() < 0.5
+            else {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+        )
 
     def _schema(self, depth: int) -> dict[str, Any]:
         rng = self._rng
@@ -72,7 +108,12 @@ class _Maker:
             kinds += [lambda: self._combined(depth - 1)] * 2
         found = rng.choice(kinds)()
         if rng.random() < 0.15:
-            found = {"title": "not a keyword", "description": "enum", "default": {"not": {}}, **found}
+            found = {
+                "title": "not a keyword",
+                "description": "enum",
+                "default": {"not": {}},
+                **found,
+            }
         return found
 
     def _scalar(self) -> dict[str, Any]:
@@ -92,7 +133,11 @@ class _Maker:
         if kind == 1:
             return {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12}
         name = rng.choice(list(FORMATS))
-        return {"type": "string", "format": name, **({"maxLength": 60} if name in ("uri", "email", "hostname") else {})}
+        return {
+            "type": "string",
+            "format": name,
+            **({"maxLength": 60} if name in ("uri", "email", "hostname") else {}),
+        }
 
     def _number(self) -> dict[str, Any]:
         rng, found = self._rng, dict[str, Any]()
@@ -107,7 +152,9 @@ class _Maker:
 
     def _listed(self) -> dict[str, Any]:
         rng = self._rng
-        values = rng.sample([None, True, 1, -2.5, "a", 'b"\\', "größe\n", "", [1, "x"], {"k": [None]}, "enum"], 4)
+        values = rng.sample(
+            [None, True, 1, -2.5, "a", 'b"\\', "größe\n", "", [1, "x"], {"k": [None]}, "enum"], 4
+        )
         return {"const": values[0]} if rng.random() < 0.4 else {"enum": values[: rng.randint(1, 4)]}
 
     def _array(self, depth: int) -> dict[str, Any]:
@@ -123,7 +170,10 @@ class _Maker:
     def _object(self, depth: int) -> dict[str, Any]:
         rng = self._rng
         names = rng.sample(NAMES, rng.randint(0, 4))
-        found: dict[str, Any] = {"type": "object", "properties": {name: self._schema(depth) for name in names}}
+        found: dict[str, Any] = {
+            "type": "object",
+            "properties": {name: self._schema(depth) for name in names},
+        }
         found["required"] = [name for name in names if rng.random() < 0.6]
         if (kind := rng.random()) < 0.75:
             found["additionalProperties"] = False
@@ -142,10 +192,14 @@ class _Maker:
             return {"anyOf": [self._schema(depth) for _ in range(rng.randint(1, 3))]}
         if kind == 1:
             kinds = [
-                {"type": "object", "required": ["kind"], "properties": {"kind": {"const": name}, "of": self._schema(0)},
-                 "additionalProperties": False}
+                {
+                    "type": "object",
+                    "required": ["kind"],
+                    "properties": {"kind": {"const": name}, "of": self._schema(0)},
+                    "additionalProperties": False,
+                }
                 for name in ("a", "b", "c")
-            ]  # fmt: skip
+            ]
             return {"oneOf": kinds[: rng.randint(1, 3)]}
         if kind == 2:
             base = self._object(depth)

@@ -1,7 +1,8 @@
 """Tiny random models with the widths, heads and tokenizers that published models have.
 
-Toy widths such as 64 and toy vocabularies hide what breaks on published files: rows that 256 does not divide, heads
-that are wider than the model, padded embeddings, and vocabularies with unusual tokens.
+Toy widths such as 64 and toy vocabularies hide what breaks on published files: rows that 256 does
+not divide, heads that are wider than the model, padded embeddings, and vocabularies with unusual
+tokens.
 """
 
 from __future__ import annotations
@@ -12,41 +13,54 @@ from pathlib import Path
 from typing import Any
 
 import oracle
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
 from quantkit.data.files import gate_texts
 
 PADDING = 37  # rows of the embedding that no token has
 QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN_TURNS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\nCall one within <tool_call></tool_call>:\n"
-    '{"name": <name>, "arguments": <object>}<|im_end|>\n{% endif %}'
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\nCall one within"
+    ' <tool_call></tool_call>:\n{"name": <name>, "arguments": <object>}<|im_end|>\n{% endif %}{%'
+    " for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}{% for"
+    ' call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}",'
+    ' "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{%'
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GEMMA_TURNS = (
-    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
-    "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ 'model' if message.role =="
+    " 'assistant' else message.role }}\n{{ message.content | trim }}<end_of_turn>\n{% endfor %}{%"
+    " if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 LLAMA2_TURNS = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
-    "{% else %} {{ message.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{"
+    " message.content }} [/INST]{% else %} {{ message.content }} {{ eos_token }}{% endif %}{%"
+    " endfor %}"
 )
 
 HTML_END = "</s>"
-"""The tag that ends struck-out text in HTML: an ordinary token of Qwen and Gemma, the end of a string for Llama 2."""
+"""The tag that ends struck-out text in HTML: an ordinary token of Qwen and Gemma, the end of a
+string for Llama 2.
+"""
 SPACES = [("\u0120", "\u0120"), ("\u0120\u0120", "\u0120\u0120")]
 """Merges of two and four spaces, in the letters that stand for bytes."""
 
@@ -69,7 +83,8 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Shape:
-    """A family's settings as a published model has them, with few layers, and the kind of its tokenizer.
+    """A family's settings as a published model has them, with few layers, and the kind of its
+    tokenizer.
 
     Attributes:
         model: the published model that has these widths.
@@ -138,11 +153,17 @@ SHAPES = {
         },
     ),
 }
-"""By name. Feed-forwards are narrower than the published ones: of rows that 256 does divide, and that it does not."""
+"""By name.
+
+Feed-forwards are narrower than the published ones: of rows that 256 does divide, and that it does
+not.
+"""
 
 
 def make_model(folder: Path, name: str) -> Path:
-    """Write a random model of a shape with its tokenizer and chat template, and return its folder."""
+    """Write a random model of a shape with its tokenizer and chat template, and return its
+    folder.
+    """
     shape = SHAPES[name]
     folder.mkdir(parents=True)
     write_tokenizer(folder, shape.tokenizer)
@@ -158,7 +179,8 @@ def make_model(folder: Path, name: str) -> Path:
     }
     model = oracle.make(shape.model_type, **settings)
     if shape.model_type.startswith("gemma"):
-        # It multiplies embeddings by the root of the width: random ones would drown what the layers compute.
+        # It multiplies embeddings by the root of the width: random ones would drown what the layers
+        # compute.
         model.model.embed_tokens.weight.data.mul_(0.1)
     return oracle.save(model.bfloat16(), folder)  # as published models are
 
@@ -173,27 +195,40 @@ def write_tokenizer(folder: Path, kind: str) -> None:
 
 
 def build_smollm() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of SmolLM2's kind: control tokens come first, and BOS starts a turn but no string."""
+    """Build a tokenizer of SmolLM2's kind: control tokens come first, and BOS starts a turn but
+    no string.
+    """
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<file_sep>"]
     vocab, merges = train_bytes(control, SPACES)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(control)
-    return tokenizer, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    return tokenizer, {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHATML,
+    }
 
 
 def build_qwen() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of Qwen's kind: NFC, no BOS, ordinary tokens that look like control tokens, and added tokens
-    that are not special."""
+    """Build a tokenizer of Qwen's kind: NFC, no BOS, ordinary tokens that look like control tokens,
+    and added tokens that are not special.
+    """
     # Qwen's vocabulary has such a token too, although no text is cut so that it appears.
     vocab, merges = train_bytes([], [*SPACES, ("<", "/"), ("</", "s"), ("</s", ">")])
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_pad|>"])
@@ -210,7 +245,9 @@ def build_qwen() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def build_gemma() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of Gemma 3's kind: added tokens in the middle, of runs of spaces and of HTML; bytes follow."""
+    """Build a tokenizer of Gemma 3's kind: added tokens in the middle, of runs of spaces and of
+    HTML; bytes follow.
+    """
     control = ["<pad>", "<eos>", "<bos>", "<unk>"]
     turns = ["<start_of_turn>", "<end_of_turn>"]
     unused = [f"<unused{number}>" for number in range(8)]
@@ -218,7 +255,9 @@ def build_gemma() -> tuple[Tokenizer, dict[str, Any]]:
     spaces = ["\u2581" * count for count in range(2, 9)]
     tags = ["<table>", "<tr>", "</tr>", "</table>", "<s>", HTML_END]
     ordinary = ["<mask>", "[multimodal]", *unused[:4], *lines, *spaces, *tags, *unused[4:]]
-    vocab, merges = train_pieces([*control, *ordinary[:6], *turns, *ordinary[6:]], [*lines, *spaces])
+    vocab, merges = train_pieces(
+        [*control, *ordinary[:6], *turns, *ordinary[6:]], [*lines, *spaces]
+    )
     tokenizer = build_sentencepiece_kind(vocab, merges)
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -237,13 +276,22 @@ def build_gemma() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def build_llama2() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of Llama 2's kind: a space before each string, and `HTML_END` as the true end token."""
+    """Build a tokenizer of Llama 2's kind: a space before each string, and `HTML_END` as the
+    true end token.
+    """
     control = ["<unk>", "<s>", HTML_END]
     vocab, merges = train_pieces(control, [])
     tokenizer = build_sentencepiece_kind(vocab, merges)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     put_first(tokenizer, "<s>")
@@ -257,28 +305,46 @@ def build_llama2() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, settings
 
 
-TOKENIZERS = {"smollm": build_smollm, "qwen": build_qwen, "gemma": build_gemma, "llama2": build_llama2}
+TOKENIZERS = {
+    "smollm": build_smollm,
+    "qwen": build_qwen,
+    "gemma": build_gemma,
+    "llama2": build_llama2,
+}
 
 
 def build_sentencepiece_kind(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     """Build a tokenizer that merges pieces, and falls back to bytes."""
-    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 
 def put_first(tokenizer: Tokenizer, token: str) -> None:
     """Have a tokenizer put a token before each string."""
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, tokenizer.token_to_id(token))]
+        single=f"{token} $A",
+        pair=f"{token} $A {token}:1 $B:1",
+        special_tokens=[(token, tokenizer.token_to_id(token))],
     )
 
 
-def train_bytes(control: list[str], pairs: list[tuple[str, str]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Train merges of bytes on the included text, after control tokens; further pairs are merged last."""
+def train_bytes(
+    control: list[str], pairs: list[tuple[str, str]]
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Train merges of bytes on the included text, after control tokens; further pairs are merged
+    last.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=700,
@@ -300,18 +366,22 @@ def train_bytes(control: list[str], pairs: list[tuple[str, str]]) -> tuple[dict[
 def train_pieces(first: list[str], runs: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Train pieces on the included text, after some tokens and all bytes.
 
-    As in a sentencepiece model, any two neighbors merge whose union is a piece, the piece with the lowest id first.
+    As in a sentencepiece model, any two neighbors merge whose union is a piece, the piece with the
+    lowest id first.
 
     Args:
         first: tokens with the lowest ids; no text is cut into them by merges, except into runs.
-        runs: runs of one character, which are merged from shorter ones before anything else, the longest first.
+        runs: runs of one character, which are merged from shorter ones before anything else, the
+            longest first.
     """
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     head = [*first, *byte_tokens]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=len(head) + 400, special_tokens=head, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(head) + 400, special_tokens=head, show_progress=False
+    )
     tokenizer.train_from_iterator(gate_texts().values(), trainer)
     vocab: dict[str, int] = tokenizer.get_vocab()
     pieces = sorted(set(vocab) - set(head), key=lambda piece: vocab[piece])

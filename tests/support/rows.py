@@ -1,4 +1,6 @@
-"""Sequences that run together compared with each of them alone, and tokens that reach the host late."""
+"""Sequences that run together compared with each of them alone, and tokens that reach the host
+late.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,27 @@ def together(engine: Engine, requests: list[Request]) -> list[Completion]:
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def alone(model: Decoder, request: Request, *, cache_dtype: torch.dtype | None = None) -> list[Completion]:
+def alone(
+    model: Decoder, request: Request, *, cache_dtype: torch.dtype | None = None
+) -> list[Completion]:
     """What comes of a request with nothing beside it."""
-    return together(Engine(model, request.length, cache_dtype=cache_dtype, compiled=False), [request])
+    return together(
+        Engine(model, request.length, cache_dtype=cache_dtype, compiled=False), [request]
+    )
 
 
 def require_same(found: Completion, expected: Completion, bound: float) -> int:
-    """Tokens are the same up to where the two likeliest are nearer than a bound, and log-probabilities so far differ
-    by less; how many are the same. Both with log-probabilities of the two likeliest."""
+    """Tokens are the same up to where the two likeliest are nearer than a bound, and
+    log-probabilities so far differ by less; how many are the same. Both with log-probabilities of
+    the two likeliest.
+    """
     assert found.logprobs is not None
     assert expected.logprobs is not None
     pairs = list(zip(found.token_ids, expected.token_ids, strict=False))
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    for ours, theirs in zip(found.logprobs.tokens[:same], expected.logprobs.tokens[:same], strict=True):
+    for ours, theirs in zip(
+        found.logprobs.tokens[:same], expected.logprobs.tokens[:same], strict=True
+    ):
         assert (ours is None) == (theirs is None)
         assert ours is None or theirs is None or abs(ours - theirs) < bound
     if same < len(pairs):
@@ -50,11 +60,18 @@ def require_same(found: Completion, expected: Completion, bound: float) -> int:
 def forward_logprobs(model: Decoder, tokens: list[int]) -> Tensor:
     """Log-probabilities of each token but the first, [T - 1], by one pass without a cache."""
     logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1))[0]
-    return logits.float().log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
+    return (
+        logits.float()
+        .log_softmax(-1)
+        .gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1))
+        .squeeze(-1)
+    )
 
 
 class Late:
-    """Tokens that have not arrived until somebody waits for them, which has to be in their order."""
+    """Tokens that have not arrived until somebody waits for them, which has to be in their
+    order.
+    """
 
     def __init__(self, tokens: Tensor, recorder: LateRecorder) -> None:
         self._tokens, self._recorder, self._number = tokens.tolist(), recorder, recorder.steps

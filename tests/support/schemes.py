@@ -11,4 +11,6 @@ def any_scheme(name: str) -> QuantScheme:
         return GGUF_SCHEMES[name]
     kind, *rest = name.split("-")
     groups = [int(part[1:]) for part in rest if part.startswith("g")]
-    return QuantScheme(int(kind.removeprefix("int")), groups[0] if groups else None, "asym" not in rest)
+    return QuantScheme(
+        int(kind.removeprefix("int")), groups[0] if groups else None, "asym" not in rest
+    )

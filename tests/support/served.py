@@ -17,7 +17,12 @@ KEY = "a key of sixteen letters"
 def started(model: Path, *options: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server, and its address without the version."""
     given = ["serve", model, "--port", "0", "--backend", "cpu-exact", *options]
-    command = [sys.executable, "-m", "quantkit.cli", *map(str, given)]  # signals are for this very process
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit.cli",
+        *map(str, given),
+    ]  # signals are for this very process
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

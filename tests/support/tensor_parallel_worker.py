@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node N tensor_parallel_worker.py CASES.json OUT
 
-CASES lists models: ``{"name", "folder", "dtype", "backend", "draft", "engine"}``, with the compiler's backend
-or null, the folder of a draft model or null, and whether the compiled engine runs as well.
-OUT/RANK.json has the findings by name, OUT/NAME.pt the first process's logits.
+CASES lists models: ``{"name", "folder", "dtype", "backend", "draft", "engine"}``, with the
+compiler's backend or null, the folder of a draft model or null, and whether the compiled engine
+runs as well. OUT/RANK.json has the findings by name, OUT/NAME.pt the first process's logits.
 """
 
 from __future__ import annotations
@@ -46,12 +46,24 @@ class Calls(TorchDispatchMode):
 
 
 def _collective(target: object) -> list[str]:
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
-    return [name for name in names if target in (getattr(COLLECTIVES, name), getattr(COLLECTIVES, name).default)]
+    names = (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_to_all_single",
+    )
+    return [
+        name
+        for name in names
+        if target in (getattr(COLLECTIVES, name), getattr(COLLECTIVES, name).default)
+    ]
 
 
 def opened(folder: Path, dtype: torch.dtype | None, group: ProcessGroup) -> Decoder:
-    return load_model(folder, device="cpu", dtype=dtype, allow_slow=True, group=group)  # of 16 columns, on 4 processes
+    return load_model(
+        folder, device="cpu", dtype=dtype, allow_slow=True, group=group
+    )  # of 16 columns, on 4 processes
 
 
 def batch_logits(model: Decoder) -> Tensor:
@@ -88,14 +100,17 @@ def greedy(step: Any) -> list[int]:
 
 
 def _compiled(model: Decoder, backend: str) -> dict[str, Any]:
-    """The compiled model's tokens, and the collectives of each graph: one of the prompt, one of a step.
+    """The compiled model's tokens, and the collectives of each graph: one of the prompt, one of a
+    step.
 
     A break in a graph is an error here.
     """
     graphs = []
 
     def watched(graph: Any, inputs: Any) -> Any:
-        graphs.append(Counter(name for node in graph.graph.nodes for name in _collective(node.target)))
+        graphs.append(
+            Counter(name for node in graph.graph.nodes for name in _collective(node.target))
+        )
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     tokens = greedy(torch.compile(Step(model), fullgraph=True, backend=watched))
@@ -122,11 +137,15 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
         "tokens": list(quantkit.generate(model, PROMPT, max_new_tokens=NEW)),
         "steps": greedy(Step(model)),
         "drawn": list(quantkit.generate(model, PROMPT, max_new_tokens=NEW, temperature=1.5)),
-        "speculated": None if case["draft"] is None else _speculated(model, Path(case["draft"]), group),
+        "speculated": None
+        if case["draft"] is None
+        else _speculated(model, Path(case["draft"]), group),
         "logits": str(torch.hash_tensor(logits).item()),
         "collectives": calls.counts,
         "compiled": None if case["backend"] is None else _compiled(model, case["backend"]),
-        "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW)) if case["engine"] else None,
+        "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW))
+        if case["engine"]
+        else None,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
         "fused": model.ops.blocks is not None,

@@ -21,15 +21,22 @@ READY = "\x1b[?2004h"
 class Terminal:
     """One command, as a process of its own, and the terminal that it is on."""
 
-    def __init__(self, *command: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> None:
+    def __init__(
+        self, *command: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS
+    ) -> None:
         self._ours, its = os.openpty()
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         # A session of its own, whose terminal this is: Ctrl-C on it is a signal.
         self._process = subprocess.Popen(
-            list(map(str, command)), cwd=cwd, stdin=its, stdout=its, stderr=its, start_new_session=True,
+            list(map(str, command)),
+            cwd=cwd,
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
-        )  # fmt: skip
+        )
         os.close(its)
         self._got, self._seen = b"", 0
 
@@ -72,7 +79,9 @@ class Terminal:
         return re.sub(r"\x1b\[(?!\?2004h)[\d;?]*[A-Za-z]|\r", "", self._got.decode(errors="ignore"))
 
 
-def on_terminal(*arguments: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> tuple[int, str]:
+def on_terminal(
+    *arguments: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS
+) -> tuple[int, str]:
     """Exit code of one command, as a process of its own, and all that the terminal got."""
     return Terminal(*forked.quantkit(*arguments), cwd=cwd, rows=rows, columns=columns).end()
 

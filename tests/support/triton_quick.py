@@ -1,4 +1,6 @@
-"""Triton's interpreter, without most of its time: what it works out anew at every call is worked out once."""
+"""Triton's interpreter, without most of its time: what it works out anew at every call is worked
+out once.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,20 @@ _operands = _semantic.binary_op_type_checking_impl
 _PLAIN = {
     id(dtype)
     for dtype in (
-        tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float16, tl.bfloat16,
-        tl.float32, tl.float64,
+        tl.int8,
+        tl.int16,
+        tl.int32,
+        tl.int64,
+        tl.uint8,
+        tl.uint16,
+        tl.uint32,
+        tl.uint64,
+        tl.float16,
+        tl.bfloat16,
+        tl.float32,
+        tl.float64,
     )
-}  # fmt: skip
+}
 """What two operands of it are computed in without a cast, by `id`."""
 _patched: set[int] = set()
 """The modules of Triton's language, by `id`, that the kernel now running has patched."""
@@ -56,7 +68,9 @@ class _Scope(interpreter._LangPatchScope):
 
 @cache
 def _languages(function: Callable[..., Any]) -> frozenset[int]:
-    return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+    return frozenset(
+        id(value) for value in function.__globals__.values() if value is tl or value is tl.core
+    )
 
 
 def _patch_once(function: Callable[..., Any]) -> Any:
@@ -95,7 +109,9 @@ def _scalar_np_dtype(given: Any) -> Any:
 
 @cache
 def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    return tl.core.constexpr(math.prod(sizes)), tl.core.tuple([tl.core.constexpr(size) for size in sizes])
+    return tl.core.constexpr(math.prod(sizes)), tl.core.tuple(
+        [tl.core.constexpr(size) for size in sizes]
+    )
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -115,15 +131,23 @@ def _cast_if_needed(self: Any, value: Any, dtype: Any, rounding: str | None = No
 
 
 def _broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
-    if left.type.is_block() == right.type.is_block() and left.handle.data.shape == right.handle.data.shape:
+    if (
+        left.type.is_block() == right.type.is_block()
+        and left.handle.data.shape == right.handle.data.shape
+    ):
         return left, right
     return _broadcast(self, left, right)
 
 
 def _operands_of(
-    self: Any, left: Any, right: Any, left_ptr: bool = False, right_ptr: bool = False, arithmetic: bool = True,
+    self: Any,
+    left: Any,
+    right: Any,
+    left_ptr: bool = False,
+    right_ptr: bool = False,
+    arithmetic: bool = True,
     division: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     same = type(left) is type(right) is tl.tensor and left.dtype is right.dtype
     if same and not division and id(left.dtype) in _PLAIN:
         return _broadcast_if_needed(self, left, right)
@@ -131,7 +155,9 @@ def _operands_of(
 
 
 def _no_overflow(*_: Any) -> None:
-    """The interpreter's own works out whether integers overflow, for an assertion that it leaves out."""
+    """The interpreter's own works out whether integers overflow, for an assertion that it leaves
+    out.
+    """
 
 
 def quicken() -> None:

@@ -1,6 +1,8 @@
-"""A model hub on this machine that takes uploads: as much of the protocol as huggingface_hub uses without Xet storage.
+"""A model hub on this machine that takes uploads: as much of the protocol as huggingface_hub uses
+without Xet storage.
 
-It stores the bytes that it receives, so that tests can compare them, and refuses those that are not what was announced.
+It stores the bytes that it receives, so that tests can compare them, and refuses those that are not
+what was announced.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Hub:
         puts: paths to which content was sent, one for each request that was complete.
         requests: all requests, such as ``POST /api/repos/create``.
         received: called with a path and the number of bytes of content received so far, in all.
-        answer: called with a request; returns a status, a body and headers to send in place of the answer, or None.
+        answer: called with a request; returns a status, a body and headers to send in place of the
+            answer, or None.
         committed: changes the files of a commit before they are stored.
     """
 
@@ -142,14 +145,20 @@ class _Handler(BaseHTTPRequestHandler):
                 answer, headers = self._route(unquote(path), body)
             self._send(200, json.dumps(answer).encode(), headers)
         except _Refused as refused:
-            headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
+            headers = {"X-Error-Message": refused.message} | (
+                {"X-Error-Code": refused.code} if refused.code else {}
+            )
             self._send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
         except ConnectionError:
             pass
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        for key, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
+        for key, value in {
+            "Content-Type": "application/json",
+            **headers,
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body)
@@ -186,7 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._validated(json.loads(body)["content"]), {}
         if path == "/api/repos/create":
             return self._created(json.loads(body), token), {}
-        found = re.fullmatch(r"(?:/api/models)?/([\w.-]+/[\w.-]+?)(\.git)?(?:/([a-z]+)/?(.*))?", path)
+        found = re.fullmatch(
+            r"(?:/api/models)?/([\w.-]+/[\w.-]+?)(\.git)?(?:/([a-z]+)/?(.*))?", path
+        )
         repo = self.store.repos.get(found[1]) if found else None
         if found is None or repo is None or (repo.private and not token):
             raise _Refused(404, "Repository not found", "RepoNotFound")
@@ -202,7 +213,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._batch(json.loads(body)), {}
         if verb == "preupload":
             files = json.loads(body)["files"]
-            return {"files": [_mode(one["path"], repo.files(rest).get(".gitignore", b"")) for one in files]}, {}
+            return {
+                "files": [
+                    _mode(one["path"], repo.files(rest).get(".gitignore", b"")) for one in files
+                ]
+            }, {}
         assert verb == "commit"
         return self._committed(name, repo, rest, body), {}
 
@@ -228,7 +243,10 @@ class _Handler(BaseHTTPRequestHandler):
         metadata = yaml.safe_load(header[1]) if header else {}
         if metadata.get("license") == "nonsense":
             raise _Refused(400, '"license" must be one of [apache-2.0, mit, other, ...]')
-        return {"errors": [], "warnings": [] if metadata else [{"message": "empty or missing yaml metadata"}]}
+        return {
+            "errors": [],
+            "warnings": [] if metadata else [{"message": "empty or missing yaml metadata"}],
+        }
 
     def _batch(self, request: dict[str, Any]) -> Any:
         found = []
@@ -238,8 +256,16 @@ class _Handler(BaseHTTPRequestHandler):
                 found.append({"oid": oid, "size": size})
             elif size > PART:
                 count = -(-size // PART)
-                header = {"chunk_size": str(PART), **{f"{n + 1}": f"{address}/{n + 1}" for n in range(count)}}
-                found.append({**one, "actions": {"upload": {"href": f"{address}/complete", "header": header}}})
+                header = {
+                    "chunk_size": str(PART),
+                    **{f"{n + 1}": f"{address}/{n + 1}" for n in range(count)},
+                }
+                found.append(
+                    {
+                        **one,
+                        "actions": {"upload": {"href": f"{address}/complete", "header": header}},
+                    }
+                )
             else:
                 found.append({**one, "actions": {"upload": {"href": address}}})
         return {"transfer": "basic", "objects": found}
@@ -288,4 +314,11 @@ def _sibling(path: str, content: bytes) -> dict[str, Any]:
     found = {"rfilename": path, "size": len(content), "blobId": git_name(content)}
     if not path.endswith(_LFS):
         return found
-    return {**found, "lfs": {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
+    return {
+        **found,
+        "lfs": {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 134,
+        },
+    }

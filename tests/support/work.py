@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """Count the calls of functions, Python's and C's, that this thread makes; the list holds their number."""
+    """Count the calls of functions, Python's and C's, that this thread makes; the list holds
+    their number.
+    """
     count = [0]
 
     def hear(_frame: object, event: str, _argument: object) -> None:

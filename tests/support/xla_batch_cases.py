@@ -1,4 +1,5 @@
-"""Runs in a process of its own, over virtual devices: batches through XLA beside what torch does, as JSON.
+"""Runs in a process of its own, over virtual devices: batches through XLA beside what torch does,
+as JSON.
 
 python -m xla_batch_cases FOLDER:DEVICES ...
 """
@@ -65,7 +66,9 @@ def main(cases: list[str]) -> dict[str, Any]:
         eager = load_model(checkpoint, dtype=torch.float32, backend="reference")
         model = model_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
         prompts = drawn_prompts(model)
-        alone = [one.token_ids for one in generate_batch(eager, prompts, max_new_tokens=max(COUNTS))]
+        alone = [
+            one.token_ids for one in generate_batch(eager, prompts, max_new_tokens=max(COUNTS))
+        ]
         ends = tuple(tokens[place] for tokens, place in zip(alone, ENDS, strict=False))
         config = replace(model.config, eos_token_ids=ends)
         model, eager.config = replace(model, split=replace(model.split, config=config)), config
@@ -77,7 +80,9 @@ def main(cases: list[str]) -> dict[str, Any]:
     found["own ends"] = own_ends(model, prompts)
     found["options"] = options(eager, model, prompts)
     found["logprobs"] = logprob_errors(eager, model, prompts)
-    found["refused"] = error(lambda: generate_batch(model, prompts, max_new_tokens=1, logprobs=1, echo=True))
+    found["refused"] = error(
+        lambda: generate_batch(model, prompts, max_new_tokens=1, logprobs=1, echo=True)
+    )
     found["nan"] = broken(model, prompts)
     found["frequencies"] = [frequencies(*one) for one in OPTIONS]
     return found
@@ -109,13 +114,17 @@ def counted_steps() -> Iterator[list[tuple[int, ...]]]:
     CachedBatch.grow = grow  # type: ignore[method-assign]
 
 
-def run(model: XlaModel, requests: list[Request], slots: int = 8, tokenizer: Any = None, stop: str = "") -> Any:
+def run(
+    model: XlaModel, requests: list[Request], slots: int = 8, tokenizer: Any = None, stop: str = ""
+) -> Any:
     runner = engine_for(model, requests, slots)
     found = list(completions(runner, requests, tokenizer, [[stop] if stop else []] * len(requests)))
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def next_to_torch(model: XlaModel, prompts: list[list[int]], expected: list[tuple[list[int], str]]) -> dict[str, Any]:
+def next_to_torch(
+    model: XlaModel, prompts: list[list[int]], expected: list[tuple[list[int], str]]
+) -> dict[str, Any]:
     requests = [Request(prompt, count) for prompt, count in zip(prompts, COUNTS, strict=True)]
     with counted_steps() as counts:
         found = run(model, requests)
@@ -127,8 +136,9 @@ def next_to_torch(model: XlaModel, prompts: list[list[int]], expected: list[tupl
 
 
 def rows(model: XlaModel, prompts: list[list[int]]) -> Any:
-    """Numbers, chunks and tokens of eight prompts and three more, the last twice, at most eight at once; and the chunks
-    of three alone."""
+    """Numbers, chunks and tokens of eight prompts and three more, the last twice, at most eight at
+    once; and the chunks of three alone.
+    """
     order = [*prompts, *prompts[:2]]
     requests = [*(Request(one, 3) for one in order), Request(prompts[2], 3, samples=2)]
     with counted_steps() as counts:
@@ -149,9 +159,13 @@ def own_ends(model: XlaModel, prompts: list[list[int]]) -> Any:
 
 
 def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:
-    """A text's tokens: alone; among others that are drawn otherwise, in another row; with another seed; as the second
-    of two samples, the first of which has the seed before."""
-    others = [Request(one, 12, SamplingParams(0.5 + index, top_k=3)) for index, one in enumerate(prompts[:3])]
+    """A text's tokens: alone; among others that are drawn otherwise, in another row; with another
+    seed; as the second of two samples, the first of which has the seed before.
+    """
+    others = [
+        Request(one, 12, SamplingParams(0.5 + index, top_k=3))
+        for index, one in enumerate(prompts[:3])
+    ]
     (alone,) = run(model, [Request(prompts[7], 12, DRAWN)])
     among = run(model, [*others, Request(prompts[7], 12, DRAWN), *others])[3]
     (other,) = run(model, [Request(prompts[7], 12, replace(DRAWN, seed=9))])
@@ -160,12 +174,17 @@ def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def stopped(model: XlaModel, prompts: list[list[int]]) -> Any:
-    """A text that has no end; with its third letter as stop string, what comes of it three times, two at once, and the
-    chunks run."""
+    """A text that has no end; with its third letter as stop string, what comes of it three times,
+    two at once, and the chunks run.
+    """
     (whole,) = run(model, [Request(prompts[7], 24)], tokenizer=Letters())
     with counted_steps() as counts:
         found = run(model, [Request(prompts[7], 24)] * 3, 2, Letters(), stop=whole.text[2])
-    return whole.text, [(one.text, one.stop, one.finish_reason, len(one.token_ids)) for one in found], counts
+    return (
+        whole.text,
+        [(one.text, one.stop, one.finish_reason, len(one.token_ids)) for one in found],
+        counts,
+    )
 
 
 def options(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> list[list[list[int]]]:
@@ -180,7 +199,9 @@ def options(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> list[l
 
 
 def logprob_errors(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> Any:
-    """Tokens, the largest distance to torch's log-probabilities, and whether the likeliest are the same."""
+    """Tokens, the largest distance to torch's log-probabilities, and whether the likeliest are
+    the same.
+    """
     requested: dict[str, Any] = {"max_new_tokens": 8, "logprobs": 3}
     expected = generate_batch(eager, prompts[6:], **requested)
     found = generate_batch(model, prompts[6:], **requested)
@@ -190,7 +211,9 @@ def logprob_errors(eager: Decoder, model: XlaModel, prompts: list[list[int]]) ->
 def compared(expected: Completion, found: Completion) -> tuple[int, float, bool]:
     assert expected.logprobs is not None
     assert found.logprobs is not None
-    distances = np.abs(np.array(expected.logprobs.tokens, float) - np.array(found.logprobs.tokens, float))
+    distances = np.abs(
+        np.array(expected.logprobs.tokens, float) - np.array(found.logprobs.tokens, float)
+    )
     same = [list(one) for one in expected.logprobs.top] == [list(one) for one in found.logprobs.top]
     return len(found.token_ids), float(distances.max()), same
 
@@ -201,11 +224,14 @@ def broken(model: XlaModel, prompts: list[list[int]]) -> str:
     table = model.state[name]  # [N, V / N, D]
     state = {**model.state, name: table.at[divmod(prompts[5][0], table.shape[1])].set(np.nan)}
     spoiled = replace(model, state=state)
-    return error(lambda: generate_batch(spoiled, [prompts[0], prompts[5], prompts[1]], max_new_tokens=3))
+    return error(
+        lambda: generate_batch(spoiled, [prompts[0], prompts[5], prompts[1]], max_new_tokens=3)
+    )
 
 
 def frequencies(weights: list[float], params: SamplingParams) -> tuple[list[float], list[float]]:
-    """How often each of four tokens is drawn in 4000 rows, and the probabilities that torch has for them.
+    """How often each of four tokens is drawn in 4000 rows, and the probabilities that torch has for
+    them.
 
     With a penalty, the text holds the third, twice among the new tokens.
     """
@@ -213,13 +239,18 @@ def frequencies(weights: list[float], params: SamplingParams) -> tuple[list[floa
     held, count = np.array([False, False, True, False]), 4000
     often = np.array([0, 0, 2, 0], np.int32)
     expected = probabilities(
-        torch.from_numpy(logits)[None], params, torch.from_numpy(held)[None], torch.from_numpy(often)[None]
+        torch.from_numpy(logits)[None],
+        params,
+        torch.from_numpy(held)[None],
+        torch.from_numpy(often)[None],
     )[0]
     drawn = jax.jit(sample)(
-        np.broadcast_to(logits, (count, 4)), Sampling.of([params] * count, range(count), 4),
-        np.zeros(count, np.int32), np.broadcast_to(held, (count, 4)) if params.repetition_penalty != 1 else None,
+        np.broadcast_to(logits, (count, 4)),
+        Sampling.of([params] * count, range(count), 4),
+        np.zeros(count, np.int32),
+        np.broadcast_to(held, (count, 4)) if params.repetition_penalty != 1 else None,
         np.broadcast_to(often, (count, 4)) if params.needs_counts else None,
-    )  # fmt: skip
+    )
     return (np.bincount(np.asarray(drawn), minlength=4) / count).tolist(), expected.tolist()
 
 

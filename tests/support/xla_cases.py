@@ -1,4 +1,5 @@
-"""Runs in a process of its own, over virtual devices: what XLA computes beside what torch does, as JSON.
+"""Runs in a process of its own, over virtual devices: what XLA computes beside what torch does, as
+JSON.
 
 python -m xla_cases FOLDER:DEVICES ...
 """
@@ -98,7 +99,9 @@ def stepwise(model: Decoder) -> tuple[list[torch.Tensor], list[int]]:
     for index in range(CHUNK):
         tokens.append(int(logits[-1].argmax()))
         positions = torch.tensor([len(PROMPT) + index])
-        logits.append(model.head(model.hidden(torch.tensor([tokens[-1:]]), positions, cache)[:, -1]))
+        logits.append(
+            model.head(model.hidden(torch.tensor([tokens[-1:]]), positions, cache)[:, -1])
+        )
     return logits, tokens
 
 
@@ -107,7 +110,9 @@ def held(model: XlaModel) -> list[int]:
     half = {name for name, array in model.state.items() if array.dtype == jax.numpy.int4}
     return [
         sum(
-            int(np.prod(shard.data.shape)) * (1 if name in half else 2 * shard.data.dtype.itemsize) // 2
+            int(np.prod(shard.data.shape))
+            * (1 if name in half else 2 * shard.data.dtype.itemsize)
+            // 2
             for name, array in model.state.items()
             for shard in array.addressable_shards
             if shard.device == device
@@ -119,7 +124,11 @@ def held(model: XlaModel) -> list[int]:
 def sampled(model: XlaModel) -> list[list[int]]:
     settings = [(0.9, 1.0, 7), (0.9, 1.0, 7), (0.9, 1.0, 8), (0.9, 1e-6, 9), (0.0, 1.0, None)]
     return [
-        list(model.generate(PROMPT, max_new_tokens=12, temperature=temperature, top_p=top_p, seed=seed))
+        list(
+            model.generate(
+                PROMPT, max_new_tokens=12, temperature=temperature, top_p=top_p, seed=seed
+            )
+        )
         for temperature, top_p, seed in settings
     ]
 
@@ -142,7 +151,11 @@ def broken(model: XlaModel) -> str:
 def beyond() -> list[float]:
     """A cache of four positions after two were put at its last and the one that is not there."""
     cache, new = np.full((1, 1, 4, 1), 4.0), np.full((1, 1, 2, 1), 2.0)
-    return np.asarray(update_cache(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5))).ravel().tolist()
+    return (
+        np.asarray(update_cache(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5)))
+        .ravel()
+        .tolist()
+    )
 
 
 def product_errors() -> list[float]:
@@ -157,7 +170,9 @@ def product_errors() -> list[float]:
                 weight = (codes - (0.0 if zero is None else zero[..., None])) * scale[..., None]
                 expected = x @ weight.transpose(1, 0, 2).reshape(24, 64).T
                 nibbles = jax.numpy.asarray(codes).astype(jax.numpy.int4)
-                errors.append(float(np.abs(quantized_product(x, nibbles, scale, zero) - expected).max()))
+                errors.append(
+                    float(np.abs(quantized_product(x, nibbles, scale, zero) - expected).max())
+                )
     return errors
 
 
@@ -172,16 +187,25 @@ def attention_error() -> float:
         distance = np.arange(1024)[:, None] - np.arange(1024)
         mask = None if window is None else (distance >= 0) & (distance < window)
         mixed = attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)
-        worst = max(worst, float(np.abs(mixed.transpose(0, 2, 1, 3).reshape(expected.shape) - expected.numpy()).max()))
+        worst = max(
+            worst,
+            float(
+                np.abs(mixed.transpose(0, 2, 1, 3).reshape(expected.shape) - expected.numpy()).max()
+            ),
+        )
     return worst
 
 
 def frequencies() -> list[float]:
-    """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first 0.7 of them."""
+    """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first
+    0.7 of them.
+    """
     logits = 2.0 * np.log(np.array([0.3, 0.05, 0.5, 0.15], np.float32))
     rows = 4000
     sampling = Sampling.of([SamplingParams(2.0, 0.7)] * rows, range(rows), 4)
-    tokens = jax.jit(sample)(np.broadcast_to(logits, (rows, 4)), sampling, np.zeros(rows, np.int32), None)
+    tokens = jax.jit(sample)(
+        np.broadcast_to(logits, (rows, 4)), sampling, np.zeros(rows, np.int32), None
+    )
     return (np.bincount(np.asarray(tokens), minlength=4) / rows).tolist()
 
 

@@ -1,4 +1,5 @@
-"""Runs in another process, over eight virtual devices: what training over meshes gives, and what torch gives, as JSON.
+"""Runs in another process, over eight virtual devices: what training over meshes gives, and what
+torch gives, as JSON.
 
 python -m xla_training_cases FOLDER
 """
@@ -43,10 +44,18 @@ EPOCHS, BATCH, STEPS = 10, 4, 20
 MESHES = ("2x4", "4x2")
 SLICES = {"2 slices of 2x2": ((2, 2), 2)}
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -56,9 +65,10 @@ def main(folder: Path) -> dict[str, Any]:
         tried = meshes if case == "a KV head on all" else {"2x4": meshes["2x4"]}
         found[case] = trained(folder / "cases" / case, folder / "scratch" / case, tried)
     found["slices"] = trained(
-        folder / "cases" / "a KV head on all", folder / "scratch" / "slices",
+        folder / "cases" / "a KV head on all",
+        folder / "scratch" / "slices",
         {name: DeviceMesh.of(jax.devices(), *one) for name, one in SLICES.items()},
-    )  # fmt: skip
+    )
     found["floats"] = all_floats(folder, meshes["2x4"])
     found["layer"] = {name: of_a_layer(folder, mesh) for name, mesh in meshes.items()}
     found["bytes"] = held_bytes(folder / "cases" / "int8 rows" / "int4", meshes["2x4"])
@@ -66,7 +76,9 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 def trained(case: Path, scratch: Path, meshes: dict[str, DeviceMesh]) -> dict[str, Any]:
-    """The KL after each epoch of torch and of each mesh, and the largest difference of scales and norms."""
+    """The KL after each epoch of torch and of each mesh, and the largest difference of scales
+    and norms.
+    """
     floats, int4 = open_checkpoint(case / "floats"), open_checkpoint(case / "int4")
     names = TrainedNames.of(int4, norms=True, codes=False)
     tokens = torch.randint(3, 60, (12, 7), generator=torch.Generator().manual_seed(0))
@@ -86,7 +98,12 @@ def trained(case: Path, scratch: Path, meshes: dict[str, DeviceMesh]) -> dict[st
         training = Training(own, samples, made, epochs=EPOCHS, seed=0)
         state = training.run(evaluated=lambda state: None, stepped=lambda state: None)
         made.fetch()
-        return [value for one in state.curve for value in (one.held_back, one.training) if value is not None]
+        return [
+            value
+            for one in state.curve
+            for value in (one.held_back, one.training)
+            if value is not None
+        ]
 
     expected = model("torch")
     found: dict[str, Any] = {"torch": run("torch", expected, None), "steps": EPOCHS * 2}
@@ -101,16 +118,22 @@ def _apart(expected: Checkpoint, found: TrainedCheckpoint) -> list[float]:
     apart = []
     for name in found.factors:
         values = [one.load(name) for one in (expected, found)]
-        first, second = (one.scale.float() if isinstance(one, QuantTensor) else one.float() for one in values)
+        first, second = (
+            one.scale.float() if isinstance(one, QuantTensor) else one.float() for one in values
+        )
         apart.append(((second - first).abs().max() / first.abs().max()).item())
     return apart
 
 
 def all_floats(folder: Path, mesh: DeviceMesh) -> dict[str, list[float]]:
-    """The losses of `STEPS` steps that train all weights of a model, by transformers and over a mesh."""
+    """The losses of `STEPS` steps that train all weights of a model, by transformers and over a
+    mesh.
+    """
     target, start = folder / "cases" / "a KV head on all" / "floats", folder / "other"
     tokens = torch.randint(3, 60, (8, 7), generator=torch.Generator().manual_seed(1))
-    models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (target, start)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (target, start)
+    ]
     with torch.no_grad():
         expected = models[0](tokens).logits.log_softmax(-1)
         states = models[0].model(tokens).last_hidden_state
@@ -123,7 +146,10 @@ def all_floats(folder: Path, mesh: DeviceMesh) -> dict[str, list[float]]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {"transformers": losses, "mesh": _all_floats_on(mesh, open_checkpoint(start), target, tokens, states)}
+    return {
+        "transformers": losses,
+        "mesh": _all_floats_on(mesh, open_checkpoint(start), target, tokens, states),
+    }
 
 
 def _all_floats_on(
@@ -139,7 +165,10 @@ def _all_floats_on(
     @jax.jit
     def step(weights: Any, moments: Any, pace: Any) -> Any:
         def mean(weights: Any) -> Any:
-            return divergence(decoder, {**weights, **fixed}, tokens.numpy(), states.numpy()).sum() / tokens.numel()
+            return (
+                divergence(decoder, {**weights, **fixed}, tokens.numpy(), states.numpy()).sum()
+                / tokens.numel()
+            )
 
         loss, gradients = jax.value_and_grad(mean)(weights)
         new, means = {}, {}
@@ -148,7 +177,9 @@ def _all_floats_on(
             new[name], means[name] = weights[name] - 1e-3 * change, (first, second)
         return new, means, loss
 
-    moments = {name: (jnp.zeros_like(value), jnp.zeros_like(value)) for name, value in weights.items()}
+    moments = {
+        name: (jnp.zeros_like(value), jnp.zeros_like(value)) for name, value in weights.items()
+    }
     losses = []
     for number in range(STEPS):
         pace = tuple(map(np.float32, corrections(number)))
@@ -164,31 +195,50 @@ def of_a_layer(folder: Path, mesh: DeviceMesh) -> list[list[Any]]:
     counts = []
     for layers in (3, 4):
         (folder / f"{layers}").mkdir(exist_ok=True)
-        (folder / f"{layers}" / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+        (folder / f"{layers}" / "config.json").write_text(
+            json.dumps({**CONFIG, "num_hidden_layers": layers})
+        )
         model = shaped(folder / f"{layers}", "int4-g32")
         names = TrainedNames.of(model, norms=False, codes=False)
-        program = step_of(model, mesh, names, batch=8, length=16, dtype=jnp.float32).compile().as_text()
+        program = (
+            step_of(model, mesh, names, batch=8, length=16, dtype=jnp.float32).compile().as_text()
+        )
         found: Counter[Any] = Counter()
         for one, times in exchanges(program).items():
-            shape = one.shape[1:] if one.shape[:1] == (1,) and len(one.shape) == 3 else one.shape  # of a single layer
+            shape = (
+                one.shape[1:] if one.shape[:1] == (1,) and len(one.shape) == 3 else one.shape
+            )  # of a single layer
             found[axes_of(one, mesh), one.kind, one.dtype, shape] += times
         counts.append(found)
-    return [[*key, counts[1][key] - counts[0][key]] for key in counts[1] if counts[1][key] != counts[0][key]]
+    return [
+        [*key, counts[1][key] - counts[0][key]]
+        for key in counts[1]
+        if counts[1][key] != counts[0][key]
+    ]
 
 
 def held_bytes(folder: Path, mesh: DeviceMesh) -> dict[str, int]:
     """Of weights, trained values and samples on a device: as the plan has them, and as they are."""
     int8 = open_checkpoint(folder)
     names = TrainedNames.of(int8, norms=False, codes=False)
-    planned = step_of(int8, mesh, names, batch=4, length=7, dtype=jnp.float32).compile().memory_analysis()
+    planned = (
+        step_of(int8, mesh, names, batch=4, length=7, dtype=jnp.float32).compile().memory_analysis()
+    )
     arrays, found = load_arrays(int8, mesh), trained_leaves(int8, names)
     arrays[TARGET_HEAD] = arrays[HEAD]
     shapes = [(leaf.shape, leaf.spec) for leaf in found] * 3 + [
-        ((4, 7), (mesh.samples, None)), ((4, 7, int8.config.hidden_size), (mesh.samples, None, "model")),
-    ]  # fmt: skip
-    rest = [jax.device_put(np.zeros(shape, np.float32), mesh.sharding(spec, shape)) for shape, spec in shapes]
+        ((4, 7), (mesh.samples, None)),
+        ((4, 7, int8.config.hidden_size), (mesh.samples, None, "model")),
+    ]
+    rest = [
+        jax.device_put(np.zeros(shape, np.float32), mesh.sharding(spec, shape))
+        for shape, spec in shapes
+    ]
     held = [one.addressable_shards[0].data for one in (*arrays.values(), *rest)]
-    return {"planned": planned.argument_size_in_bytes, "held": sum(one.on_device_size_in_bytes() for one in held)}
+    return {
+        "planned": planned.argument_size_in_bytes,
+        "held": sum(one.on_device_size_in_bytes() for one in held),
+    }
 
 
 def _shape(name: str) -> tuple[int, int]:

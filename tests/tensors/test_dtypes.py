@@ -14,7 +14,9 @@ TORCH = {value for value in vars(torch).values() if isinstance(value, torch.dtyp
 
 
 def test_every_type_of_torch_has_its_name_and_size() -> None:
-    assert {DType.of(dtype) for dtype in TORCH} == {dtype for dtype in DType if hasattr(torch, dtype)}
+    assert {DType.of(dtype) for dtype in TORCH} == {
+        dtype for dtype in DType if hasattr(torch, dtype)
+    }
     for dtype in TORCH:
         assert (DType.of(dtype).torch, DType.of(dtype).itemsize) == (dtype, dtype.itemsize)
 

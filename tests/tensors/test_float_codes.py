@@ -23,14 +23,21 @@ from quantkit.tensors.scheme import FLOAT_SCHEMES, MXFP4, NVFP4, TILE, Codes, Qu
 FP4 = {"num_bits": 4, "type": "float"}
 ARGS = {
     "fp8": {"num_bits": 8, "type": "float", "strategy": "channel"},
-    "fp8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [TILE, TILE]},
+    "fp8-block": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [TILE, TILE],
+    },
     "mxfp4": {**FP4, "strategy": "group", "group_size": 32},
     "nvfp4": {**FP4, "strategy": "tensor_group", "group_size": 16},
 }
 
 
 def weights() -> Tensor:
-    """[200, 256] bfloat16: with a row of zeros, an outlier, subnormal numbers and steps that are ties."""
+    """[200, 256] bfloat16: with a row of zeros, an outlier, subnormal numbers and steps that are
+    ties.
+    """
     weight = torch.randn(200, 256) / 20
     weight[3] = 0
     weight[5, 7] = 3e38
@@ -45,10 +52,16 @@ def test_codes_are_those_of_compressed_tensors(name: str, scale_dtype: torch.dty
     weight = weights()
     found = quantize_rtn(weight, FLOAT_SCHEMES[name], scale_dtype)
     scale = found.scale[::TILE] if name == "fp8-block" else found.scale
-    x = maybe_pad_tensor_for_block_quant(weight.float(), (TILE, TILE)) if name == "fp8-block" else weight.float()
+    x = (
+        maybe_pad_tensor_for_block_quant(weight.float(), (TILE, TILE))
+        if name == "fp8-block"
+        else weight.float()
+    )
     outer = None if found.outer is None else found.outer[0]
     args = QuantizationArgs(**ARGS[name])
-    expected = quantize(x=x, scale=scale.float(), zero_point=None, args=args, global_scale=outer)[: len(weight)]
+    expected = quantize(x=x, scale=scale.float(), zero_point=None, args=args, global_scale=outer)[
+        : len(weight)
+    ]
     assert torch.equal(float_codes.values(found.codes, found.scheme.codes), expected)
     assert found.dequantize().isfinite().all()
     assert not found.dequantize()[3].any()
@@ -104,20 +117,36 @@ def test_rows_and_columns_are_those_of_the_weight(name: str) -> None:
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)
 def test_no_kernel_multiplies_them(name: str) -> None:
     scheme = FLOAT_SCHEMES[name]
-    assert all(one.unsupported_reason(scheme, torch.device("cpu"), torch.float32) for one in BACKENDS)
+    assert all(
+        one.unsupported_reason(scheme, torch.device("cpu"), torch.float32) for one in BACKENDS
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "columns", "fitted"),
-    [("fp8", 40, "fp8"), ("fp8-block", 192, "fp8"), ("fp8-block", 256, "fp8-block"), ("mxfp4", 48, "int8"),
-     ("mxfp4", 64, "mxfp4"), ("nvfp4", 48, "nvfp4"), ("nvfp4", 40, "int8")],
-)  # fmt: skip
-def test_rows_that_groups_do_not_divide_have_another_scheme(name: str, columns: int, fitted: str) -> None:
+    [
+        ("fp8", 40, "fp8"),
+        ("fp8-block", 192, "fp8"),
+        ("fp8-block", 256, "fp8-block"),
+        ("mxfp4", 48, "int8"),
+        ("mxfp4", 64, "mxfp4"),
+        ("nvfp4", 48, "nvfp4"),
+        ("nvfp4", 40, "int8"),
+    ],
+)
+def test_rows_that_groups_do_not_divide_have_another_scheme(
+    name: str, columns: int, fitted: str
+) -> None:
     assert str(QuantScheme.parse(name).fitted(columns)) == fitted
 
 
 @pytest.mark.parametrize(
-    "fields", [(4, 32, True, Scales.POWERS), (8, None, True, Scales.FLOATS, Codes.E2M1), (4, None, True, Scales.NESTED)]
+    "fields",
+    [
+        (4, 32, True, Scales.POWERS),
+        (8, None, True, Scales.FLOATS, Codes.E2M1),
+        (4, None, True, Scales.NESTED),
+    ],
 )
 def test_scales_of_small_floats_go_with_such_codes(fields: tuple[Any, ...]) -> None:
     with pytest.raises(RequestError, match="do not go together"):

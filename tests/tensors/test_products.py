@@ -16,7 +16,13 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import gptq as gptq_module
 from quantkit.solver.gptq import cholesky, solve_factored, upper_transposed_times
 from quantkit.tensors import products
-from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
+from quantkit.tensors.products import (
+    add_square_,
+    bfloat16_linear,
+    fill_lower_,
+    multiplies_bfloat16,
+    times,
+)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (16, 300, 257), (130, 129, 140)])
@@ -32,14 +38,19 @@ def test_products_are_torchs(
     if form == "transposed":
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     elif form == "part":
-        a, b = torch.randn(rows + 2, inner + 3)[1:-1, 3:], torch.randn(inner + 1, columns + 5)[1:, 2:-3]
+        a, b = (
+            torch.randn(rows + 2, inner + 3)[1:-1, 3:],
+            torch.randn(inner + 1, columns + 5)[1:, 2:-3],
+        )
     torch.testing.assert_close(times(a, b), a @ b, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(times(a.double(), b.double()), a.double() @ b.double())
 
 
 @pytest.mark.parametrize("product", [1, 300, 1 << 20])
 @pytest.mark.parametrize("width", [1, 7, 8, 100, 129])
-def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triangles_are_the_whole_square(
+    width: int, product: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "PRODUCT_ELEMENTS", product)
     total, expected = torch.zeros(width, width), torch.zeros(width, width)
     for count in (1, 33):
@@ -51,7 +62,9 @@ def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("together", [1, 8, 64])
-def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_inputs_are_the_same_however_many_wait(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hessian_module, "ROWS_AT_ONCE", together)
     found = HessianAccumulator(5, 3, torch.device("cpu"))
     alone, paired, apart = (torch.randn(28, width) for width in (5, 5, 3))
@@ -67,7 +80,10 @@ def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypa
 @pytest.mark.parametrize("size", [1, 7, 32, 61])
 def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq_module, "BLOCK_SIZE", 8)
-    x, right = torch.randn(2 * size + 1, size, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
+    x, right = (
+        torch.randn(2 * size + 1, size, dtype=torch.float64),
+        torch.randn(size, 3, dtype=torch.float64),
+    )
     matrix = x.t() @ x
     found = cholesky(matrix.clone())
     assert found is not None
@@ -88,7 +104,11 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_bfloat16_goes_where_the_processor_multiplies_it_unless_it_is_forbidden(
-    setting: str | None, capability: str, bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    setting: str | None,
+    capability: str,
+    bf16: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(products.BFLOAT16_SETTING, raising=False)
     if setting is not None:

@@ -16,10 +16,25 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.tensors import qtensor
-from quantkit.tensors.qtensor import QuantTensor, pack_int32, quantize_rtn, relative_error, unpack_int32
+from quantkit.tensors.qtensor import (
+    QuantTensor,
+    pack_int32,
+    quantize_rtn,
+    relative_error,
+    unpack_int32,
+)
 from quantkit.tensors.scheme import QuantScheme
 
-SCHEMES = ["int8", "int8-asym", "int8-g32", "int4", "int4-g32", "int4-g64", "int4-g32-asym", "int4-g64-asym"]
+SCHEMES = [
+    "int8",
+    "int8-asym",
+    "int8-g32",
+    "int4",
+    "int4-g32",
+    "int4-g64",
+    "int4-g32-asym",
+    "int4-g64-asym",
+]
 SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 quick = settings(deadline=None, max_examples=30, derandomize=True)
@@ -52,7 +67,9 @@ def _dequantized(quantized: QuantTensor) -> Tensor:
 
 def _steps(quantized: QuantTensor) -> Tensor:
     """The stored scale of every element [O, I], in float64."""
-    return quantized.scale.double().repeat_interleave(quantized.shape[1] // quantized.scale.shape[1], dim=1)
+    return quantized.scale.double().repeat_interleave(
+        quantized.shape[1] // quantized.scale.shape[1], dim=1
+    )
 
 
 @quick
@@ -62,7 +79,9 @@ def _steps(quantized: QuantTensor) -> Tensor:
     count=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_unpacking_undoes_packing_for_any_shape(bits: int, lead: list[int], count: int, seed: int) -> None:
+def test_unpacking_undoes_packing_for_any_shape(
+    bits: int, lead: list[int], count: int, seed: int
+) -> None:
     codes = _codes((*lead, count), bits, seed)
     words = pack_int32(codes, bits)
     assert words.dtype == torch.int32
@@ -71,7 +90,10 @@ def test_unpacking_undoes_packing_for_any_shape(bits: int, lead: list[int], coun
 
 
 @quick
-@given(bits=st.sampled_from([4, 8]), words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6))
+@given(
+    bits=st.sampled_from([4, 8]),
+    words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6),
+)
 def test_packing_undoes_unpacking_for_any_words(bits: int, words: list[int]) -> None:
     packed = torch.tensor([words], dtype=torch.int32)
     codes = unpack_int32(packed, bits, len(words) * 32 // bits)
@@ -80,8 +102,15 @@ def test_packing_undoes_unpacking_for_any_words(bits: int, words: list[int]) -> 
 
 
 @quick
-@given(bits=st.sampled_from([4, 8]), rows=st.integers(1, 20), columns=st.integers(1, 40), axis=st.sampled_from([0, 1]))
-def test_packing_equals_that_of_compressed_tensors(bits: int, rows: int, columns: int, axis: Any) -> None:
+@given(
+    bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 40),
+    axis=st.sampled_from([0, 1]),
+)
+def test_packing_equals_that_of_compressed_tensors(
+    bits: int, rows: int, columns: int, axis: Any
+) -> None:
     codes = _codes((rows, columns), bits)
     signed = (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
     expected = pack_to_int32(signed, bits, packed_dim=axis)
@@ -123,10 +152,13 @@ def test_unpacking_a_view_equals_unpacking_its_copy(view: str, bits: int) -> Non
 
 @quick
 @given(
-    text=st.sampled_from(SCHEMES), dtype=st.sampled_from(SCALE_DTYPES), seed=st.integers(0, 999),
-    spread=st.sampled_from([1e-3, 1.0, 300.0]), shift=st.sampled_from([-3.0, 0.0, 0.4, 3.0]),
+    text=st.sampled_from(SCHEMES),
+    dtype=st.sampled_from(SCALE_DTYPES),
+    seed=st.integers(0, 999),
+    spread=st.sampled_from([1e-3, 1.0, 300.0]),
+    shift=st.sampled_from([-3.0, 0.0, 0.4, 3.0]),
     stored=st.sampled_from(SCALE_DTYPES),
-)  # fmt: skip
+)
 def test_every_weight_gets_the_nearest_code_and_errs_by_half_a_step(
     text: str, dtype: torch.dtype, seed: int, spread: float, shift: float, stored: torch.dtype
 ) -> None:
@@ -148,7 +180,9 @@ def test_every_weight_gets_the_nearest_code_and_errs_by_half_a_step(
 
 
 def _with_codes(quantized: QuantTensor, code: int) -> QuantTensor:
-    return QuantTensor(torch.full_like(quantized.codes, code), quantized.scale, quantized.zero, quantized.scheme)
+    return QuantTensor(
+        torch.full_like(quantized.codes, code), quantized.scale, quantized.zero, quantized.scheme
+    )
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -230,7 +264,11 @@ def test_one_sided_groups_use_the_whole_asymmetric_range(sign: int) -> None:
     quantized = quantize_rtn(weight, QuantScheme.parse("int4-g32-asym"), torch.float32)
     assert quantized.zero is not None
     assert torch.equal(quantized.zero, torch.full_like(quantized.zero, 0 if sign > 0 else 15))
-    farthest = quantized.codes.view(4, 2, 32).amax(-1) if sign > 0 else quantized.codes.view(4, 2, 32).amin(-1)
+    farthest = (
+        quantized.codes.view(4, 2, 32).amax(-1)
+        if sign > 0
+        else quantized.codes.view(4, 2, 32).amin(-1)
+    )
     assert torch.equal(farthest, torch.full_like(farthest, 15 if sign > 0 else 0))
 
 
@@ -248,7 +286,9 @@ def test_quantizing_leaves_its_input_alone_and_repeats(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g32-asym"])
 @pytest.mark.parametrize("elements", [1, 64, 200])
-def test_the_chunk_size_changes_nothing(text: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunk_size_changes_nothing(
+    text: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = _weight(7, 64)
     whole = quantize_rtn(weight, any_scheme(text), torch.bfloat16)
     error = relative_error(whole, weight)
@@ -270,15 +310,23 @@ def _require_equal(found: QuantTensor, expected: QuantTensor) -> None:
 def test_non_contiguous_weights_quantize_as_their_copies(text: str, dtype: torch.dtype) -> None:
     scheme = any_scheme(text)
     weight = _weight(64, 6).to(dtype).t()
-    _require_equal(quantize_rtn(weight, scheme, dtype), quantize_rtn(weight.contiguous(), scheme, dtype))
+    _require_equal(
+        quantize_rtn(weight, scheme, dtype), quantize_rtn(weight.contiguous(), scheme, dtype)
+    )
 
 
 def test_a_group_that_does_not_divide_the_row_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"int4-g64 does not divide the row \(found 96 columns\)"):
+    with pytest.raises(
+        RequestError, match=r"int4-g64 does not divide the row \(found 96 columns\)"
+    ):
         quantize_rtn(_weight(2, 96), QuantScheme.parse("int4-g64"), torch.float32)
 
 
-CODES, SCALE, ZERO = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.uint8)
+CODES, SCALE, ZERO = (
+    torch.zeros(4, 64, dtype=torch.uint8),
+    torch.ones(4, 2),
+    torch.zeros(4, 2, dtype=torch.uint8),
+)
 CONTRADICTIONS: dict[str, tuple[Tensor, Tensor, Tensor | None, str]] = {
     "signed codes": (CODES.to(torch.int8), SCALE, None, "int4-g32"),
     "flat codes": (CODES[0], SCALE, None, "int4-g32"),
@@ -321,7 +369,9 @@ def test_rows_equal_a_slice_and_share_memory(text: str) -> None:
     power=st.integers(-8, 8),
     dtype=st.sampled_from(SCALE_DTYPES[:2]),
 )
-def test_relative_error_equals_a_direct_computation(text: str, seed: int, power: int, dtype: torch.dtype) -> None:
+def test_relative_error_equals_a_direct_computation(
+    text: str, seed: int, power: int, dtype: torch.dtype
+) -> None:
     weight = (_weight(4, 128, seed) * 10.0**power).to(dtype)
     quantized = quantize_rtn(weight, any_scheme(text), torch.float32)
     exact = weight.double()
@@ -332,4 +382,6 @@ def test_relative_error_equals_a_direct_computation(text: str, seed: int, power:
 
 def test_relative_error_of_zeros_is_zero() -> None:
     weight = torch.zeros(2, 64)
-    assert relative_error(quantize_rtn(weight, QuantScheme.parse("int8"), torch.float32), weight) == 0
+    assert (
+        relative_error(quantize_rtn(weight, QuantScheme.parse("int8"), torch.float32), weight) == 0
+    )

@@ -49,13 +49,17 @@ def test_what_has_to_be_named_alone_is_named_by_no_pattern_for_others_too(
 ) -> None:
     recipe = _recipe("int4", (pattern, scheme))
     attention = {name for name in COLUMNS if "self_attn" in name}
-    assert recipe.naming(attention, COLUMNS.keys() - attention).overrides == (recipe.overrides if named else ())
+    assert recipe.naming(attention, COLUMNS.keys() - attention).overrides == (
+        recipe.overrides if named else ()
+    )
     everything = _recipe("int4", ("*", "int8"), ("*.*", "int8"))
     assert everything.naming(COLUMNS, ()).overrides == ()
 
 
 def test_later_overrides_win() -> None:
-    recipe = _recipe("int4-g32", ("*.down_proj", "int8"), ("model.layers.1.*", None), ("*.1.self_attn.*", "int4"))
+    recipe = _recipe(
+        "int4-g32", ("*.down_proj", "int8"), ("model.layers.1.*", None), ("*.1.self_attn.*", "int4")
+    )
     assigned = {module: str(scheme) for module, scheme in recipe.assign(COLUMNS).items()}
     assert assigned == {
         "model.layers.0.self_attn.q_proj": "int4-g32",
@@ -76,7 +80,9 @@ def test_patterns_match_whole_names_and_their_case() -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", None])
 def test_a_pattern_that_matches_nothing_is_refused(scheme: str | None) -> None:
-    with pytest.raises(RequestError, match=r"pattern matches no linear layer \(found '\*.w1', expected a glob"):
+    with pytest.raises(
+        RequestError, match=r"pattern matches no linear layer \(found '\*.w1', expected a glob"
+    ):
         _recipe("int4-g32", ("lm_head", None), ("*.w1", scheme)).assign(COLUMNS)
 
 
@@ -119,7 +125,10 @@ BAD_RECIPES: dict[str, Any] = {
     "overrides of null": {"default": "int8", "overrides": None},
     "an override without scheme": {"default": "int8", "overrides": [{"pattern": "lm_head"}]},
     "an override without pattern": {"default": "int8", "overrides": [{"scheme": "int8"}]},
-    "an override with a bad scheme": {"default": "int8", "overrides": [{"pattern": "lm_head", "scheme": "none"}]},
+    "an override with a bad scheme": {
+        "default": "int8",
+        "overrides": [{"pattern": "lm_head", "scheme": "none"}],
+    },
     "a null scheme": {"default": "int8", "overrides": [{"pattern": "lm_head", "scheme": None}]},
     "a numeric pattern": {"default": "int8", "overrides": [{"pattern": 1, "scheme": "int8"}]},
     "an unknown key in an override": {

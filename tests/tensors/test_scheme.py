@@ -16,7 +16,12 @@ from quantkit.tensors.scheme import SCHEMES, SPELLINGS, QuantScheme
 
 @settings(deadline=None, derandomize=True)
 @given(
-    st.builds(QuantScheme, st.sampled_from([4, 8]), st.none() | st.integers(1, 99).map(lambda n: 8 * n), st.booleans())
+    st.builds(
+        QuantScheme,
+        st.sampled_from([4, 8]),
+        st.none() | st.integers(1, 99).map(lambda n: 8 * n),
+        st.booleans(),
+    )
 )
 def test_what_is_offered_is_read_by_its_name_and_nothing_else(scheme: QuantScheme) -> None:
     assert any_scheme(str(scheme)) == scheme
@@ -28,16 +33,24 @@ def test_what_is_offered_is_read_by_its_name_and_nothing_else(scheme: QuantSchem
 
 
 def test_the_schemes_offered_are_those_of_the_documents() -> None:
-    assert " ".join(SCHEMES) == "int8 int4-g32 int4-g64 int4-g128 int4-g32-asym int4-g64-asym int4-g128-asym"
+    assert (
+        " ".join(SCHEMES)
+        == "int8 int4-g32 int4-g64 int4-g128 int4-g32-asym int4-g64-asym int4-g128-asym"
+    )
     assert set(re.split(", | or ", SPELLINGS)) == {name for name in SCHEMES if "asym" not in name}
     spelled = re.compile(r"\bint[48](?:-g\d+)?(?:-asym)?\b(?!-|\.partial)")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for line in page.read_text().splitlines():
             if requested := re.search(r"--scheme (\S+)", line):
-                assert set(spelled.findall(requested[1].replace("[-asym]", ""))) <= set(SCHEMES), (page, line)
+                assert set(spelled.findall(requested[1].replace("[-asym]", ""))) <= set(SCHEMES), (
+                    page,
+                    line,
+                )
 
 
-@pytest.mark.parametrize(("text", "hint"), [("int4", "int4-g128"), ("INT4-asym ", "int4-g128-asym")])
+@pytest.mark.parametrize(
+    ("text", "hint"), [("int4", "int4-g128"), ("INT4-asym ", "int4-g128-asym")]
+)
 def test_int4_per_row_is_reported_to_take_groups(text: str, hint: str) -> None:
     with pytest.raises(RequestError, match=rf"needs a group size: {hint}$"):
         QuantScheme.parse(text)
@@ -57,14 +70,36 @@ def test_schemes_are_read(text: str, expected: QuantScheme) -> None:
     assert expected.levels == 2**expected.bits
 
 
-BAD = ["", "int", "int2", "int16", "int4-", "int4-g", "int4g128", "int4-128", "g128", "int4-g-8", "int4-asym-g32",
-       "int4-g32-sym", "int4-g32 asym", "fp4", "int4-g1e2", "w4a16", "int8 int4", "int8-asym", "int8-g128", "int4-g16",
-       "int4-g256"]  # fmt: skip
+BAD = [
+    "",
+    "int",
+    "int2",
+    "int16",
+    "int4-",
+    "int4-g",
+    "int4g128",
+    "int4-128",
+    "g128",
+    "int4-g-8",
+    "int4-asym-g32",
+    "int4-g32-sym",
+    "int4-g32 asym",
+    "fp4",
+    "int4-g1e2",
+    "w4a16",
+    "int8 int4",
+    "int8-asym",
+    "int8-g128",
+    "int4-g16",
+    "int4-g256",
+]
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_spellings_are_refused_with_the_good_ones(text: str) -> None:
-    with pytest.raises(RequestError, match=r"unknown quantization scheme .*expected int8, int4-g32") as caught:
+    with pytest.raises(
+        RequestError, match=r"unknown quantization scheme .*expected int8, int4-g32"
+    ) as caught:
         QuantScheme.parse(text)
     assert repr(text) in str(caught.value)
 
@@ -124,7 +159,9 @@ def test_the_policy_for_rows_that_do_not_fit(requested: str, columns: int, used:
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.sampled_from(["int4-g32", "int4-g128", "int4-g64-asym", "int8-g32"]), st.integers(1, 5000))
+@given(
+    st.sampled_from(["int4-g32", "int4-g128", "int4-g64-asym", "int8-g32"]), st.integers(1, 5000)
+)
 def test_a_fitted_scheme_fits_and_stays(text: str, columns: int) -> None:
     fitted = any_scheme(text).fitted(columns)
     assert fitted.groups(columns) >= 1

@@ -20,7 +20,8 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
 SCHEMES = ["int8", "int4-g32", "int4-g32-asym"]
-# Whole heads of 8; the second in the middle of a shard, the last in two pieces and in another order.
+# Whole heads of 8; the second in the middle of a shard, the last in two pieces and in another
+# order.
 ROWS = [((0, 16),), ((24, 40),), ((8, 16), (8, 16)), ((40, 64), (0, 8))]
 COLUMNS = [((0, 32),), ((32, 64),), ((16, 48),), ((8, 16),)]
 
@@ -40,14 +41,18 @@ def _require_parts(checkpoint: Checkpoint, modules: list[str]) -> None:
                 assert found.shape[axis] == part.size
 
 
-MODULES = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
+MODULES = [
+    f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+]
 
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_of_a_hugging_face_folder(scheme: str | None, tmp_path: Path) -> None:
     folder = oracle.save(oracle.make("llama", num_key_value_heads=8), tmp_path / "model")
     if scheme is not None:
-        quantkit.quantize(folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True
+        )
         folder = tmp_path / "quantized"
     _require_parts(open_checkpoint(folder), [*MODULES, "model.layers.1.self_attn.k_proj"])
 
@@ -59,10 +64,15 @@ def test_of_meta_shards(mp: int, kv_heads: int, tmp_path: Path) -> None:
     quantkit.convert(folder, tmp_path / "meta", to="meta", mp=mp)
     checkpoint = open_checkpoint(tmp_path / "meta")
     modules = [*MODULES, "model.embed_tokens", "lm_head"]
-    _require_parts(checkpoint, [*modules, "model.layers.1.self_attn.k_proj"] if kv_heads == 8 else modules)
+    _require_parts(
+        checkpoint, [*modules, "model.layers.1.self_attn.k_proj"] if kv_heads == 8 else modules
+    )
     shared = checkpoint.load("model.layers.0.self_attn.k_proj.weight")
     part = TensorSlice(0, ((8, 16),))
-    assert torch.equal(_dense(checkpoint.load("model.layers.0.self_attn.k_proj.weight", part)), _dense(shared)[8:16])
+    assert torch.equal(
+        _dense(checkpoint.load("model.layers.0.self_attn.k_proj.weight", part)),
+        _dense(shared)[8:16],
+    )
 
 
 def test_only_the_part_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +87,10 @@ def test_only_the_part_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(qtensor, "unpack_int32", watched)
     checkpoint = open_checkpoint(tmp_path / "int4")
-    for part, elements in ((TensorSlice(0, ((8, 16),)), 8 * 96), (TensorSlice(1, ((32, 64),)), 64 * 32)):
+    for part, elements in (
+        (TensorSlice(0, ((8, 16),)), 8 * 96),
+        (TensorSlice(1, ((32, 64),)), 64 * 32),
+    ):
         checkpoint.load("model.layers.0.mlp.down_proj.weight", part)
         assert decoded.pop() == elements
 

@@ -1,4 +1,6 @@
-"""Weights of which a coarser type leaves nothing: refused, whatever rounding to that type would do."""
+"""Weights of which a coarser type leaves nothing: refused, whatever rounding to that type would
+do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _TINY = 2.0**-26  # of weights around 0.3: float16 has none of their scales
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in bfloat16 with one weight that is tiny, and not zero."""
-    folder = oracle.save(oracle.make("llama").bfloat16(), tmp_path_factory.mktemp("tiny") / "source")
+    folder = oracle.save(
+        oracle.make("llama").bfloat16(), tmp_path_factory.mktemp("tiny") / "source"
+    )
     tensors = load_file(folder / "model.safetensors")
     tensors[_UP] *= _TINY
     assert tensors[_UP].all()
@@ -31,7 +35,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("to", ["gptq", "awq"])
 def test_codes_whose_scales_are_zero_are_refused(to: str, source: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    with pytest.raises(QualityError, match=r"up_proj' changed more than its scheme explains .*an error of 1 .*0\.9"):
+    with pytest.raises(
+        QualityError, match=r"up_proj' changed more than its scheme explains .*an error of 1 .*0\.9"
+    ):
         quantkit.quantize(source, made, "int4-g32", to=to, method="rtn")
     assert not made.exists()
 
@@ -45,7 +51,9 @@ def test_requantizing_does_not_make_zeros(to: str, source: Path, tmp_path: Path)
 
 
 def test_verify_calls_a_zeroed_weight_different(source: Path, tmp_path: Path) -> None:
-    quantkit.quantize(source, tmp_path / "made", "int4-g32", to="gptq", method="rtn", accept_quality_loss=True)
+    quantkit.quantize(
+        source, tmp_path / "made", "int4-g32", to="gptq", method="rtn", accept_quality_loss=True
+    )
     assert not open_checkpoint(tmp_path / "made").load(_UP).dequantize().any()
     report = quantkit.verify(tmp_path / "made", source)
     assert not report.ok
@@ -53,7 +61,9 @@ def test_verify_calls_a_zeroed_weight_different(source: Path, tmp_path: Path) ->
 
 
 def test_a_cast_that_leaves_only_zeros_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"up_proj.weight' holds only values that torch.float16 has as zero"):
+    with pytest.raises(
+        NonFiniteError, match=r"up_proj.weight' holds only values that torch.float16 has as zero"
+    ):
         quantkit.convert(source, tmp_path / "made", dtype="fp16")
     quantkit.convert(source, tmp_path / "made", dtype="fp16", allow_nonfinite=True, resume=True)
     assert not load_file(tmp_path / "made" / "model.safetensors")[_UP].any()
@@ -62,7 +72,13 @@ def test_a_cast_that_leaves_only_zeros_is_refused(source: Path, tmp_path: Path) 
 def test_weights_that_are_zero_stay_so(source: Path, tmp_path: Path) -> None:
     folder = oracle.copy(source, tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, _UP: torch.zeros_like(tensors[_UP])}, folder / "model.safetensors", {"format": "pt"})
-    quantkit.quantize(folder, tmp_path / "codes", "int4-g32", to="gptq", method="rtn", accept_quality_loss=True)
+    save_file(
+        {**tensors, _UP: torch.zeros_like(tensors[_UP])},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    quantkit.quantize(
+        folder, tmp_path / "codes", "int4-g32", to="gptq", method="rtn", accept_quality_loss=True
+    )
     quantkit.convert(folder, tmp_path / "floats", dtype="fp16")
     assert not load_file(tmp_path / "floats" / "model.safetensors")[_UP].any()

@@ -1,4 +1,6 @@
-"""Chat templates travel with a model: wherever its folder has them, readers of the output find them."""
+"""Chat templates travel with a model: wherever its folder has them, readers of the output find
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ from quantkit.quality.verify import Verdict, verify
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.tokenizer import load_tokenizer
 
-TEMPLATE = "{{ bos_token }}{% for one in messages %}[{{ one.role }}] {{ one.content }}\r\n{% endfor %}größer"
+TEMPLATE = (
+    "{{ bos_token }}{% for one in messages %}[{{ one.role }}] {{ one.content }}\r\n{% endfor"
+    " %}größer"
+)
 TOOLS = "{{ bos_token }}{{ tools | tojson }}{{ messages | map(attribute='content') | join }}"
-TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes "}, {"role": "user", "content": "So"}]
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": " Yes "},
+    {"role": "user", "content": "So"},
+]
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
@@ -36,7 +45,11 @@ LIST = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "templat
 FORMS: dict[str, Callable[[Path], Any]] = {
     "file": lambda path: (path / "chat_template.jinja").write_text(TEMPLATE),
     "config": lambda path: oracle.edit_json(path / "tokenizer_config.json", chat_template=TEMPLATE),
-    "old file": lambda path: (path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE})),
+    "old file": (
+        lambda path: (path / "chat_template.json").write_text(
+            json.dumps({"chat_template": TEMPLATE})
+        )
+    ),
     "list": lambda path: oracle.edit_json(path / "tokenizer_config.json", chat_template=LIST),
     "folder": _in_folder,
 }
@@ -59,7 +72,9 @@ def source(plain: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def _seen(folder: Path, **options: Any) -> list[int]:
     """What transformers makes of a conversation."""
-    found = AutoTokenizer.from_pretrained(folder).apply_chat_template(TALK, add_generation_prompt=True, **options)
+    found = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        TALK, add_generation_prompt=True, **options
+    )
     return list(found["input_ids"])
 
 
@@ -67,7 +82,9 @@ def _expected(plain: Path, template: str) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(plain)
     tokenizer.chat_template = template
     tools = [TOOL] if template == TOOLS else None
-    return list(tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tools=tools)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tools=tools)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("source", FORMS, indirect=True)
@@ -88,7 +105,9 @@ def test_readers_find_them_wherever_they_lay(
     expected = _expected(plain, TEMPLATE)
     assert _seen(out) == ours.encode(TALK) == expected
     if several:
-        assert _seen(out, tools=[TOOL]) == ours.encode(TALK, tools=[TOOL]) == _expected(plain, TOOLS)
+        assert (
+            _seen(out, tools=[TOOL]) == ours.encode(TALK, tools=[TOOL]) == _expected(plain, TOOLS)
+        )
         assert not (out / "chat_template.jinja").exists()  # it would hide the others
     else:
         (out / "chat_template.jinja").unlink()  # older readers know the other place only
@@ -120,11 +139,15 @@ def test_another_or_no_template_is_a_difference(source: Path, plain: Path, tmp_p
     assert verify(plain, source).verdict is Verdict.DIFFERENT
 
 
-def test_a_template_that_changed_is_no_interrupted_run_to_go_on_with(source: Path, tmp_path: Path) -> None:
+def test_a_template_that_changed_is_no_interrupted_run_to_go_on_with(
+    source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     interrupted(quantkit.convert, source, out)
     (source / "chat_template.jinja").write_text("another")
-    with pytest.raises(ResumeError, match=r"found changed file chat_template\.jinja, file tokenizer_config\.json"):
+    with pytest.raises(
+        ResumeError, match=r"found changed file chat_template\.jinja, file tokenizer_config\.json"
+    ):
         quantkit.convert(source, out, source_check=False, resume=True)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     quantkit.convert(source, out, source_check=False, resume=True)
@@ -132,7 +155,9 @@ def test_a_template_that_changed_is_no_interrupted_run_to_go_on_with(source: Pat
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
-def test_a_template_that_was_added_to_an_output_is_reported(place: str, plain: Path, tmp_path: Path) -> None:
+def test_a_template_that_was_added_to_an_output_is_reported(
+    place: str, plain: Path, tmp_path: Path
+) -> None:
     quantkit.convert(plain, tmp_path / "out", source_check=False)
     (tmp_path / "out" / place).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / place).write_text("{{ 'obey' }}")
@@ -149,9 +174,20 @@ LLAMA2_TALKS = [
 
 
 @pytest.mark.parametrize("job", ["convert", "quantize"])
-def test_a_meta_folder_is_given_llama_2s(job: str, demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_meta_folder_is_given_llama_2s(
+    job: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     scheme = ["--scheme", "int8"] if job == "quantize" else []
-    made = run(capfd, job, demo_model, tmp_path / "out", "--template", "llama2", "--no-source-check", *scheme)
+    made = run(
+        capfd,
+        job,
+        demo_model,
+        tmp_path / "out",
+        "--template",
+        "llama2",
+        "--no-source-check",
+        *scheme,
+    )
     assert made[0] == 0
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = quantkit.chat_format(demo_model, load_tokenizer(demo_model), "llama2")
@@ -179,7 +215,9 @@ def test_a_meta_folder_is_given_llama_3s(llama3: Path, tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = quantkit.chat_format(llama3, load_tokenizer(llama3), "llama3")
     for talk in LLAMA2_TALKS:
-        assert theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"] == ours.encode(talk)
+        assert theirs.apply_chat_template(talk, add_generation_prompt=True)[
+            "input_ids"
+        ] == ours.encode(talk)
     quantkit.convert(tmp_path / "out", tmp_path / "meta", to="meta", source_check=False)
     carried = quantkit.chat_format(tmp_path / "meta", load_tokenizer(tmp_path / "meta"))
     assert carried.encode(TALK) == ours.encode(TALK)  # BOS is spelled by the tokenizer there
@@ -196,10 +234,14 @@ def test_a_file_is_taken_for_a_template(source: Path, demo_model: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("template", "kind", "reported"),
-    [("llama4", RequestError, "no such chat template .*llama2, llama3 or a file"),
-     ("llama3", RequestError, "not Llama 3's"), ("nowhere.jinja", RequestError, "does not exist"),
-     ("", RequestError, "no such"), (5, RequestError, "`template` is of the wrong type")],
-)  # fmt: skip
+    [
+        ("llama4", RequestError, "no such chat template .*llama2, llama3 or a file"),
+        ("llama3", RequestError, "not Llama 3's"),
+        ("nowhere.jinja", RequestError, "does not exist"),
+        ("", RequestError, "no such"),
+        (5, RequestError, "`template` is of the wrong type"),
+    ],
+)
 def test_what_is_no_template_is_refused_before_anything_is_written(
     template: Any, kind: type[Exception], reported: str, demo_model: Path, tmp_path: Path
 ) -> None:
@@ -207,11 +249,15 @@ def test_what_is_no_template_is_refused_before_anything_is_written(
         quantkit.convert(demo_model, tmp_path / "out", template=template)
     (tmp_path / "broken.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="not a valid Jinja chat template"):
-        quantkit.plan.quantize(demo_model, tmp_path / "out", "int8", template=str(tmp_path / "broken.jinja"))
+        quantkit.plan.quantize(
+            demo_model, tmp_path / "out", "int8", template=str(tmp_path / "broken.jinja")
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["broken.jinja"]
 
 
-def test_a_template_spells_tokens_that_sentencepiece_does_not_read(source: Path, tmp_path: Path) -> None:
+def test_a_template_spells_tokens_that_sentencepiece_does_not_read(
+    source: Path, tmp_path: Path
+) -> None:
     quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
     assert (tmp_path / "meta" / "chat_template.jinja").is_file()
     assert (tmp_path / "meta" / "tokenizer.model").is_file()

@@ -1,4 +1,6 @@
-"""Conversations to tokens, held against transformers and against Meta's formats spelled out by hand."""
+"""Conversations to tokens, held against transformers and against Meta's formats spelled out by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": 'Tells the weather <b>now</b> & later; it\'s "free".',
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 CALL = {
@@ -57,7 +63,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "blanks around": [user("  What?\n\n")],
     "empty": [user("")],
     "three turns": [user("Hi"), assistant("Hello."), user("And now?")],
-    "long": [one for turn in range(8) for one in (user(f"question {turn}"), assistant(f"answer {turn}"))] + [user("?")],
+    "long": (
+        [
+            one
+            for turn in range(8)
+            for one in (user(f"question {turn}"), assistant(f"answer {turn}"))
+        ]
+        + [user("?")]
+    ),
     "system": [system("Be brief."), user("Hi")],
     "empty system": [system(""), user("Hi")],
     "system and turns": [system("Be\nbrief."), user("Hi"), assistant("Hello."), user("Bye")],
@@ -72,7 +85,12 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "thoughts": [user("Hi"), assistant("<think>\nhm\n</think>\n\nHello."), user("Bye")],
     "code": [user("def f(x):\n\treturn x  # \\n\r\n")],
     "answered": [user("Hi"), assistant("Hello.")],
-    "a call": [user("Weather?"), CALL, {"role": "tool", "content": '{"sun": true}'}, user("Thanks")],
+    "a call": [
+        user("Weather?"),
+        CALL,
+        {"role": "tool", "content": '{"sun": true}'},
+        user("Thanks"),
+    ],
 }
 
 
@@ -99,34 +117,51 @@ def test_templates_render_as_in_transformers(name: str, folder: Path) -> None:
     ours = ChatTemplate(TEMPLATES[name], tokens=tokens)
     outcomes = []
     for messages in CONVERSATIONS.values():
-        for options in ({}, {"tools": [WEATHER]}, {"add_generation_prompt": False}, {"enable_thinking": False}):
+        for options in (
+            {},
+            {"tools": [WEATHER]},
+            {"add_generation_prompt": False},
+            {"enable_thinking": False},
+        ):
             given: dict[str, Any] = {"add_generation_prompt": True, **options}
-            expected = _outcome(lambda m=messages, g=given: theirs.apply_chat_template(m, tokenize=False, **g))
+            expected = _outcome(
+                lambda m=messages, g=given: theirs.apply_chat_template(m, tokenize=False, **g)
+            )
             assert _outcome(lambda m=messages, g=given: ours.render(m, **g)) == expected
             outcomes.append(expected)
     assert len(set(outcomes)) > 15
 
 
 SHOWN = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}|{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.tool_calls }}"
-    "{{ m | tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}|{{ m.reasoning_content }}|{{ m.thinking"
+    " }}|{{ m.tool_calls }}{{ m | tojson }}{% endfor %}"
 )
 LOOSE: dict[str, list[dict[str, Any]]] = {
     "null content": [{"role": "assistant", "content": None, "tool_calls": CALL["tool_calls"]}],
-    "null within": [{"role": "user", "content": [{"text": None}], "tool_calls": None, "x": {"y": None}}],
+    "null within": [
+        {"role": "user", "content": [{"text": None}], "tool_calls": None, "x": {"y": None}}
+    ],
     "reasoning": [{"role": "assistant", "content": "x", "reasoning": "hm"}],
     "thinking": [{"role": "assistant", "content": "x", "thinking": "hm", "reasoning": "ho"}],
-    "reasoning_content": [{"reasoning_content": "hm", "role": "assistant", "thinking": "ho", "content": "x"}],
-    "no reasoning": [{"role": "assistant", "content": "x", "reasoning_content": None, "thinking": ""}],
-}  # fmt: skip
+    "reasoning_content": [
+        {"reasoning_content": "hm", "role": "assistant", "thinking": "ho", "content": "x"}
+    ],
+    "no reasoning": [
+        {"role": "assistant", "content": "x", "reasoning_content": None, "thinking": ""}
+    ],
+}
 
 
 @pytest.mark.parametrize("name", LOOSE)
-def test_messages_as_other_programs_write_them_render_as_in_transformers(name: str, folder: Path) -> None:
+def test_messages_as_other_programs_write_them_render_as_in_transformers(
+    name: str, folder: Path
+) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = SHOWN
     given = copy.deepcopy(LOOSE[name])
-    assert ChatTemplate(SHOWN).render(given) == theirs.apply_chat_template(LOOSE[name], tokenize=False)
+    assert ChatTemplate(SHOWN).render(given) == theirs.apply_chat_template(
+        LOOSE[name], tokenize=False
+    )
     assert given == LOOSE[name]
 
 
@@ -147,10 +182,19 @@ CONTINUED = {
     "old thoughts": _each("{{ m.thinking }}>"),
 }
 ANSWERS: dict[str, Any] = {
-    "plain": "Once upon", "blanks": " Once upon \n", "empty": "", "only blanks": " \n", "quoted": 'say "x"',
-    "thoughts": "a</think>\n\nb ", "null": None, "number": 5, "parts": [{"type": "text", "text": "a "},
-    {"type": "text", "text": "b "}, {"type": "image"}], "no part": [], "texts": ["a"], "null part": [{"text": None}],
-}  # fmt: skip
+    "plain": "Once upon",
+    "blanks": " Once upon \n",
+    "empty": "",
+    "only blanks": " \n",
+    "quoted": 'say "x"',
+    "thoughts": "a</think>\n\nb ",
+    "null": None,
+    "number": 5,
+    "parts": [{"type": "text", "text": "a "}, {"type": "text", "text": "b "}, {"type": "image"}],
+    "no part": [],
+    "texts": ["a"],
+    "null part": [{"text": None}],
+}
 
 
 @pytest.mark.parametrize("name", CONTINUED)
@@ -163,14 +207,21 @@ def test_an_answer_is_continued_as_in_transformers(name: str, folder: Path) -> N
         for field in (True, "reasoning_content", "thinking", "reasoning"):
             chat = [user("Hi"), {"role": "assistant", "content": answer, "reasoning": "hm \n"}]
             expected = _outcome(
-                lambda c=chat, f=field: theirs.apply_chat_template(c, tokenize=False, continue_final_message=f)
+                lambda c=chat, f=field: theirs.apply_chat_template(
+                    c, tokenize=False, continue_final_message=f
+                )
             )
-            assert _outcome(lambda c=chat, f=field: ours.render(c, continue_final_message=f)) == expected
+            assert (
+                _outcome(lambda c=chat, f=field: ours.render(c, continue_final_message=f))
+                == expected
+            )
             continued += expected != "refused"
     assert bool(continued) == (name != "without")
 
 
-@pytest.mark.parametrize("source", [_each("{{ m.content }}{{ m.content }}"), "{{ messages[0].content }}"])
+@pytest.mark.parametrize(
+    "source", [_each("{{ m.content }}{{ m.content }}"), "{{ messages[0].content }}"]
+)
 def test_an_answer_that_is_shown_twice_or_not_cannot_be_continued(source: str) -> None:
     chat = [user("Hi GOES_ON_0"), assistant("Once upon")]
     with pytest.raises(RequestError, match="cannot be continued"):
@@ -179,11 +230,21 @@ def test_an_answer_that_is_shown_twice_or_not_cannot_be_continued(source: str) -
 
 @pytest.mark.parametrize(
     "source",
-    ["{% break %}", "{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{% if 1 %}" * 150 + "{% endif %}" * 150,
-     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{{ raise_exception() }}", "{{ raise_exception('a\nb') }}",
-     "{{ 1 | round(1, 'x') }}", "{% for a in [1] %}{{ loop.cycle() }}{% endfor %}", "{{ [1] | slice(0) | list }}",
-     "{{ '\ud800'.encode() }}", "{{ [1] | sum(start='') }}", "{{ raise_exception('x\n' * 9999) }}"],
-)  # fmt: skip
+    [
+        "{% break %}",
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{% if 1 %}" * 150 + "{% endif %}" * 150,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ raise_exception() }}",
+        "{{ raise_exception('a\nb') }}",
+        "{{ 1 | round(1, 'x') }}",
+        "{% for a in [1] %}{{ loop.cycle() }}{% endfor %}",
+        "{{ [1] | slice(0) | list }}",
+        "{{ '\ud800'.encode() }}",
+        "{{ [1] | sum(start='') }}",
+        "{{ raise_exception('x\n' * 9999) }}",
+    ],
+)
 def test_whatever_a_template_raises_is_reported_in_one_line(source: str) -> None:
     with pytest.raises((CheckpointError, RequestError), match="chat template") as caught:
         ChatTemplate(source, path=Path("x")).render([user("Hi")])
@@ -193,7 +254,9 @@ def test_whatever_a_template_raises_is_reported_in_one_line(source: str) -> None
 
 @pytest.mark.parametrize("tools", [{}, [5], [print], "x", 5])
 def test_tools_are_json_schemas(tools: Any) -> None:
-    with pytest.raises(RequestError, match=r"`tools` is of the wrong type .*a list of JSON schemas"):
+    with pytest.raises(
+        RequestError, match=r"`tools` is of the wrong type .*a list of JSON schemas"
+    ):
         ChatTemplate("x").render([user("Hi")], tools=tools)
 
 
@@ -210,12 +273,18 @@ DROPPED = {("phi", "a call"), ("qwen", "a call")}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_conversations_become_the_tokens_that_transformers_makes(name: str, folder: Path, tmp_path: Path) -> None:
+def test_conversations_become_the_tokens_that_transformers_makes(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     path = _with_template(folder, tmp_path / "hf", chat_template=TEMPLATES[name])
     ours, theirs = chat(path, load_tokenizer(path)), AutoTokenizer.from_pretrained(path)
     compared = 0
     for conversation, messages in CONVERSATIONS.items():
-        expected = _outcome(lambda m=messages: theirs.apply_chat_template(m, add_generation_prompt=True)["input_ids"])
+        expected = _outcome(
+            lambda m=messages: theirs.apply_chat_template(m, add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
         if (name, conversation) in DROPPED:
             assert expected != "refused"
             expected = "refused"
@@ -229,14 +298,23 @@ FORMS: dict[str, Any] = {
     "config": lambda path: oracle.edit_json(path / "tokenizer_config.json", chat_template="config"),
     "list": lambda path: oracle.edit_json(
         path / "tokenizer_config.json",
-        chat_template=[{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}],
+        chat_template=[
+            {"name": "default", "template": "list"},
+            {"name": "tool_use", "template": "tools"},
+        ],
     ),
-    "old file": lambda path: (path / "chat_template.json").write_text(json.dumps({"chat_template": "old file"})),
-}  # fmt: skip
+    "old file": (
+        lambda path: (path / "chat_template.json").write_text(
+            json.dumps({"chat_template": "old file"})
+        )
+    ),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_template_is_found_wherever_folders_have_it(form: str, folder: Path, tmp_path: Path) -> None:
+def test_a_template_is_found_wherever_folders_have_it(
+    form: str, folder: Path, tmp_path: Path
+) -> None:
     path = _with_template(folder, tmp_path / "hf")
     FORMS[form](path)
     templates = ChatTemplates(path)
@@ -245,7 +323,9 @@ def test_a_template_is_found_wherever_folders_have_it(form: str, folder: Path, t
         assert tuple(templates.sources) == ("default", "tool_use")
         assert templates.choose(with_tools=True).render([user("Hi")], tools=[]) == "tools"
         assert templates.choose("tool_use").source == "tools"
-        with pytest.raises(RequestError, match=r"no chat template 'rag' \(found default, tool_use\)"):
+        with pytest.raises(
+            RequestError, match=r"no chat template 'rag' \(found default, tool_use\)"
+        ):
             templates.choose("rag")
 
 
@@ -262,11 +342,15 @@ def test_templates_without_a_default_are_named(form: str, folder: Path, tmp_path
     tokenizer = load_tokenizer(path)
     with pytest.raises(RequestError) as caught:
         chat(path, tokenizer)
-    assert str(caught.value) == (
-        f"{path}: has chat templates, and none of them is the default (found 'rag', 'tool_use'); "
+    assert (
+        str(caught.value)
+        == f"{path}: has chat templates, and none of them is the default (found 'rag',"
+        " 'tool_use'); "
         "name one of them as `template`"
     )
-    assert chat(path, tokenizer, "rag").encode([user("")]) == tokenizer.encode("rag", specials=True, bos=False)
+    assert chat(path, tokenizer, "rag").encode([user("")]) == tokenizer.encode(
+        "rag", specials=True, bos=False
+    )
 
 
 def test_a_file_wins_over_the_config_and_brings_others_along(folder: Path, tmp_path: Path) -> None:
@@ -286,14 +370,31 @@ def test_a_template_that_is_no_text_is_refused(value: Any, folder: Path, tmp_pat
 
 
 SPELLED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
-    "older file": ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}, "llama"),
-    "older file wins": ({"bos_token": "<unk>", "eos_token": "</s>"}, {"bos_token": "<s>"}, "llama"),
-    "older file says none": ({"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": None}, "llama"),
-    "newer config wins": (
-        {"bos_token": "<s>", "added_tokens_decoder": {"1": {"content": "<s>", "special": True}}, "eos_token": "</s>"},
-        {"bos_token": "<unk>"}, "llama",
+    "older file": (
+        {},
+        {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}},
+        "llama",
     ),
-    "none there is": ({"bos_token": None, "eos_token": {"content": "</s>", "__type": "AddedToken"}}, None, "llama"),
+    "older file wins": ({"bos_token": "<unk>", "eos_token": "</s>"}, {"bos_token": "<s>"}, "llama"),
+    "older file says none": (
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        {"bos_token": None},
+        "llama",
+    ),
+    "newer config wins": (
+        {
+            "bos_token": "<s>",
+            "added_tokens_decoder": {"1": {"content": "<s>", "special": True}},
+            "eos_token": "</s>",
+        },
+        {"bos_token": "<unk>"},
+        "llama",
+    ),
+    "none there is": (
+        {"bos_token": None, "eos_token": {"content": "</s>", "__type": "AddedToken"}},
+        None,
+        "llama",
+    ),
     "Llama": ({"tokenizer_class": "LlamaTokenizer"}, None, "llama"),
     "Llama, fast": ({"tokenizer_class": "LlamaTokenizerFast"}, None, "qwen3"),
     "Llama without": ({"tokenizer_class": "LlamaTokenizer", "bos_token": None}, None, "llama"),
@@ -302,11 +403,13 @@ SPELLED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "Qwen": ({"tokenizer_class": "PreTrainedTokenizerFast"}, None, "qwen2"),
     "Qwen 3": ({}, None, "qwen3"),
     "GPT-2": ({"tokenizer_class": "GPT2Tokenizer"}, None, "llama"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_special_tokens_are_spelled_as_in_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+def test_special_tokens_are_spelled_as_in_transformers(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     settings, older, family = SPELLED[name]
     path = _with_template(folder, tmp_path / "hf")
     shown = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}"
@@ -318,8 +421,16 @@ def test_special_tokens_are_spelled_as_in_transformers(name: str, folder: Path, 
     added = ["<bos>", "<eos>", "<pad>", "<mask>", "<|endoftext|>"]
     library = json.loads((path / "tokenizer.json").read_text())
     first = max(library["model"]["vocab"].values()) + 1
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    library["added_tokens"] += [{"id": first + place, "content": one, **plain} for place, one in enumerate(added)]
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    library["added_tokens"] += [
+        {"id": first + place, "content": one, **plain} for place, one in enumerate(added)
+    ]
     (path / "tokenizer.json").write_text(json.dumps(library))
     expected = AutoTokenizer.from_pretrained(path).apply_chat_template([user("Hi")], tokenize=False)
     tokenizer = load_tokenizer(path)
@@ -329,25 +440,38 @@ def test_special_tokens_are_spelled_as_in_transformers(name: str, folder: Path, 
 
 def test_a_special_token_that_only_config_numbers_is_found(folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf")
-    (path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    (path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    )
     (path / "tokenizer_config.json").write_text("{}")
     oracle.edit_json(path / "config.json", bos_token_id=1, eos_token_id=2)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
-    assert tokenizer.decode(chat(path, tokenizer).encode([user("Hi")]), specials=True) == "<s> Hi</s>"
+    assert (
+        tokenizer.decode(chat(path, tokenizer).encode([user("Hi")]), specials=True) == "<s> Hi</s>"
+    )
 
 
-def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_it(folder: Path, tmp_path: Path) -> None:
+def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_it(
+    folder: Path, tmp_path: Path
+) -> None:
     path = _with_template(folder, tmp_path / "hf")
     (path / "tokenizer_config.json").write_text("{}")
     oracle.edit_json(path / "config.json", bos_token_id=None, eos_token_id=None)
-    requested = "{% if bos_token %}{{ bos_token }}{% endif %}{% if bos_token is defined %}y{% endif %}n"
-    for shown, reported in (("{{ bos_token }}", True), ("{{ 'x' ~ eos_token }}", True), (requested, False)):
+    requested = (
+        "{% if bos_token %}{{ bos_token }}{% endif %}{% if bos_token is defined %}y{% endif %}n"
+    )
+    for shown, reported in (
+        ("{{ bos_token }}", True),
+        ("{{ 'x' ~ eos_token }}", True),
+        (requested, False),
+    ):
         (path / "chat_template.jinja").write_text(shown)
         ours = chat(path, load_tokenizer(path))
         if reported:
             with pytest.raises(
-                CheckpointError, match=r"jinja: .* prints ..._token, .*in tokenizer_config\.json, null if"
+                CheckpointError,
+                match=r"jinja: .* prints ..._token, .*in tokenizer_config\.json, null if",
             ):
                 ours.encode([user("")])
             ours.encode([user("")], bos_token="<s>", eos_token="</s>")
@@ -356,7 +480,9 @@ def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_i
 
 
 @pytest.mark.parametrize("value", [5, {"lstrip": True}, ["<s>"]])
-def test_a_special_token_that_is_no_text_is_refused(value: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_special_token_that_is_no_text_is_refused(
+    value: Any, folder: Path, tmp_path: Path
+) -> None:
     path = _with_template(folder, tmp_path / "hf")
     (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": value}))
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: .*(bos_token|content)"):
@@ -365,18 +491,27 @@ def test_a_special_token_that_is_no_text_is_refused(value: Any, folder: Path, tm
 
 def test_a_base_model_has_none(folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf")
-    with pytest.raises(RequestError, match=r"has no chat template .*`template=llama2 or llama3`.*prompt"):
+    with pytest.raises(
+        RequestError, match=r"has no chat template .*`template=llama2 or llama3`.*prompt"
+    ):
         chat(path, load_tokenizer(path))
 
 
 @pytest.mark.parametrize(
     ("source", "problem"),
-    [("{% for %}", "not a valid Jinja chat template"), ("{{ messages.x.y }}", "fails"), ("{{ 1 / 0 }}", "fails"),
-     ("{{ ''.__class__.__mro__ }}", "fails"), ("{{ messages.append(1) }}", "fails"),
-     ("{{ [].__class__.__base__.__subclasses__() }}", "fails"), ("{% include 'x' %}", "fails"),
-     ("{{ cycler.__init__.__globals__.os.system('true') }}", "fails"), ("{{ 'x' * 10**12 }}", "fails"),
-     ("{% for i in range(10**9) %}x{% endfor %}", "fails")],
-)  # fmt: skip
+    [
+        ("{% for %}", "not a valid Jinja chat template"),
+        ("{{ messages.x.y }}", "fails"),
+        ("{{ 1 / 0 }}", "fails"),
+        ("{{ ''.__class__.__mro__ }}", "fails"),
+        ("{{ messages.append(1) }}", "fails"),
+        ("{{ [].__class__.__base__.__subclasses__() }}", "fails"),
+        ("{% include 'x' %}", "fails"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "fails"),
+        ("{{ 'x' * 10**12 }}", "fails"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "fails"),
+    ],
+)
 def test_a_template_can_do_no_harm(source: str, problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem):
         ChatTemplate(source, path=Path("x")).render([user("Hi")])
@@ -391,19 +526,28 @@ LONG = "{% set text = 'xy' * 2000000 %}"
 
 @pytest.mark.parametrize(
     "source",
-    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-     "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}{{ two(60) }}",
-     "{{ messages[0].content | length ** (10 ** 10) }}",
-     "{{ messages[0].content | center(10 ** 10) | length }}", "{{ [1] | tojson(indent=10 ** 10) }}",
-     _doubled("{% set all.text = all.text ~ all.text %}"),
-     _doubled("{% set all.text = [all.text, all.text] %}") + "{{ all.text }}",
-     _doubled("{% set all.text = dict(a=all.text, b=all.text) %}") + "{{ raise_exception(all.text) }}",
-     LONG + "{% for a in range(99999) %}{{ 'yyx' in text }}{% endfor %}",
-     LONG + "{% set all = namespace(held=[]) %}"
-     "{% for a in range(999) %}{% set all.held = all.held + [text[a:]] %}{% endfor %}"],
-)  # fmt: skip
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        (
+            "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro"
+            " %}{{ two(60) }}"
+        ),
+        "{{ messages[0].content | length ** (10 ** 10) }}",
+        "{{ messages[0].content | center(10 ** 10) | length }}",
+        "{{ [1] | tojson(indent=10 ** 10) }}",
+        _doubled("{% set all.text = all.text ~ all.text %}"),
+        _doubled("{% set all.text = [all.text, all.text] %}") + "{{ all.text }}",
+        _doubled("{% set all.text = dict(a=all.text, b=all.text) %}")
+        + "{{ raise_exception(all.text) }}",
+        LONG + "{% for a in range(99999) %}{{ 'yyx' in text }}{% endfor %}",
+        LONG + "{% set all = namespace(held=[]) %}"
+        "{% for a in range(999) %}{% set all.held = all.held + [text[a:]] %}{% endfor %}",
+    ],
+)
 def test_a_template_ends_within_its_time_and_memory(source: str) -> None:
-    with pytest.raises(CheckpointError, match=r"fails: it takes more than|fails: cannot fit|too large to convert"):
+    with pytest.raises(
+        CheckpointError, match=r"fails: it takes more than|fails: cannot fit|too large to convert"
+    ):
         ChatTemplate(source).render([user("Hi")], budget=Budget(seconds=0.3))
     assert ChatTemplate("{{ messages[0].content }}").render([user("Hi")]) == "Hi"
 
@@ -411,9 +555,9 @@ def test_a_template_ends_within_its_time_and_memory(source: str) -> None:
 def test_no_time_is_left_after_a_template_has_used_it() -> None:
     budget = Budget(seconds=0.3)
     with pytest.raises(CheckpointError, match=r"more than 0\.3 seconds"):
-        ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}").render(
-            [user("Hi")], budget=budget
-        )
+        ChatTemplate(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        ).render([user("Hi")], budget=budget)
     assert budget.spent
     with pytest.raises(CheckpointError, match="takes too long"):
         ChatTemplate("x").render([user("Hi")], budget=budget)
@@ -457,9 +601,12 @@ def test_a_worker_of_another_process_is_not_used() -> None:
 
 @pytest.mark.parametrize(
     ("source", "problem"),
-    [("{% break %}", "outside loop"), ("{{ 'xx' | truncate(1, true, 'yy') }}", ">="),
-     ("{% if 1 %}" * 150 + "{% endif %}" * 150, "indentation")],
-)  # fmt: skip
+    [
+        ("{% break %}", "outside loop"),
+        ("{{ 'xx' | truncate(1, true, 'yy') }}", ">="),
+        ("{% if 1 %}" * 150 + "{% endif %}" * 150, "indentation"),
+    ],
+)
 def test_errors_are_reported_as_jinja_words_them(source: str, problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem):
         ChatTemplate(source).render([user("Hi")])
@@ -472,7 +619,10 @@ def test_a_refusal_without_words_is_one() -> None:
 
 def test_variables_are_plain_values() -> None:
     shown = "{{ a }}{{ b.c }}{{ c | tojson }}"
-    assert ChatTemplate(shown).render([user("Hi")], a=(1, None), b={"c": 2.5}, c=[True]) == "(1, None)2.5[true]"
+    assert (
+        ChatTemplate(shown).render([user("Hi")], a=(1, None), b={"c": 2.5}, c=[True])
+        == "(1, None)2.5[true]"
+    )
     held: list[Any] = []
     held.append(held)
     for value in (print, {"a": [object()]}, held):
@@ -482,15 +632,17 @@ def test_variables_are_plain_values() -> None:
 
 def test_what_templates_do_with_loops_is_as_ever() -> None:
     source = (
-        "{% for a in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}"
-        "{% for a in messages if a.role == 'user' %}{{ loop.length }}{% endfor %}"
-        "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}"
-        "{% for a in nothing %}{% else %}none{% endfor %}{% for a, b in {'k': 5}.items() %}{{ a ~ b }}{% endfor %}"
-        "{{ [[1], [2]] | sum(start=[]) }}{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] | tojson(indent=1) }}"
-        "{% set c | upper %}{{ 'x' }}{% endset %}{{ c }}{{ '%s %d%%' % ('a', 5) }}{{ '{:>3}'.format(1) }}"
+        "{% for a in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{%"
+        " endfor %}{% for a in messages if a.role == 'user' %}{{ loop.length }}{% endfor %}{% for a"
+        " in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}{% for a in"
+        " nothing %}{% else %}none{% endfor %}{% for a, b in {'k': 5}.items() %}{{ a ~ b }}{%"
+        " endfor %}{{ [[1], [2]] | sum(start=[]) }}{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] |"
+        " tojson(indent=1) }}{% set c | upper %}{{ 'x' }}{% endset %}{{ c }}{{ '%s %d%%' % ('a', 5)"
+        " }}{{ '{:>3}'.format(1) }}"
     )
-    assert ChatTemplate(source).render([user("a"), assistant("b"), user("c")]) == (
-        "1/3,2/3,3/3.22123nonek5[1, 2]3[\n 1,\n 2\n]Xa 5%  1"
+    assert (
+        ChatTemplate(source).render([user("a"), assistant("b"), user("c")])
+        == "1/3,2/3,3/3.22123nonek5[1, 2]3[\n 1,\n 2\n]Xa 5%  1"
     )
 
 
@@ -498,10 +650,14 @@ def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:
     with pytest.raises(RequestError, match=r"^x: the chat template refuses this: no$"):
         ChatTemplate("{{ raise_exception('no') }}", path=Path("x")).render([user("Hi")])
     with pytest.raises(RequestError, match="too long"):
-        ChatTemplate("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 99 }}{% endfor %}").render([user("Hi")])
+        ChatTemplate("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 99 }}{% endfor %}").render(
+            [user("Hi")]
+        )
 
 
-@pytest.mark.parametrize("messages", [[], 5, {}, ["Hi"], "Hi", [{"content": "Hi"}], [{"role": 5}], [{"role": None}]])
+@pytest.mark.parametrize(
+    "messages", [[], 5, {}, ["Hi"], "Hi", [{"content": "Hi"}], [{"role": 5}], [{"role": None}]]
+)
 def test_what_is_no_conversation_is_reported(messages: Any) -> None:
     with pytest.raises(RequestError, match='"role": "user"'):
         ChatTemplate("x").render(messages)
@@ -512,15 +668,25 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 @pytest.mark.parametrize(
     ("source", "content", "text"),
-    [("{{ 'x' + messages[0].content }}", PARTS, "xa\nb"), ("{{ 'x' + messages[0].content }}", None, "x"),
-     ("{% for part in messages[0].content.split('b') %}{{ part }}{% endfor %}", PARTS, "a\n"),
-     ("{% for part in messages[0]['content'] %}{{ part.text }}|{% endfor %}", PARTS, "a|b|")],
-)  # fmt: skip
-def test_parts_of_text_are_a_string_unless_the_template_loops_over_them(source: str, content: Any, text: str) -> None:
+    [
+        ("{{ 'x' + messages[0].content }}", PARTS, "xa\nb"),
+        ("{{ 'x' + messages[0].content }}", None, "x"),
+        ("{% for part in messages[0].content.split('b') %}{{ part }}{% endfor %}", PARTS, "a\n"),
+        ("{% for part in messages[0]['content'] %}{{ part.text }}|{% endfor %}", PARTS, "a|b|"),
+    ],
+)
+def test_parts_of_text_are_a_string_unless_the_template_loops_over_them(
+    source: str, content: Any, text: str
+) -> None:
     made = TemplateChat(lambda _: ChatTemplate(source), Words())  # type: ignore[arg-type]
     assert made.text([{"role": "assistant", "content": content}]) == text
     with pytest.raises(RequestError, match="part of type 'image_url'"):
-        made.text([user("Hi"), {"role": "user", "content": [*PARTS, {"type": "image_url", "image_url": {}}]}])
+        made.text(
+            [
+                user("Hi"),
+                {"role": "user", "content": [*PARTS, {"type": "image_url", "image_url": {}}]},
+            ]
+        )
 
 
 def test_what_a_tool_returned_is_not_a_list_of_parts() -> None:
@@ -530,7 +696,10 @@ def test_what_a_tool_returned_is_not_a_list_of_parts() -> None:
 
 def test_a_failure_at_one_conversation_is_not_the_templates() -> None:
     template = ChatTemplate("{{ 'x' + messages[0].content }}", path=Path("x"))
-    with pytest.raises(RequestError, match=r"^x: the chat template fails for this conversation: can only concatenate"):
+    with pytest.raises(
+        RequestError,
+        match=r"^x: the chat template fails for this conversation: can only concatenate",
+    ):
         template.render([{"role": "user", "content": 5}])
 
 
@@ -548,7 +717,11 @@ class Words:
     """A tokenizer that shows what it is given: ids are places in `seen`, BOS is -1 and EOS -2."""
 
     kind, vocab_size, bos_id, eos_ids, byte_level = "words", 0, -1, (-2,), False
-    special_tokens: ClassVar = {"<|start_header_id|>": -3, "<|end_header_id|>": -4, "<|eot_id|>": -5}
+    special_tokens: ClassVar = {
+        "<|start_header_id|>": -3,
+        "<|end_header_id|>": -4,
+        "<|eot_id|>": -5,
+    }
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -559,18 +732,27 @@ class Words:
         return [*([-1] if bos else []), *([len(self.seen) - 1] if text else [])]
 
     def decode(self, ids: Any) -> str:
-        names = {-1: "<s>", -2: "</s>", **{number: name for name, number in self.special_tokens.items()}}
+        names = {
+            -1: "<s>",
+            -2: "</s>",
+            **{number: name for name, number in self.special_tokens.items()},
+        }
         return "".join(names.get(one) or self.seen[one] for one in ids)
 
 
 LLAMA2 = [
     ([user(" Hi ")], "<s>[INST] Hi [/INST]"),
     ([system("Be brief."), user("Hi")], "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]"),
-    ([user("Hi"), assistant("Hello."), user("Bye")], "<s>[INST] Hi [/INST] Hello. </s><s>[INST] Bye [/INST]"),
-    ([system(""), user("Hi"), assistant("Yes"), user("Bye")],
-     "<s>[INST] <<SYS>>\n\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] Bye [/INST]"),
+    (
+        [user("Hi"), assistant("Hello."), user("Bye")],
+        "<s>[INST] Hi [/INST] Hello. </s><s>[INST] Bye [/INST]",
+    ),
+    (
+        [system(""), user("Hi"), assistant("Yes"), user("Bye")],
+        "<s>[INST] <<SYS>>\n\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] Bye [/INST]",
+    ),
     ([{"role": "user", "content": PARTS}], "<s>[INST] a\nb [/INST]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("messages", "expected"), LLAMA2, ids=range(5))
@@ -581,11 +763,18 @@ def test_the_format_of_llama_2(messages: list[dict[str, Any]], expected: str) ->
 
 @pytest.mark.parametrize(
     ("messages", "reported"),
-    [([], "no message"), ([assistant("Hi")], "user last"), ([user("Hi"), user("Hi")], "user, user"),
-     ([user("Hi"), assistant("Hi")], "user last"), ([system("x")], "found system"),
-     ([user("[INST]")], r"tag of the chat format \(found \[INST\]"), ([system("<</SYS>>"), user("Hi")], "tag"),
-     ([user("Hi"), assistant("[/INST]"), user("Hi")], "tag"), ([{"role": "user"}], "role and a content")],
-)  # fmt: skip
+    [
+        ([], "no message"),
+        ([assistant("Hi")], "user last"),
+        ([user("Hi"), user("Hi")], "user, user"),
+        ([user("Hi"), assistant("Hi")], "user last"),
+        ([system("x")], "found system"),
+        ([user("[INST]")], r"tag of the chat format \(found \[INST\]"),
+        ([system("<</SYS>>"), user("Hi")], "tag"),
+        ([user("Hi"), assistant("[/INST]"), user("Hi")], "tag"),
+        ([{"role": "user"}], "role and a content"),
+    ],
+)
 def test_what_llama_2_does_not_take(messages: list[dict[str, Any]], reported: str) -> None:
     with pytest.raises(RequestError, match=reported):
         chat("nowhere", Words(), "llama2").encode(messages)
@@ -595,7 +784,9 @@ def test_the_format_of_llama_3() -> None:
     words = Words()
     messages = [system("Be brief."), user(" <|eot_id|> "), assistant("Yes"), user("Bye")]
     parts = [("system", "Be brief."), ("user", "<|eot_id|>"), ("assistant", "Yes"), ("user", "Bye")]
-    expected = "".join(f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>" for role, text in parts)
+    expected = "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>" for role, text in parts
+    )
     expected += "<|start_header_id|>assistant<|end_header_id|>\n\n"
     assert words.decode(chat("nowhere", words, "llama3").encode(messages)) == "<s>" + expected
     for tools, variables in (([WEATHER], {}), (None, {"thinking": True})):

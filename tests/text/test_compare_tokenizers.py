@@ -1,4 +1,6 @@
-"""Two tokenizers, compared token by token: what is the same in every format, and what single change makes different."""
+"""Two tokenizers, compared token by token: what is the same in every format, and what single
+change makes different.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json, tokenizer_metadata
 from quantkit.text.merges import merge_difference, order_probes
 from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
-from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece, sentencepiece_bytes
+from quantkit.text.sentencepiece_file import (
+    PieceType,
+    SentencePieceFile,
+    read_sentencepiece,
+    sentencepiece_bytes,
+)
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 Edit = Callable[[dict[str, Any]], object]
@@ -42,9 +49,15 @@ def _exported(folder: Path) -> Path:
 
 
 def _gguf(folder: Path, path: Path, *, by_quantkit: bool) -> Path:
-    """A GGUF file of a folder's tokenizer, as quantkit writes it or as llama.cpp's converter does."""
+    """A GGUF file of a folder's tokenizer, as quantkit writes it or as llama.cpp's converter
+    does.
+    """
     metadata, _ = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size + 3)
-    kept = {key: value for key, value in metadata.items() if by_quantkit or not key.startswith("quantkit.")}
+    kept = {
+        key: value
+        for key, value in metadata.items()
+        if by_quantkit or not key.startswith("quantkit.")
+    }
     path.write_bytes(build_header(kept, []))
     return path
 
@@ -52,14 +65,21 @@ def _gguf(folder: Path, path: Path, *, by_quantkit: bool) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
+    found = {
+        "sentencepiece": train(root / "sentencepiece"),
+        "tiktoken": write_tiktoken(root / "tiktoken"),
+    }
     found |= {f"{kind}-json": _exported(folder) for kind, folder in found.items()}
     found["gemma"] = train_gemma(root / "gemma")
     found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
-    found["smollm"] = write_byte_level(root / "smollm", pre_tokenizer((patterns_by_name("smollm") or ((), False))[0]))
+    found["smollm"] = write_byte_level(
+        root / "smollm", pre_tokenizer((patterns_by_name("smollm") or ((), False))[0])
+    )
     for kind, folder in list(found.items()):
         found[f"{kind}.gguf"] = _gguf(folder, root / f"{kind}.gguf", by_quantkit=True)
-        found[f"{kind}.converted"] = _gguf(folder, root / f"{kind}-converted.gguf", by_quantkit=False)
+        found[f"{kind}.converted"] = _gguf(
+            folder, root / f"{kind}-converted.gguf", by_quantkit=False
+        )
     return found
 
 
@@ -84,18 +104,38 @@ def _difference(first: Tokenizer, second: Tokenizer) -> str | None:
 
 
 SAME = [
-    *itertools.combinations(["sentencepiece", "sentencepiece-json", "sentencepiece.gguf", "sentencepiece.converted",
-                             "sentencepiece-json.gguf", "sentencepiece-json.converted"], 2),
-    *itertools.combinations(["tiktoken", "tiktoken-json", "tiktoken.gguf", "tiktoken.converted", "tiktoken-json.gguf",
-                             "tiktoken-json.converted"], 2),
+    *itertools.combinations(
+        [
+            "sentencepiece",
+            "sentencepiece-json",
+            "sentencepiece.gguf",
+            "sentencepiece.converted",
+            "sentencepiece-json.gguf",
+            "sentencepiece-json.converted",
+        ],
+        2,
+    ),
+    *itertools.combinations(
+        [
+            "tiktoken",
+            "tiktoken-json",
+            "tiktoken.gguf",
+            "tiktoken.converted",
+            "tiktoken-json.gguf",
+            "tiktoken-json.converted",
+        ],
+        2,
+    ),
     *itertools.combinations(["gemma", "gemma.gguf", "gemma.converted"], 2),
     *itertools.combinations(["gemma-json", "gemma-json.gguf", "gemma-json.converted"], 2),
     *itertools.combinations(["smollm", "smollm.gguf", "smollm.converted"], 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", SAME, ids=" ".join)
-def test_one_tokenizer_is_the_same_in_all_formats(pair: tuple[str, str], tokenizers: dict[str, Tokenizer]) -> None:
+def test_one_tokenizer_is_the_same_in_all_formats(
+    pair: tuple[str, str], tokenizers: dict[str, Tokenizer]
+) -> None:
     assert _difference(tokenizers[pair[0]], tokenizers[pair[1]]) is None
 
 
@@ -145,11 +185,17 @@ def _added(**change: Any) -> Edit:
 
 CHANGES: dict[str, tuple[Edit, str]] = {
     "two ids": (_swap_ids(261, 262), "2 of [0-9]+ token ids; the first is 261: b'.*' against b'"),
-    "two bytes": (_swap_ids(199, 200), r"2 of [0-9]+ token ids; the first is 199: .*b'.*' against .*b'"),
+    "two bytes": (
+        _swap_ids(199, 200),
+        r"2 of [0-9]+ token ids; the first is 199: .*b'.*' against .*b'",
+    ),
     "two merges": (_swap_merges, "merges: "),
     "a merge less": (lambda raw: raw["model"]["merges"].pop(2), "merges: "),
     "one id for two tokens": (_two_tokens_with_one_id, "token ids; .* and "),
-    "an added token's content": (_added(content="<other>"), r"token ids; the first is .*<other>|token ids; .*</s>"),
+    "an added token's content": (
+        _added(content="<other>"),
+        r"token ids; the first is .*<other>|token ids; .*</s>",
+    ),
     "an added token's id": (_added(id=7), "added token [0-9]+ .*: id "),
     "an added token less": (lambda raw: raw["added_tokens"].pop(), "1 of [0-9]+ token ids; "),
     "special": (
@@ -162,14 +208,27 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     "decoder": (_other_decoder, "decoder"),
 }
 OWN_CHANGES: dict[str, tuple[Edit, str]] = {
-    **{flag: (_added(**{flag: True}), f"{flag} false against true") for flag in ("lstrip", "rstrip", "single_word")},
+    **{
+        flag: (_added(**{flag: True}), f"{flag} false against true")
+        for flag in ("lstrip", "rstrip", "single_word")
+    },
     "normalized": (_added(normalized=True), "normalized false against true"),
-    "ignore_merges": (lambda raw: raw["model"].update(ignore_merges=not raw["model"].get("ignore_merges")), "ignore_m"),
-    "byte_fallback": (lambda raw: raw["model"].update(byte_fallback=not raw["model"].get("byte_fallback")), "byte"),
+    "ignore_merges": (
+        lambda raw: raw["model"].update(ignore_merges=not raw["model"].get("ignore_merges")),
+        "ignore_m",
+    ),
+    "byte_fallback": (
+        lambda raw: raw["model"].update(byte_fallback=not raw["model"].get("byte_fallback")),
+        "byte",
+    ),
 }
 """Of what only tokenizer.json holds, or only it says apart from other things."""
 OTHERS = {
-    "sentencepiece-json": ["sentencepiece", "sentencepiece-json.gguf", "sentencepiece-json.converted"],
+    "sentencepiece-json": [
+        "sentencepiece",
+        "sentencepiece-json.gguf",
+        "sentencepiece-json.converted",
+    ],
     "tiktoken-json": ["tiktoken", "tiktoken-json.gguf"],
     "smollm": ["smollm.gguf", "smollm.converted"],
 }
@@ -178,7 +237,11 @@ OTHERS = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_single_change_is_seen_from_every_format(
-    kind: str, change: str, folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
+    kind: str,
+    change: str,
+    folders: dict[str, Path],
+    tokenizers: dict[str, Tokenizer],
+    tmp_path: Path,
 ) -> None:
     edit, message = CHANGES[change]
     changed = _edited(folders[kind], tmp_path / "changed", edit)
@@ -191,14 +254,23 @@ def test_a_single_change_is_seen_from_every_format(
 @pytest.mark.parametrize("change", OWN_CHANGES)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_single_change_is_seen_between_two_of_tokenizers(
-    kind: str, change: str, folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
+    kind: str,
+    change: str,
+    folders: dict[str, Path],
+    tokenizers: dict[str, Tokenizer],
+    tmp_path: Path,
 ) -> None:
     edit, message = OWN_CHANGES[change]
     changed = _edited(folders[kind], tmp_path / "changed", edit)
     found = _difference(tokenizers[kind], changed)
     assert found is not None
     assert message in found
-    if change in ("lstrip", "rstrip", "single_word", "normalized"):  # which quantkit keeps in a GGUF file
+    if change in (
+        "lstrip",
+        "rstrip",
+        "single_word",
+        "normalized",
+    ):  # which quantkit keeps in a GGUF file
         assert message in str(_difference(tokenizers[f"{kind}.gguf"], changed))
 
 
@@ -207,9 +279,17 @@ def test_a_single_change_is_seen_between_two_of_tokenizers(
 def test_other_tokens_that_begin_and_end_a_text_are_seen(
     kind: str, name: str, folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
 ) -> None:
-    other = {"tiktoken-json": "<|python_tag|>", "smollm": {"bos_token": "<|im_end|>", "eos_token": "<s>"}.get(name)}
+    other = {
+        "tiktoken-json": "<|python_tag|>",
+        "smollm": {"bos_token": "<|im_end|>", "eos_token": "<s>"}.get(name),
+    }
     token = other.get(kind) or {"bos_token": "</s>", "eos_token": "<s>"}[name]
-    changed = _edited(folders[kind], tmp_path / "c", lambda raw: raw.update({name: token}), "tokenizer_config.json")
+    changed = _edited(
+        folders[kind],
+        tmp_path / "c",
+        lambda raw: raw.update({name: token}),
+        "tokenizer_config.json",
+    )
     for one in (kind, *OTHERS[kind]):
         assert str(_difference(tokenizers[one], changed)).startswith(f"{name[:3].upper()}: "), one
 
@@ -235,16 +315,25 @@ def test_another_score_is_seen_in_a_sentencepiece_model(
 def test_an_unused_piece_that_merges_make_is_seen_and_not_exported(
     place: int, folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
 ) -> None:
-    """sentencepiece goes on from it, and cuts it again where it is left over; no other format does."""
+    """sentencepiece goes on from it, and cuts it again where it is left over; no other format
+    does.
+    """
     model = read_sentencepiece(folders["sentencepiece"] / "tokenizer.model")
-    made = [piece for piece, _, kind in model.pieces if kind is PieceType.NORMAL and len(piece) > 1][place]
-    pieces = [(piece, score, PieceType.UNUSED if piece == made else kind) for piece, score, kind in model.pieces]
+    made = [
+        piece for piece, _, kind in model.pieces if kind is PieceType.NORMAL and len(piece) > 1
+    ][place]
+    pieces = [
+        (piece, score, PieceType.UNUSED if piece == made else kind)
+        for piece, score, kind in model.pieces
+    ]
     (tmp_path / "tokenizer.model").write_bytes(
         sentencepiece_bytes(SentencePieceFile(pieces, True, True, True, model.ids))
     )
     changed = load_tokenizer(tmp_path)
     for other in ("sentencepiece", *OTHERS["sentencepiece-json"]):
-        assert "unused pieces that merges make: " in str(_difference(tokenizers[other], changed)), other
+        assert "unused pieces that merges make: " in str(_difference(tokenizers[other], changed)), (
+            other
+        )
     (tmp_path / "json").mkdir()
     assert not export_json(tmp_path / "tokenizer.model", tmp_path / "json")
     with pytest.raises(UnsupportedError):
@@ -257,16 +346,26 @@ def test_merges_of_an_added_token_that_is_found_as_a_word_alone_are_compared(
     """Within other words pairs make it."""
     raw = json.loads((folders["smollm"] / "tokenizer.json").read_text())
     operands = [one for pair in raw["model"]["merges"] for one in pair]
-    piece = next(a + b for a, b in raw["model"]["merges"] if (a + b).isalpha() and a + b in operands)
+    piece = next(
+        a + b for a, b in raw["model"]["merges"] if (a + b).isalpha() and a + b in operands
+    )
 
     def add(raw: dict[str, Any], *, kept: bool) -> None:
-        token = {"id": raw["model"]["vocab"][piece], "content": piece, "single_word": True, "lstrip": False}
-        raw["added_tokens"].append({**token, "rstrip": False, "normalized": False, "special": False})
+        token = {
+            "id": raw["model"]["vocab"][piece],
+            "content": piece,
+            "single_word": True,
+            "lstrip": False,
+        }
+        raw["added_tokens"].append(
+            {**token, "rstrip": False, "normalized": False, "special": False}
+        )
         if not kept:
             raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if piece not in pair]
 
     one, other = (
-        _edited(folders["smollm"], tmp_path / str(kept), functools.partial(add, kept=kept)) for kept in (True, False)
+        _edited(folders["smollm"], tmp_path / str(kept), functools.partial(add, kept=kept))
+        for kept in (True, False)
     )
     assert "merges: " in str(_difference(one, other))
 
@@ -321,12 +420,18 @@ def test_an_order_within_a_piece_is_tried_on_the_tokens_that_it_may_show_in() ->
     first = [("a", "b"), ("b", "a"), ("ab", "a"), ("a", "ba")]
     second = [*first[:2], *first[:1:-1]]
     assert merge_difference(first, second) is None
-    assert list(order_probes(first, second)) == list(order_probes(second, first)) == [("ab", "a", "ba")]
+    assert (
+        list(order_probes(first, second))
+        == list(order_probes(second, first))
+        == [("ab", "a", "ba")]
+    )
     assert list(order_probes(first, first)) == []
 
 
 def _list_added(raw: dict[str, Any], **more: int) -> None:
-    """Put added tokens, and others, into the vocabulary, so that their ids may have any after them."""
+    """Put added tokens, and others, into the vocabulary, so that their ids may have any after
+    them.
+    """
     raw["model"]["vocab"] |= {one["content"]: one["id"] for one in raw["added_tokens"]} | more
 
 
@@ -335,7 +440,9 @@ def _many_tokens(folder: Path) -> Path:
     write_byte_level(folder, pre_tokenizer((patterns_by_name("smollm") or ((), False))[0]))
     raw = json.loads((folder / "tokenizer.json").read_text())
     _list_added(raw)
-    raw["model"]["vocab"] |= {f"t{number:x}q": number for number in range(len(raw["model"]["vocab"]), MANY)}
+    raw["model"]["vocab"] |= {
+        f"t{number:x}q": number for number in range(len(raw["model"]["vocab"]), MANY)
+    }
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     return folder
 
@@ -346,16 +453,22 @@ def test_every_id_of_a_large_vocabulary_is_compared(tmp_path: Path) -> None:
     for number in (MANY - 1, MANY - 2):
         changed = _edited(source, tmp_path / str(number), _swap_ids(number, 20_000 + number % 2))
         found = _difference(original, changed)
-        assert str(found).startswith(f"2 of {MANY} token ids; the first is {20_000 + number % 2}: b't"), found
+        assert str(found).startswith(
+            f"2 of {MANY} token ids; the first is {20_000 + number % 2}: b't"
+        ), found
 
     def move_odd_ids(raw: dict[str, Any]) -> None:
         vocabulary = raw["model"]["vocab"]
         odd = [piece for piece, number in vocabulary.items() if number % 2 and number > 1000]
-        vocabulary |= dict(zip(odd, [vocabulary[piece] for piece in odd[1:] + odd[:1]], strict=True))
+        vocabulary |= dict(
+            zip(odd, [vocabulary[piece] for piece in odd[1:] + odd[:1]], strict=True)
+        )
 
     changed = _edited(source, tmp_path / "odd", move_odd_ids)
     count = sum(1 for number in range(1001, MANY) if number % 2)
-    assert str(_difference(original, changed)).startswith(f"{count} of {MANY} token ids; the first is 1001: ")
+    assert str(_difference(original, changed)).startswith(
+        f"{count} of {MANY} token ids; the first is 1001: "
+    )
 
 
 def test_ids_have_the_bytes_that_their_own_libraries_give(
@@ -366,7 +479,10 @@ def test_ids_have_the_bytes_that_their_own_libraries_give(
 
     found = tokenizers["tiktoken"].canonical()
     engine = tokenizers["tiktoken"]._encoding  # type: ignore[attr-defined]
-    assert all(engine.decode_single_token_bytes(number) == content for number, content in found.contents.items())
+    assert all(
+        engine.decode_single_token_bytes(number) == content
+        for number, content in found.contents.items()
+    )
     model = SentencePieceProcessor(model_file=str(folders["sentencepiece"] / "tokenizer.model"))
     found = tokenizers["sentencepiece"].canonical()
     for number in range(model.get_piece_size()):
@@ -382,20 +498,28 @@ def test_ids_have_the_bytes_that_their_own_libraries_give(
     found = tokenizers["smollm"].canonical()
     assert found.contents.keys() == set(theirs.get_vocab().values())
     for number, content in found.contents.items():
-        assert content.decode("utf-8", "replace") == theirs.decode([number], skip_special_tokens=False)
+        assert content.decode("utf-8", "replace") == theirs.decode(
+            [number], skip_special_tokens=False
+        )
 
 
-def test_ids_that_only_fill_the_embedding_are_no_difference(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_ids_that_only_fill_the_embedding_are_no_difference(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     hole = _edited(folders["smollm"], tmp_path / "hole", lambda raw: _list_added(raw, zz=270))
     file = _gguf(tmp_path / "hole", tmp_path / "hole.gguf", by_quantkit=False)
     assert _difference(hole, load_tokenizer(file)) is None
-    named_ = _edited(tmp_path / "hole", tmp_path / "real", lambda raw: raw["model"]["vocab"].update({"qq": 268}))
+    named_ = _edited(
+        tmp_path / "hole", tmp_path / "real", lambda raw: raw["model"]["vocab"].update({"qq": 268})
+    )
     assert str(_difference(named_, load_tokenizer(file))).startswith(
         "1 of 271 token ids; the first is 268: token b'qq' against unused"
     )
 
 
-def test_tokens_that_files_add_to_a_sentencepiece_model_are_compared(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_tokens_that_files_add_to_a_sentencepiece_model_are_compared(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     shutil.copytree(folders["sentencepiece"], tmp_path / "model")
     (tmp_path / "model" / "added_tokens.json").write_text(json.dumps({"<pad>": 400}))
     file = tmp_path / "model.gguf"
@@ -406,7 +530,9 @@ def test_tokens_that_files_add_to_a_sentencepiece_model_are_compared(folders: di
     assert found == "1 of 401 token ids; the first is 400: no token against added token b'<pad>'"
 
 
-def test_verify_names_the_first_id_that_differs(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_verify_names_the_first_id_that_differs(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     oracle.copy(tmp_path / "a", tmp_path / "b")
     _edited(tmp_path / "a", tmp_path / "edited", _swap_ids(40, 41))
@@ -417,11 +543,17 @@ def test_verify_names_the_first_id_that_differs(demo_model: Path, tmp_path: Path
     ):
         code, out, _ = run(capfd, "verify", first, tmp_path / "b")
         assert code == 11
-        problem = next(line for line in out.splitlines() if line.startswith("problem: tokenizers differ on 2 of "))
+        problem = next(
+            line
+            for line in out.splitlines()
+            if line.startswith("problem: tokenizers differ on 2 of ")
+        )
         assert problem.endswith(f"token ids; the first is 40: byte token b{words}")
 
 
-def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(demo_model: Path, tmp_path: Path) -> None:
+def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "source")
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     rows = tensors["model.embed_tokens.weight"].shape[0]
@@ -433,7 +565,10 @@ def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(demo_
     raw = json.loads((tmp_path / "source" / "tokenizer.json").read_text())
     raw["added_tokens"].append({**raw["added_tokens"][-1], "id": rows, "content": "<|im_end|>"})
     (tmp_path / "source" / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=rf"the first is {rows}: no token against special token b'<\|im_end\|>'"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"the first is {rows}: no token against special token b'<\|im_end\|>'",
+    ):
         quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")
     (tmp_path / "source" / "tokenizer.model").unlink()
     quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")

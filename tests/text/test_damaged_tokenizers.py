@@ -26,7 +26,11 @@ TEXT = "a b, 123 é"
 def _engine() -> Raw:
     """A small sound tokenizer.json of byte pairs."""
     letters = ["<unk>", "<s>", "</s>", *"abcdefghij \u2581", "ab", "abc"]
-    model = models.BPE({letter: i for i, letter in enumerate(letters)}, [("a", "b"), ("ab", "c")], unk_token="<unk>")
+    model = models.BPE(
+        {letter: i for i, letter in enumerate(letters)},
+        [("a", "b"), ("ab", "c")],
+        unk_token="<unk>",
+    )
     engine = Engine(model)
     engine.decoder = decoders.Fuse()
     engine.add_special_tokens(["<s>", "</s>"])
@@ -41,20 +45,28 @@ def _write(folder: Path, raw: object) -> Path:
 
 
 def _template(**token: Any) -> Raw:
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     named = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"], **token}}
     return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": named}
 
 
-# What makes the Rust library panic, at load or at the first use (found by mutation, tokenizers 0.23).
+# What makes the Rust library panic, at load or at the first use (found by mutation, tokenizers
+# 0.23).
 PANICS: dict[str, Callable[[Raw], object]] = {
-    "charsmap": lambda raw: raw.update(normalizer={"type": "Precompiled", "precompiled_charsmap": ""}),
+    "charsmap": lambda raw: raw.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": ""}
+    ),
     "chunks of nothing": lambda raw: raw.update(pre_tokenizer={"type": "FixedLength", "length": 0}),
-    "a prefix longer than a token": lambda raw: raw["model"].update(continuing_subword_prefix="#####"),
+    "a prefix longer than a token": lambda raw: raw["model"].update(
+        continuing_subword_prefix="#####"
+    ),
     "a merge of what is not there": lambda raw: raw["model"].update(
         merges=[["a", "b"]], vocab={"ab": 0, "a": 1, "b": 2}, continuing_subword_prefix="###"
     ),
-}  # fmt: skip
+}
 OUTSIDE: dict[str, Callable[[Raw], object]] = {
     "by its template": lambda raw: raw.update(post_processor=_template(ids=[4000])),
     "by its frame": lambda raw: raw.update(
@@ -71,13 +83,20 @@ DAMAGED: dict[str, Callable[[Raw], object]] = {
     "an id beyond 32 bits": lambda raw: raw["model"]["vocab"].update(a=2**33),
     "an added id below 0": lambda raw: raw["added_tokens"][0].update(id=-1),
     "a pattern that is none": lambda raw: raw.update(
-        pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+        pre_tokenizer={
+            "type": "Split",
+            "pattern": {"Regex": "("},
+            "behavior": "Isolated",
+            "invert": False,
+        }
     ),
 }
 
 
 @pytest.mark.parametrize("case", [*PANICS, *OUTSIDE, *DAMAGED])
-def test_a_damaged_tokenizer_json_ends_in_one_line(case: str, tmp_path: Path, capfd: Capture) -> None:
+def test_a_damaged_tokenizer_json_ends_in_one_line(
+    case: str, tmp_path: Path, capfd: Capture
+) -> None:
     raw = _engine()
     {**PANICS, **OUTSIDE, **DAMAGED}[case](raw)
     model = oracle.save(oracle.make("llama"), tmp_path / "model")
@@ -91,7 +110,14 @@ def test_a_damaged_tokenizer_json_ends_in_one_line(case: str, tmp_path: Path, ca
 def test_a_sound_tokenizer_that_does_not_know_a_letter_is_read(tmp_path: Path) -> None:
     raw = _engine()
     raw["model"].update(type="WordLevel", vocab={"a": 0, "<gone>": 1}, unk_token="<none>")
-    for key in ("merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback"):
+    for key in (
+        "merges",
+        "dropout",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+    ):
         raw["model"].pop(key, None)
     raw["model"].pop("ignore_merges", None)
     raw["added_tokens"] = []
@@ -103,9 +129,18 @@ def test_a_sound_tokenizer_that_does_not_know_a_letter_is_read(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "settings",
-    ["[]", "5", "{", '{"bos_token": ["<s>"]}', '{"bos_token": 1}', '{"eos_token": {"content": ["</s>"]}}',
-     '{"eos_token": {}}', '{"add_bos_token": "false"}', '{"add_bos_token": 1}'],
-)  # fmt: skip
+    [
+        "[]",
+        "5",
+        "{",
+        '{"bos_token": ["<s>"]}',
+        '{"bos_token": 1}',
+        '{"eos_token": {"content": ["</s>"]}}',
+        '{"eos_token": {}}',
+        '{"add_bos_token": "false"}',
+        '{"add_bos_token": 1}',
+    ],
+)
 def test_settings_of_the_wrong_kind_name_their_file(settings: str, tmp_path: Path) -> None:
     _write(tmp_path / "t", _engine())
     (tmp_path / "t" / "tokenizer_config.json").write_text(settings)
@@ -113,7 +148,9 @@ def test_settings_of_the_wrong_kind_name_their_file(settings: str, tmp_path: Pat
         load_tokenizer(tmp_path / "t")
 
 
-@pytest.mark.parametrize("value", ["null", '"<s>"', '{"content": "<s>", "lstrip": false}', '"<not there>"'])
+@pytest.mark.parametrize(
+    "value", ["null", '"<s>"', '{"content": "<s>", "lstrip": false}', '"<not there>"']
+)
 def test_settings_as_they_are_published_are_read(value: str, tmp_path: Path) -> None:
     _write(tmp_path / "t", _engine())
     (tmp_path / "t" / "tokenizer_config.json").write_text(
@@ -122,7 +159,9 @@ def test_settings_as_they_are_published_are_read(value: str, tmp_path: Path) -> 
     assert load_tokenizer(tmp_path / "t").bos_id == (1 if "<s>" in value else None)
 
 
-def test_a_panic_while_a_text_is_read_is_an_error_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_while_a_text_is_read_is_an_error_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = JsonTokenizer(_write(tmp_path / "t", _engine()) / "tokenizer.json")
 
     class PanicException(BaseException):
@@ -183,7 +222,9 @@ def test_a_damaged_sentencepiece_model_is_refused(
     assert capfd.readouterr().err == ""
 
 
-def test_a_bit_anywhere_in_a_sentencepiece_model_gives_one_error_or_a_tokenizer(pieces: bytes, tmp_path: Path) -> None:
+def test_a_bit_anywhere_in_a_sentencepiece_model_gives_one_error_or_a_tokenizer(
+    pieces: bytes, tmp_path: Path
+) -> None:
     for place in [*range(0, 400, 7), *range(len(pieces) - 120, len(pieces), 5)]:
         raw = bytearray(pieces)
         raw[place] ^= 0x80
@@ -246,7 +287,9 @@ def test_a_sound_tiktoken_file_is_read(tmp_path: Path) -> None:
     assert tokenizer.encode("th")[1:] == [256]
 
 
-def test_an_evaluation_holds_the_tokenizer_against_the_embedding(tmp_path: Path, capfd: Capture) -> None:
+def test_an_evaluation_holds_the_tokenizer_against_the_embedding(
+    tmp_path: Path, capfd: Capture
+) -> None:
     model = oracle.save(oracle.make("llama", vocab_size=4, eos_token_id=2), tmp_path / "model")
     code, _, err = run(capfd, "eval", _write(model, _engine()))
     assert code == 3

@@ -19,7 +19,9 @@ from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
 from quantkit.text.special_tokens import read_tokenizer_config
 from quantkit.text.tokenizer import ids_around_text, load_tokenizer, prompt_start
 
-TURNS_TEMPLATE = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+TURNS_TEMPLATE = (
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,9 @@ def test_all_files_that_name_an_end_token_count(byte_level: Path, tmp_path: Path
     assert listed_end_tokens(folder) == [7, 8, *eos]
 
 
-def test_an_end_token_that_only_the_tokenizer_names_is_one(byte_level: Path, sentencepiece: Path) -> None:
+def test_an_end_token_that_only_the_tokenizer_names_is_one(
+    byte_level: Path, sentencepiece: Path
+) -> None:
     for folder in (byte_level, sentencepiece):
         assert listed_end_tokens(folder) == list(load_tokenizer(folder).eos_ids)
 
@@ -75,7 +79,9 @@ def test_an_id_that_the_library_ignores_is_no_end_token(byte_level: Path, tmp_pa
     assert listed_end_tokens(folder) == [eos]
 
 
-def test_a_token_that_is_spelled_like_an_end_token_is_none(byte_level: Path, tmp_path: Path) -> None:
+def test_a_token_that_is_spelled_like_an_end_token_is_none(
+    byte_level: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     tag = _with_html_tag(byte_level, folder)
     tokenizer = load_tokenizer(folder)
@@ -83,7 +89,10 @@ def test_a_token_that_is_spelled_like_an_end_token_is_none(byte_level: Path, tmp
     assert tag not in tokenizer.eos_ids
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
     assert any("</s>" in note for note in notes)
-    for key in ("quantkit.eos_token_ids", "quantkit.tokenizer_json"):  # as other converters write the file
+    for key in (
+        "quantkit.eos_token_ids",
+        "quantkit.tokenizer_json",
+    ):  # as other converters write the file
         metadata.pop(key, None)
     files = folder_files(metadata, folder)
     assert json.loads(files["generation_config.json"])["eos_token_id"] == list(tokenizer.eos_ids)
@@ -105,15 +114,22 @@ def test_a_token_that_is_spelled_like_an_end_token_is_none(byte_level: Path, tmp
         ("<start_of_turn> always the same", [1], None),
     ],
 )
-def test_the_token_with_which_a_template_ends_an_answer(template: str, ends: list[int], expected: int | None) -> None:
+def test_the_token_with_which_a_template_ends_an_answer(
+    template: str, ends: list[int], expected: int | None
+) -> None:
     specials = {"<eos>": 1, "<start_of_turn>": 5, "<end_of_turn>": 6, "<end>": 7}
-    assert find_answer_end(template, names={"eos_token": "<eos>"}, specials=specials, ends=ends) == expected
+    assert (
+        find_answer_end(template, names={"eos_token": "<eos>"}, specials=specials, ends=ends)
+        == expected
+    )
 
 
 def test_a_conversation_ends_where_the_template_ends_an_answer(tmp_path: Path) -> None:
     """Files of Gemma do not name the token, as llama.cpp takes it by its spelling."""
     folder = train_gemma(tmp_path / "gemma")
-    metadata, _ = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size, {"default": TURNS_TEMPLATE})
+    metadata, _ = tokenizer_metadata(
+        folder, load_tokenizer(folder).vocab_size, {"default": TURNS_TEMPLATE}
+    )
     del metadata["quantkit.eos_token_ids"]
     end = metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
     metadata["tokenizer.ggml.token_type"][end] = 3  # a control token
@@ -135,7 +151,11 @@ def test_a_conversation_ends_where_the_template_ends_an_answer(tmp_path: Path) -
     ],
 )
 def test_what_a_sentencepiece_model_puts_around_text(
-    settings: dict[str, Any] | None, before: list[int], after: list[int], sentencepiece: Path, tmp_path: Path
+    settings: dict[str, Any] | None,
+    before: list[int],
+    after: list[int],
+    sentencepiece: Path,
+    tmp_path: Path,
 ) -> None:
     folder = Path(shutil.copytree(sentencepiece, tmp_path / "model"))
     if settings is not None:
@@ -148,7 +168,9 @@ def test_what_a_sentencepiece_model_puts_around_text(
     assert stated == (bool(before), bool(after))
 
 
-def test_an_added_token_that_the_config_names_is_the_end_token(sentencepiece: Path, tmp_path: Path) -> None:
+def test_an_added_token_that_the_config_names_is_the_end_token(
+    sentencepiece: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(sentencepiece, tmp_path / "model"))
     rows = load_tokenizer(folder).vocab_size
     _write(folder / "added_tokens.json", {"<|im_start|>": rows, "<|im_end|>": rows + 1})
@@ -160,17 +182,24 @@ def test_an_added_token_that_the_config_names_is_the_end_token(sentencepiece: Pa
     assert metadata["quantkit.eos_token_ids"] == [rows + 1]
 
 
-def test_a_bos_that_is_never_added_is_not_what_a_prompt_begins_with(byte_level: Path, tmp_path: Path) -> None:
+def test_a_bos_that_is_never_added_is_not_what_a_prompt_begins_with(
+    byte_level: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     settings = read_tokenizer_config(folder).values
-    _write(folder / "tokenizer_config.json", {**settings, "bos_token": "<|im_end|>", "add_bos_token": False})
+    _write(
+        folder / "tokenizer_config.json",
+        {**settings, "bos_token": "<|im_end|>", "add_bos_token": False},
+    )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.bos_id is not None
     assert prompt_start(tokenizer) == []
 
 
 @pytest.mark.parametrize("role", ["pad_token", "eos_token"])
-def test_an_added_token_with_a_role_stays_what_the_folder_says(role: str, byte_level: Path, tmp_path: Path) -> None:
+def test_an_added_token_with_a_role_stays_what_the_folder_says(
+    role: str, byte_level: Path, tmp_path: Path
+) -> None:
     """Gemma's ``<mask>`` is an added token that is not special."""
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     settings = read_tokenizer_config(folder).values
@@ -180,7 +209,9 @@ def test_an_added_token_with_a_role_stays_what_the_folder_says(role: str, byte_l
     assert {token["content"]: token["special"] for token in added}["<tool>"] is False
 
 
-def test_two_end_tokens_fit_next_to_one_that_llama_cpp_knows(byte_level: Path, tmp_path: Path) -> None:
+def test_two_end_tokens_fit_next_to_one_that_llama_cpp_knows(
+    byte_level: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     tokenizer = load_tokenizer(folder)
     _write(folder / "generation_config.json", {"eos_token_id": [7, 8, *tokenizer.eos_ids]})
@@ -190,8 +221,12 @@ def test_two_end_tokens_fit_next_to_one_that_llama_cpp_knows(byte_level: Path, t
     assert written == [tokenizer.eos_ids[0], 7, 8]
 
 
-def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(byte_level: Path, tmp_path: Path) -> None:
-    """Files are repaired with gguf_set_metadata.py, which does not know quantkit's key; llama.cpp reads its own."""
+def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(
+    byte_level: Path, tmp_path: Path
+) -> None:
+    """Files are repaired with gguf_set_metadata.py, which does not know quantkit's key;
+    llama.cpp reads its own.
+    """
     tokenizer = load_tokenizer(byte_level)
     metadata, _ = tokenizer_metadata(byte_level, tokenizer.vocab_size)
     changed_eos, changed_turn_end = 7, 8
@@ -205,7 +240,9 @@ def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(byte_level
     assert load_tokenizer(written).eos_ids == (changed_eos,)
 
 
-def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(byte_level: Path, tmp_path: Path) -> None:
+def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(
+    byte_level: Path, tmp_path: Path
+) -> None:
     """Without the key llama.cpp has 11 for EOS, and ends at that token."""
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     settings = read_tokenizer_config(folder).values
@@ -222,7 +259,9 @@ def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(byte_level: P
     assert listed_end_tokens(written) == [7, 8]
 
 
-def test_a_note_says_where_llama_cpp_ends_if_nothing_names_an_end_token(byte_level: Path, tmp_path: Path) -> None:
+def test_a_note_says_where_llama_cpp_ends_if_nothing_names_an_end_token(
+    byte_level: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     settings = read_tokenizer_config(folder).values
     _write(folder / "tokenizer_config.json", {**settings, "eos_token": None})

@@ -1,4 +1,7 @@
-"""Tokenizers in and out of GGUF's metadata. What llama.cpp makes of them: scripts/peer_gguf_tokenizer.py."""
+"""Tokenizers in and out of GGUF's metadata.
+
+What llama.cpp makes of them: scripts/peer_gguf_tokenizer.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vocabularies import TURNS, train, train_gemma, write_byte_level, write_gemma_json, write_tiktoken
+from vocabularies import (
+    TURNS,
+    train,
+    train_gemma,
+    write_byte_level,
+    write_gemma_json,
+    write_tiktoken,
+)
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
@@ -23,14 +33,28 @@ from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 TEXTS = [
-    "", " ", "  two  spaces,   three ", "The cat's whiskers aren't 12345.67!\r\n\n\tx", "Größe e\u0301 \u00e9 \u2167",
-    "Москва, 日本語のテキスト, عربى, हिन्दी", "👩‍🚀🚀🇩🇪" * 3, "\x00\x01\x7f a\u2581b", "x" * 90,
+    "",
+    " ",
+    "  two  spaces,   three ",
+    "The cat's whiskers aren't 12345.67!\r\n\n\tx",
+    "Größe e\u0301 \u00e9 \u2167",
+    "Москва, 日本語のテキスト, عربى, हिन्दी",
+    "👩‍🚀🚀🇩🇪" * 3,
+    "\x00\x01\x7f a\u2581b",
+    "x" * 90,
     "a <s> b </s> <0x41>[PAD7]",
-]  # fmt: skip
+]
 KINDS = [
-    "sentencepiece", "sentencepiece-json", "tiktoken", "gemma", "gemma-json", "gemma-runs", "first-space", "qwen2",
+    "sentencepiece",
+    "sentencepiece-json",
+    "tiktoken",
+    "gemma",
+    "gemma-json",
+    "gemma-runs",
+    "first-space",
+    "qwen2",
     "smollm",
-]  # fmt: skip
+]
 RUNS = ["\u2581" * count for count in range(2, 5)]
 END, TOOL = "<|im_end|>", "<tool>"
 
@@ -44,12 +68,22 @@ def _edited(source: Path, target: Path, edit: Callable[[dict[str, Any]], object]
 
 
 def _with_runs_of_spaces(folder: Path) -> Path:
-    """Gemma's kind with tokens for several spaces and new lines, whose pairs lie among each other in the list."""
+    """Gemma's kind with tokens for several spaces and new lines, whose pairs lie among each
+    other in the list.
+    """
     symbols = [*TURNS, "\n\n", *RUNS]
     original = train(
-        folder.with_name("runs"), user_defined_symbols=symbols, add_dummy_prefix=False, vocab_size=430,
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, bos_piece="<bos>", eos_piece="<eos>",
-    )  # fmt: skip
+        folder.with_name("runs"),
+        user_defined_symbols=symbols,
+        add_dummy_prefix=False,
+        vocab_size=430,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        bos_piece="<bos>",
+        eos_piece="<eos>",
+    )
     one, two, three, _ = ("\u2581" * count for count in range(1, 5))
     runs = [(three, one), (two, two), (two, one), (one, three), (one, two), (one, one)]
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -57,7 +91,9 @@ def _with_runs_of_spaces(folder: Path) -> Path:
     def edit(raw: dict[str, Any]) -> None:
         raw["model"]["merges"][:0] = runs
         vocabulary = raw["model"]["vocab"]
-        raw["added_tokens"] += [{"id": vocabulary[one], "content": one, **plain} for one in symbols[2:]]
+        raw["added_tokens"] += [
+            {"id": vocabulary[one], "content": one, **plain} for one in symbols[2:]
+        ]
 
     return _edited(write_gemma_json(original, folder.with_name("no-runs")), folder, edit)
 
@@ -65,16 +101,26 @@ def _with_runs_of_spaces(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
+    found = {
+        "sentencepiece": train(root / "sentencepiece"),
+        "tiktoken": write_tiktoken(root / "tiktoken"),
+    }
     found["sentencepiece-json"] = root / "sentencepiece-json"
     found["sentencepiece-json"].mkdir()
     assert export_json(found["sentencepiece"] / "tokenizer.model", found["sentencepiece-json"])
     found["gemma"] = train_gemma(root / "gemma")
     found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
     found["gemma-runs"] = _with_runs_of_spaces(root / "gemma-runs")
-    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    space = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
     found["first-space"] = _edited(
-        found["sentencepiece-json"], root / "first", lambda raw: raw.update(normalizer=None, pre_tokenizer=space)
+        found["sentencepiece-json"],
+        root / "first",
+        lambda raw: raw.update(normalizer=None, pre_tokenizer=space),
     )
     for name in ("qwen2", "smollm", "llama-bpe"):
         normalizer = {"type": "NFC"} if name == "qwen2" else None
@@ -96,7 +142,9 @@ def _folder(metadata: dict[str, Any], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_comes_back_the_same_way(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_comes_back_the_same_way(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     original = load_tokenizer(folders[kind])
     read = load_tokenizer(_folder(_metadata(folders[kind]), tmp_path / "read"))
     assert (read.vocab_size, read.bos_id) == (original.vocab_size, original.bos_id)
@@ -116,35 +164,53 @@ def test_what_llama_cpp_reads(folders: dict[str, Path]) -> None:
     metadata = _metadata(folders["sentencepiece"])
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     scores = metadata["tokenizer.ggml.scores"]
-    assert (tokens[:4], tokens[-3:]) == (["<unk>", "<s>", "</s>", "<0x00>"], ["[PAD400]", "[PAD401]", "[PAD402]"])
+    assert (tokens[:4], tokens[-3:]) == (
+        ["<unk>", "<s>", "</s>", "<0x00>"],
+        ["[PAD400]", "[PAD401]", "[PAD402]"],
+    )
     assert (types[:4], types[259], types[-3:]) == ([2, 3, 3, 6], 1, [5, 5, 5])
     assert len(tokens) == len(types) == len(scores) == 403
     assert all(type(score) is float for score in scores)
     rest = {key: value for key, value in metadata.items() if not isinstance(value, list)}
     assert rest == {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": True,
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": False,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+    }
 
 
 def test_what_llama_cpp_reads_of_byte_pairs(folders: dict[str, Path]) -> None:
     metadata, notes = tokenizer_metadata(folders["qwen2"], 300)
     assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "qwen2")
     assert metadata["tokenizer.ggml.merges"][0] == "t h"
-    by_token = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+    by_token = dict(
+        zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+    )
     assert [by_token[token] for token in ("th", END, TOOL, "[PAD299]")] == [1, 3, 4, 5]
     assert metadata["tokenizer.ggml.eot_token_id"] == metadata["tokenizer.ggml.eos_token_id"]
-    assert (metadata["tokenizer.ggml.add_bos_token"], "tokenizer.ggml.bos_token_id" in metadata) == (False, False)
+    assert (
+        metadata["tokenizer.ggml.add_bos_token"],
+        "tokenizer.ggml.bos_token_id" in metadata,
+    ) == (False, False)
     assert len(notes) == 1
     assert "NFC" in notes[0]
 
 
-def test_a_bos_that_only_the_config_has_is_for_llama_cpp_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bos_that_only_the_config_has_is_for_llama_cpp_alone(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(folders["qwen2"], tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"bos_token_id": 263}))
     metadata = _metadata(folder)
-    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.add_bos_token"]) == (263, False)
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.add_bos_token"]) == (
+        263,
+        False,
+    )
     assert load_tokenizer(_folder(metadata, tmp_path / "read")).bos_id is None
     del metadata["quantkit.tokenizer_json"]
     assert load_tokenizer(_folder(metadata, tmp_path / "theirs")).bos_id == 263
@@ -160,7 +226,9 @@ def test_gemmas_marks_of_turns(folders: dict[str, Path], tmp_path: Path) -> None
     file = tmp_path / "model.gguf"
     file.write_bytes(build_header({"general.architecture": "gemma", **metadata}, []))
     _, notes = tokenizer_metadata(file, 420)
-    assert [note.partition(":")[0] for note in notes] == [str(file)] * len(notes)  # not the temporary folder
+    assert [note.partition(":")[0] for note in notes] == [str(file)] * len(
+        notes
+    )  # not the temporary folder
     assert notes
 
 
@@ -171,8 +239,14 @@ def test_runs_of_spaces_are_found_before_pairs(folders: dict[str, Path]) -> None
     assert not set(RUNS) & set(metadata["tokenizer.ggml.tokens"])
 
 
-def test_a_folder_made_of_a_published_file_has_its_runs_of_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
-    metadata = {key: value for key, value in _metadata(folders["gemma-runs"]).items() if "quantkit" not in key}
+def test_a_folder_made_of_a_published_file_has_its_runs_of_spaces(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    metadata = {
+        key: value
+        for key, value in _metadata(folders["gemma-runs"]).items()
+        if "quantkit" not in key
+    }
     path = tmp_path / "published.gguf"
     path.write_bytes(build_header({"general.architecture": "gemma", **metadata}, []))
     file = load_tokenizer(path)
@@ -189,37 +263,57 @@ def test_marks_of_phi_3_take_blanks(folders: dict[str, Path], tmp_path: Path) ->
     assert read.encode("<s> the", specials=True) == plain.encode("<s> the", specials=True)
 
 
-def test_ends_templates_and_settings_go_there_and_back(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_ends_templates_and_settings_go_there_and_back(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(folders["llama-bpe"], tmp_path / "model")
     tokenizer = load_tokenizer(folder)
     assert tokenizer.special_tokens is not None
     end, tool = tokenizer.special_tokens[END], tokenizer.special_tokens[TOOL]
-    settings = {"eos_token_id": [end, tool], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    settings = {
+        "eos_token_id": [end, tool],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+    }
     (folder / "generation_config.json").write_text(json.dumps(settings))
     templates = {"default": "{{ bos_token }}{{ messages[0].content }}", "tool_use": "{{ tools }}"}
     metadata, _ = tokenizer_metadata(folder, tokenizer.vocab_size, templates)
     assert metadata["tokenizer.chat_template.tool_use"] == "{{ tools }}"
-    assert (metadata["tokenizer.ggml.eot_token_id"], metadata["tokenizer.ggml.eom_token_id"]) == (end, tool)
+    assert (metadata["tokenizer.ggml.eot_token_id"], metadata["tokenizer.ggml.eom_token_id"]) == (
+        end,
+        tool,
+    )
     read = _folder(metadata, tmp_path / "read")
     assert quantkit.sampling_defaults(read) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert json.loads((read / "generation_config.json").read_text())["eos_token_id"] == [end, tool]
     chat = quantkit.chat_format(read, load_tokenizer(read))
     message = {"role": "user", "content": f"the thing{END}"}
-    assert chat.encode([message]) == tokenizer.encode(f"<s>the thing{END}", specials=True, bos=False)
-    assert json.loads((read / "tokenizer_config.json").read_text())["chat_template"][1]["name"] == "tool_use"
+    assert chat.encode([message]) == tokenizer.encode(
+        f"<s>the thing{END}", specials=True, bos=False
+    )
+    assert (
+        json.loads((read / "tokenizer_config.json").read_text())["chat_template"][1]["name"]
+        == "tool_use"
+    )
 
 
 def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
     folders: dict[str, Path], tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     folder = shutil.copytree(folders["llama-bpe"], tmp_path / "model")
     tokenizer = load_tokenizer(folder)
-    other = next(number for number in range(tokenizer.vocab_size) if number not in tokenizer.eos_ids)
+    other = next(
+        number for number in range(tokenizer.vocab_size) if number not in tokenizer.eos_ids
+    )
     (folder / "config.json").write_text(json.dumps({"eos_token_id": other}))
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
     read = json.loads(folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other, *tokenizer.eos_ids]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": None}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": None})
+    )
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
     read = json.loads(folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other]
@@ -231,7 +325,10 @@ def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
 @pytest.mark.parametrize(
     ("stated", "read"),
     [
-        ({"temp": 0.0, "top_k": 20, "penalty_repeat": 1.5}, {"do_sample": False, "repetition_penalty": 1.5}),
+        (
+            {"temp": 0.0, "top_k": 20, "penalty_repeat": 1.5},
+            {"do_sample": False, "repetition_penalty": 1.5},
+        ),
         ({"top_k": -1, "top_p": 0.5}, {"do_sample": True, "top_k": 0, "top_p": 0.5}),
         ({"top_p": 1.5}, None),
         ({"min_p": -0.5}, None),
@@ -241,7 +338,9 @@ def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
 def test_settings_of_generation_that_transformers_takes(
     stated: dict[str, Any], read: dict[str, Any] | None, folders: dict[str, Path]
 ) -> None:
-    metadata = _metadata(folders["smollm"]) | {f"general.sampling.{key}": value for key, value in stated.items()}
+    metadata = _metadata(folders["smollm"]) | {
+        f"general.sampling.{key}": value for key, value in stated.items()
+    }
     if read is None:
         with pytest.raises(CheckpointError, match="out of range"):
             folder_files(metadata, folders["smollm"])
@@ -251,26 +350,43 @@ def test_settings_of_generation_that_transformers_takes(
 
 
 @pytest.mark.parametrize(
-    "entry", [5, ["x", "a", "b"], [0, "a"], [0, ["a"], "b"], [0, "not", "known"], [99999, "\u2581", "\u2581"]]
+    "entry",
+    [
+        5,
+        ["x", "a", "b"],
+        [0, "a"],
+        [0, ["a"], "b"],
+        [0, "not", "known"],
+        [99999, "\u2581", "\u2581"],
+    ],
 )
 def test_damaged_merges_of_runs_are_refused(entry: Any, folders: dict[str, Path]) -> None:
     metadata = _metadata(folders["gemma-runs"])
     own = json.loads(metadata["quantkit.tokenizer_json"])
     assert own["run_merges"]
     for damaged in ([entry], entry):
-        changed = {**metadata, "quantkit.tokenizer_json": json.dumps({**own, "run_merges": damaged})}
+        changed = {
+            **metadata,
+            "quantkit.tokenizer_json": json.dumps({**own, "run_merges": damaged}),
+        }
         with pytest.raises(CheckpointError):
             folder_files(changed, folders["gemma-runs"])
 
 
 def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_path: Path) -> None:
-    metadata, _ = tokenizer_metadata(folders["smollm"], 300, {"default": "{{ messages[0].content }}"})
+    metadata, _ = tokenizer_metadata(
+        folders["smollm"], 300, {"default": "{{ messages[0].content }}"}
+    )
     path = tmp_path / "model.gguf"
     path.write_bytes(build_header(metadata, []))
     tokenizer = load_tokenizer(path)
     assert text_folder(path) == text_folder(str(path)) == text_folder(tmp_path)
-    assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode("the 12 things")
-    assert quantkit.chat_format(path, tokenizer).encode([{"role": "user", "content": "x"}]) == tokenizer.encode("x")
+    assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode(
+        "the 12 things"
+    )
+    assert quantkit.chat_format(path, tokenizer).encode(
+        [{"role": "user", "content": "x"}]
+    ) == tokenizer.encode("x")
     again, _ = tokenizer_metadata(path, 300)
     assert again == metadata
     path.write_bytes(build_header({**metadata, "tokenizer.ggml.model": "none"}, []))
@@ -282,30 +398,46 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
 def test_transformers_reads_the_folder(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs: Any = AutoTokenizer.from_pretrained(_folder(_metadata(folders[kind]), tmp_path / "read"))
+    theirs: Any = AutoTokenizer.from_pretrained(
+        _folder(_metadata(folders[kind]), tmp_path / "read")
+    )
     ours = load_tokenizer(folders[kind])
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_ids[0])
     for text in TEXTS[:-1]:  # whose spellings transformers always takes for tokens
         assert theirs(text)["input_ids"] == ours.encode(text)
 
 
-def test_a_sentencepiece_model_is_read_and_written(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_sentencepiece_model_is_read_and_written(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     from sentencepiece import SentencePieceProcessor
 
     for kind, prefix in (("sentencepiece", True), ("gemma", False)):
         path = folders[kind] / "tokenizer.model"
         model, theirs = read_sentencepiece(path), SentencePieceProcessor(model_file=str(path))
         assert (model.byte_pair, model.plain, model.space_prefix) == (True, True, prefix)
-        assert [piece for piece, _, _ in model.pieces] == [theirs.id_to_piece(n) for n in range(len(model.pieces))]
-        assert [score for _, score, _ in model.pieces] == [theirs.get_score(n) for n in range(len(model.pieces))]
+        assert [piece for piece, _, _ in model.pieces] == [
+            theirs.id_to_piece(n) for n in range(len(model.pieces))
+        ]
+        assert [score for _, score, _ in model.pieces] == [
+            theirs.get_score(n) for n in range(len(model.pieces))
+        ]
         assert model.ids == {
-            "unk": theirs.unk_id(), "bos": theirs.bos_id(), "eos": theirs.eos_id(), "pad": theirs.pad_id(),
-        }  # fmt: skip
+            "unk": theirs.unk_id(),
+            "bos": theirs.bos_id(),
+            "eos": theirs.eos_id(),
+            "pad": theirs.pad_id(),
+        }
         read = _folder(_metadata(folders[kind]), tmp_path / kind)
-        written, original = SentencePieceTokenizer(read / "tokenizer.model"), SentencePieceTokenizer(path)
+        written, original = (
+            SentencePieceTokenizer(read / "tokenizer.model"),
+            SentencePieceTokenizer(path),
+        )
         for text in TEXTS:
             assert written.encode(text) == original.encode(text)
-    (tmp_path / "tokenizer.model").write_bytes((folders["gemma"] / "tokenizer.model").read_bytes()[:-7])
+    (tmp_path / "tokenizer.model").write_bytes(
+        (folders["gemma"] / "tokenizer.model").read_bytes()[:-7]
+    )
     with pytest.raises(CheckpointError, match="is not a sentencepiece model"):
         read_sentencepiece(tmp_path / "tokenizer.model")
 
@@ -329,35 +461,60 @@ def test_a_pattern_may_be_spelled_in_other_ways() -> None:
     for way in ({"behavior": "Removed", "invert": True}, {"behavior": "Isolated", "invert": False}):
         steps = {"type": "Sequence", "pretokenizers": [{**split, **way}, letters]}
         assert patterns_of(steps) == (LLAMA3_PATTERN,)
-    other = {"type": "Sequence", "pretokenizers": [{**split, "behavior": "MergedWithNext", "invert": False}, letters]}
+    other = {
+        "type": "Sequence",
+        "pretokenizers": [{**split, "behavior": "MergedWithNext", "invert": False}, letters],
+    }
     assert patterns_of(other) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("qwen2", lambda raw: raw["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "pre_tokenizer"),
-        ("qwen2", lambda raw: raw["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="x"), "pre_tokenizer"),
+        (
+            "qwen2",
+            lambda raw: raw["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+            "pre_tokenizer",
+        ),
+        (
+            "qwen2",
+            lambda raw: raw["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="x"),
+            "pre_tokenizer",
+        ),
         ("qwen2", lambda raw: raw.update(normalizer={"type": "Lowercase"}), "Lowercase"),
         ("qwen2", lambda raw: raw["model"].update(dropout=0.1), "dropout"),
-        ("sentencepiece-json", lambda raw: raw["model"]["merges"].append(["t", "h"]), "no equivalent scores"),
+        (
+            "sentencepiece-json",
+            lambda raw: raw["model"]["merges"].append(["t", "h"]),
+            "no equivalent scores",
+        ),
         ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "no equivalent scores"),
         ("sentencepiece-json", lambda raw: raw.update(normalizer=None), "another normalizer"),
     ],
 )
 def test_what_llama_cpp_does_not_have_is_refused(
-    kind: str, change: Callable[[dict[str, Any]], object], message: str, folders: dict[str, Path], tmp_path: Path
+    kind: str,
+    change: Callable[[dict[str, Any]], object],
+    message: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     folder = _edited(folders[kind], tmp_path / "model", change)
     with pytest.raises(UnsupportedError, match=message):
         _metadata(folder)
 
 
-def test_decoder_steps_that_llama_cpp_lacks_are_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Lucie's decoder drops the space that its tokenizer puts after each line break; llama.cpp keeps it."""
+def test_decoder_steps_that_llama_cpp_lacks_are_a_note(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Lucie's decoder drops the space that its tokenizer puts after each line break; llama.cpp
+    keeps it.
+    """
     assert not [
         note
-        for note in tokenizer_metadata(folders["qwen2"], load_tokenizer(folders["qwen2"]).vocab_size)[1]
+        for note in tokenizer_metadata(
+            folders["qwen2"], load_tokenizer(folders["qwen2"]).vocab_size
+        )[1]
         if "decoder" in note
     ]
 
@@ -393,15 +550,21 @@ def test_added_tokens_that_hide_others_are_a_note(
     assert bool([note for note in notes if "contains another" in note]) is is_normalized
 
 
-def test_generation_settings_without_a_key_are_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_generation_settings_without_a_key_are_a_note(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
-    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5], "repetition_penalty": 1.1}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"suppress_tokens": [5], "repetition_penalty": 1.1})
+    )
     _, notes = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
     (note,) = [note for note in notes if "generation_config.json" in note]
     assert note.endswith(": suppress_tokens")
 
 
-def test_a_tokenizer_that_splits_special_tokens_is_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_splits_special_tokens_is_a_note(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}))
@@ -409,8 +572,12 @@ def test_a_tokenizer_that_splits_special_tokens_is_a_note(folders: dict[str, Pat
     assert [note for note in tokenizer_metadata(folder, rows)[1] if "split_special_tokens" in note]
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "unigram"}, {"normalization_rule_name": "nmt_nfkc"}], ids=str)
-def test_sentencepiece_models_of_other_kinds_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "unigram"}, {"normalization_rule_name": "nmt_nfkc"}], ids=str
+)
+def test_sentencepiece_models_of_other_kinds_are_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(UnsupportedError, match="does not have a sentencepiece model"):
         _metadata(train(tmp_path / "model", **changes))
 
@@ -426,12 +593,27 @@ G = "tokenizer.ggml."
 @pytest.mark.parametrize(
     ("kind", "key", "change", "message"),
     [
-        ("sentencepiece", G + "model", lambda _: "bert", "cannot be rebuilt exactly .found 'bert' .WordPiece."),
+        (
+            "sentencepiece",
+            G + "model",
+            lambda _: "bert",
+            "cannot be rebuilt exactly .found 'bert' .WordPiece.",
+        ),
         ("sentencepiece", G + "model", lambda _: 7, "wrong type"),
-        ("sentencepiece", G + "tokens", lambda value: [*value[:-1], value[5]], "holds a token twice"),
+        (
+            "sentencepiece",
+            G + "tokens",
+            lambda value: [*value[:-1], value[5]],
+            "holds a token twice",
+        ),
         ("sentencepiece", G + "tokens", lambda value: value[:-1], "differ in length"),
         ("sentencepiece", G + "tokens", lambda value: [*value[:-1], "x" * 5000], "too long"),
-        ("sentencepiece", G + "tokens", lambda value: [*value[:9], "?", *value[10:]], "tokens for bytes"),
+        (
+            "sentencepiece",
+            G + "tokens",
+            lambda value: [*value[:9], "?", *value[10:]],
+            "tokens for bytes",
+        ),
         ("sentencepiece", G + "tokens", lambda _: [], "differ in length"),
         ("sentencepiece", G + "token_type", lambda value: [*value[:-1], 9], "wrong type"),
         ("sentencepiece", G + "scores", lambda value: [*value, 0.0], "differ in length"),
@@ -439,14 +621,24 @@ G = "tokenizer.ggml."
         ("sentencepiece", G + "scores", lambda _: None, "lacks the key"),
         ("sentencepiece", G + "eos_token_id", lambda _: 403, "out of range"),
         ("sentencepiece", G + "add_bos_token", lambda _: 1, "wrong type"),
-        ("qwen2", G + "pre", lambda _: "falcon-x", "unknown way .found tokenizer.ggml.pre 'falcon-x'"),
+        (
+            "qwen2",
+            G + "pre",
+            lambda _: "falcon-x",
+            "unknown way .found tokenizer.ggml.pre 'falcon-x'",
+        ),
         ("qwen2", G + "pre", lambda _: None, "lacks the key"),
         ("qwen2", G + "merges", lambda value: [*value, "q zz"], "is not made of tokens"),
         ("qwen2", G + "merges", lambda value: [*value, "qq"], "is not a pair"),
         ("qwen2", G + "add_bos_token", lambda _: True, "there is no tokenizer.ggml.bos_token_id"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "JSON object"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "unknown key"),
-        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"added_tokens": {"263": 1}}', "wrong type"),
+        (
+            "qwen2",
+            "quantkit.tokenizer_json",
+            lambda _: '{"added_tokens": {"263": 1}}',
+            "wrong type",
+        ),
         ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "lacks the key"),
     ],
 )
@@ -462,4 +654,6 @@ def test_metadata_that_contradicts_itself_is_refused(
 
 def test_types_of_pieces_have_ggufs_numbers() -> None:
     names = ["NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"]
-    assert [(kind.name, int(kind)) for kind in PieceType] == [(name, n) for n, name in enumerate(names, 1)]
+    assert [(kind.name, int(kind)) for kind in PieceType] == [
+        (name, n) for n, name in enumerate(names, 1)
+    ]

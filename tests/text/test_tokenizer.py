@@ -18,14 +18,31 @@ from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.runtime.generate import text_pieces
 from quantkit.text.export import export_json
-from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
+from quantkit.text.tokenizer import (
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 
 KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json", "gemma", "gemma-json"]
 PLAIN = [
-    "", " ", "Hello", " Hello", "two  spaces,   three", "  lead\ttab\n\n\nlines \r\n",
-    "The cat's whiskers aren't 12345.67!", "Größe naïve café", "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b",
-    "\x00\x01\x7f", "a\u2581b", "🚀" * 12, "é" * 30, "x" * 200,
-]  # fmt: skip
+    "",
+    " ",
+    "Hello",
+    " Hello",
+    "two  spaces,   three",
+    "  lead\ttab\n\n\nlines \r\n",
+    "The cat's whiskers aren't 12345.67!",
+    "Größe naïve café",
+    "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b",
+    "\x00\x01\x7f",
+    "a\u2581b",
+    "🚀" * 12,
+    "é" * 30,
+    "x" * 200,
+]
 BYTES_AFTER_BYTES = ["Москва, 日本語のテキスト, عربى, हिन्दी", "👩‍🚀🚀👨‍👩‍👧‍👦🇩🇪", "日本語" * 9]
 TEXTS = PLAIN + BYTES_AFTER_BYTES
 SPECIALS = ("<s>", "</s>", "<unk>", "<0x", "<|")
@@ -41,7 +58,10 @@ def _export(folder: Path, target: Path) -> dict[str, bytes] | None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each kind; the ``-json`` ones hold only what was exported."""
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
+    found = {
+        "sentencepiece": train(root / "sentencepiece"),
+        "tiktoken": write_tiktoken(root / "tiktoken"),
+    }
     for kind in list(found):
         target = root / f"{kind}-json"
         assert _export(found[kind], target) is not None
@@ -81,7 +101,9 @@ def test_tokenizer_json_wins_over_tokenizer_model(folders: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_an_exported_tokenizer_has_the_same_vocabulary_and_ends(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_exported_tokenizer_has_the_same_vocabulary_and_ends(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     original, exported = tokenizers[kind], tokenizers[f"{kind}-json"]
     assert exported.vocab_size == original.vocab_size
     assert exported.bos_id == original.bos_id
@@ -96,7 +118,9 @@ def test_sentencepiece_ids_are_those_of_the_model(tokenizers: dict[str, Tokenize
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_gemmas_tokenizers_put_no_space_before_a_text(text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_gemmas_tokenizers_put_no_space_before_a_text(
+    text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     original, exported = tokenizers["gemma"], tokenizers["gemma-json"]
     ids = original.encode(text)
     assert ids == exported.encode(text)
@@ -108,7 +132,9 @@ def test_gemmas_tokenizers_put_no_space_before_a_text(text: str, tokenizers: dic
     assert original.decode(ids) == exported.decode(ids) == text.replace("\u2581", " ")
 
 
-def test_gemmas_marks_of_turns_are_tokens_where_they_are_meant(tokenizers: dict[str, Tokenizer]) -> None:
+def test_gemmas_marks_of_turns_are_tokens_where_they_are_meant(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     tokenizer, (start, end) = tokenizers["gemma-json"], TURNS
     assert tokenizer.special_tokens is not None
     ids = tokenizer.encode(f"{start}user\nHi{end}\n", specials=True, bos=False)
@@ -124,10 +150,18 @@ def test_llama3s_special_tokens_follow_the_ranks(tokenizers: dict[str, Tokenizer
     assert tokenizer.bos_id == first
     assert tokenizer.eos_ids == (first + 1, first + 8, first + 9)
     names = {
-        "<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6,
-        "<|end_header_id|>": 7, "<|eom_id|>": 8, "<|eot_id|>": 9, "<|python_tag|>": 10,
-        "<|reserved_special_token_2|>": 5, "<|reserved_special_token_3|>": 11, "<|reserved_special_token_247|>": 255,
-    }  # fmt: skip
+        "<|begin_of_text|>": 0,
+        "<|end_of_text|>": 1,
+        "<|finetune_right_pad_id|>": 4,
+        "<|start_header_id|>": 6,
+        "<|end_header_id|>": 7,
+        "<|eom_id|>": 8,
+        "<|eot_id|>": 9,
+        "<|python_tag|>": 10,
+        "<|reserved_special_token_2|>": 5,
+        "<|reserved_special_token_3|>": 11,
+        "<|reserved_special_token_247|>": 255,
+    }
     for kind in ("tiktoken", "tiktoken-json"):
         for name, offset in names.items():
             assert tokenizers[kind].encode(name, specials=True) == [first, first + offset]
@@ -144,16 +178,22 @@ def test_decoding_undoes_encoding(kind: str, text: str, tokenizers: dict[str, To
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_an_exported_tokenizer_encodes_the_same_way(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_exported_tokenizer_encodes_the_same_way(
+    kind: str, text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     assert tokenizers[f"{kind}-json"].encode(text) == tokenizers[kind].encode(text)
 
 
-_words = st.sampled_from(["the", " the", "  ", " ", "\n", "ing", "and", "日本", "🚀", "é", "'s", "12", "\u2581", "aa"])
+_words = st.sampled_from(
+    ["the", " the", "  ", " ", "\n", "ing", "and", "日本", "🚀", "é", "'s", "12", "\u2581", "aa"]
+)
 _texts = st.lists(_words | st.text(max_size=6), max_size=15).map("".join)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_an_exported_tokenizer_agrees_on_any_text(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_exported_tokenizer_agrees_on_any_text(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     original, exported = tokenizers[kind], tokenizers[f"{kind}-json"]
 
     @quick
@@ -183,18 +223,28 @@ def test_repetitive_pieces_merge_in_the_same_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"add_dummy_prefix": False}, {"normalization_rule_name": "nmt_nfkc"}, {"remove_extra_whitespaces": True},
-        {"model_type": "unigram"}, {"user_defined_symbols": ["[X]"]}, {"treat_whitespace_as_suffix": True},
+        {"add_dummy_prefix": False},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"model_type": "unigram"},
+        {"user_defined_symbols": ["[X]"]},
+        {"treat_whitespace_as_suffix": True},
         {"user_defined_symbols": ["<sep>"]},
     ],
     ids=str,
-)  # fmt: skip
-def test_a_model_that_would_tokenize_otherwise_is_not_exported(changes: dict[str, Any], tmp_path: Path) -> None:
+)
+def test_a_model_that_would_tokenize_otherwise_is_not_exported(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     assert _export(train(tmp_path / "model", **changes), tmp_path / "json") is None
 
 
-@pytest.mark.parametrize("changes", [{"bos_id": -1}, {"eos_id": -1}, {"byte_fallback": False}], ids=str)
-def test_models_without_some_special_pieces_are_exported_the_same_way(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"bos_id": -1}, {"eos_id": -1}, {"byte_fallback": False}], ids=str
+)
+def test_models_without_some_special_pieces_are_exported_the_same_way(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     folder = train(tmp_path / "model", **changes, character_coverage=1.0)
     assert _export(folder, tmp_path / "json") is not None
     original, exported = load_tokenizer(folder), load_tokenizer(tmp_path / "json")
@@ -210,7 +260,9 @@ def converted(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return target
 
 
-def test_transformers_reads_the_tokenizer_of_a_converted_folder(demo_model: Path, converted: Path) -> None:
+def test_transformers_reads_the_tokenizer_of_a_converted_folder(
+    demo_model: Path, converted: Path
+) -> None:
     from transformers import AutoTokenizer
 
     theirs: Any = AutoTokenizer.from_pretrained(converted)
@@ -224,8 +276,12 @@ def test_transformers_reads_the_tokenizer_of_a_converted_folder(demo_model: Path
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
 
 
-def test_a_converted_folder_keeps_the_original_next_to_the_export(demo_model: Path, converted: Path) -> None:
-    assert (converted / "tokenizer.model").read_bytes() == (demo_model / "tokenizer.model").read_bytes()
+def test_a_converted_folder_keeps_the_original_next_to_the_export(
+    demo_model: Path, converted: Path
+) -> None:
+    assert (converted / "tokenizer.model").read_bytes() == (
+        demo_model / "tokenizer.model"
+    ).read_bytes()
     assert load_tokenizer(converted).kind == "tokenizer.json"
     text = excerpt()
     assert load_tokenizer(converted).encode(text) == load_tokenizer(demo_model).encode(text)
@@ -242,7 +298,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "sentencepiece-json"])
-def test_damaged_files_are_refused_by_name(kind: str, damage: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_name(
+    kind: str, damage: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     name = "tokenizer.json" if kind.endswith("json") else "tokenizer.model"
     (tmp_path / name).write_bytes(DAMAGE[damage]((folders[kind] / name).read_bytes()))
     with pytest.raises(CheckpointError, match=name):
@@ -261,19 +319,25 @@ def test_damaged_files_are_refused_by_name(kind: str, damage: str, folders: dict
         (b"IQ== 0\nIg== 1\n", "single byte"),
     ],
 )
-def test_tiktoken_files_that_are_no_vocabulary_are_refused(lines: bytes, message: str, tmp_path: Path) -> None:
+def test_tiktoken_files_that_are_no_vocabulary_are_refused(
+    lines: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.model").write_bytes(lines)
     with pytest.raises(CheckpointError, match=message):
         load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no tokenizer \(expected tokenizer.json or tokenizer.model\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has no tokenizer \(expected tokenizer.json or tokenizer.model\)"
+    ):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_bos_that_the_settings_ask_for_is_added_once(add_bos: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bos_that_the_settings_ask_for_is_added_once(
+    add_bos: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
     raw = json.loads((folders["sentencepiece-json"] / "tokenizer.json").read_text())
     raw["post_processor"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
@@ -299,18 +363,24 @@ def _require_streamed(tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("text", PLAIN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_pieces_join_to_the_whole_text(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_streamed_pieces_join_to_the_whole_text(
+    kind: str, text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     _require_streamed(tokenizers[kind], text)
 
 
 @pytest.mark.parametrize("text", BYTES_AFTER_BYTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_runs_of_byte_tokens_stream_whole(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_long_runs_of_byte_tokens_stream_whole(
+    kind: str, text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     _require_streamed(tokenizers[kind], text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_of_byte_tokens_leaves_the_stream_whole(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_prompt_of_byte_tokens_leaves_the_stream_whole(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     prompt = tokenizer.encode("日本語" * 9)
     tokens = tokenizer.encode("日本語" * 9 + "🚀 and 語")[len(prompt) :]
@@ -318,7 +388,9 @@ def test_a_prompt_of_byte_tokens_leaves_the_stream_whole(kind: str, tokenizers: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_streamed_character_comes_whole_with_its_last_token(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_streamed_character_comes_whole_with_its_last_token(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     prompt = tokenizer.encode("The sign")
     tokens = tokenizer.encode("The sign🚀é日!")[len(prompt) :]
@@ -328,7 +400,9 @@ def test_a_streamed_character_comes_whole_with_its_last_token(kind: str, tokeniz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_streamed_as_it_grows_not_at_the_end(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_text_is_streamed_as_it_grows_not_at_the_end(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     prompt, *_ = tokenizer.encode("x")
     tokens = tokenizer.encode("The end of the story")[1:]
@@ -345,7 +419,9 @@ def test_text_is_streamed_as_it_grows_not_at_the_end(kind: str, tokenizers: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_never_make_a_character_are_reported_in_the_end(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_bytes_that_never_make_a_character_are_reported_in_the_end(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     prompt = tokenizer.encode("The sign")
     torn = tokenizer.encode("The sign🚀")[len(prompt) : -1]
@@ -362,7 +438,12 @@ def test_random_tokens_stream_to_their_decoding_when_no_bytes_are_torn(
     prompt = tokenizer.encode("A")
 
     @quick
-    @given(st.lists(st.sampled_from(["the", " the", " ", "  ", "\n", "é", "🚀", "'s", "12", "aa"]), max_size=12))
+    @given(
+        st.lists(
+            st.sampled_from(["the", " the", " ", "  ", "\n", "é", "🚀", "'s", "12", "aa"]),
+            max_size=12,
+        )
+    )
     @example([" "] * 12)
     def join(words: list[str]) -> None:
         tokens = [i for word in words for i in tokenizer.encode(word)[1:]]
@@ -372,8 +453,12 @@ def test_random_tokens_stream_to_their_decoding_when_no_bytes_are_torn(
     join()
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"])
-def test_spelled_out_special_tokens_are_text_unless_requested(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"]
+)
+def test_spelled_out_special_tokens_are_text_unless_requested(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     text = "a <s> b <unk> c <|end_of_text|>"
     ids = tokenizers[kind].encode(text)
     assert tokenizers[kind].decode(ids).strip() == text
@@ -388,5 +473,8 @@ def test_special_tokens_are_spelled_out_when_requested(
     tokenizer = tokenizers[f"{kind}-json" if exported else kind]
     ids = [*tokenizer.encode("hi"), tokenizer.eos_ids[0]]
     assert tokenizer.decode(ids) == "hi"
-    spelled = {"tiktoken": "<|begin_of_text|>hi<|end_of_text|>", "sentencepiece": "<s> hi</s>" if exported else "hi"}
+    spelled = {
+        "tiktoken": "<|begin_of_text|>hi<|end_of_text|>",
+        "sentencepiece": "<s> hi</s>" if exported else "hi",
+    }
     assert tokenizer.decode(ids, specials=True) == spelled[kind]

@@ -1,4 +1,6 @@
-"""Tokenizers in files that are not read: refused by name, with a command that makes a tokenizer.json."""
+"""Tokenizers in files that are not read: refused by name, with a command that makes a
+tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def _write_vocab_and_merges(folder: Path) -> None:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -54,7 +60,10 @@ def _write_tekken(folder: Path) -> None:
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
         for rank, token in enumerate(tokens)
     ]
-    controls = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(specials)]
+    controls = [
+        {"rank": rank, "token_str": token, "is_control": True}
+        for rank, token in enumerate(specials)
+    ]
     raw = {"config": config, "vocab": vocabulary, "special_tokens": controls}
     (folder / "tekken.json").write_text(json.dumps(raw))
 
@@ -72,7 +81,10 @@ def test_the_advised_command_makes_the_tokenizer_that_transformers_has(tmp_path:
     with pytest.raises(UnsupportedError, match=r"vocab\.json") as caught:
         load_tokenizer(tmp_path)
     _run_advised_command(caught.value)
-    assert load_tokenizer(tmp_path).encode(TEXT, bos=False) == reference(TEXT, add_special_tokens=False)["input_ids"]
+    assert (
+        load_tokenizer(tmp_path).encode(TEXT, bos=False)
+        == reference(TEXT, add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_the_advised_command_reads_tekken(tmp_path: Path) -> None:

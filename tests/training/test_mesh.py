@@ -1,4 +1,6 @@
-"""Training on several processes: as one process trains, and its state can be continued on another mesh."""
+"""Training on several processes: as one process trains, and its state can be continued on
+another mesh.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.data.files import EXCERPT
 
-TEXT = ("--calibration", EXCERPT, "--samples", 48, "--length", 32, "--epochs", 2, "--no-source-check")
+TEXT = (
+    "--calibration",
+    EXCERPT,
+    "--samples",
+    48,
+    "--length",
+    32,
+    "--epochs",
+    2,
+    "--no-source-check",
+)
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a KV head on both": ("llama", {"num_key_value_heads": 1}, "int4-g32"),
     "groups on both": ("llama", {"intermediate_size": 192}, "int4-g64"),
@@ -25,9 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms after branches": ("gemma2", {}, "int4-g32"),
     "norms over all heads": ("olmo2", {}, "int4-g32"),
     "experts, some without tokens": (
-        "qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, "int4-g32",
+        "qwen3_moe",
+        {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        "int4-g32",
     ),
-}  # fmt: skip
+}
 TRAIN = """
 import json, sys
 from pathlib import Path
@@ -57,7 +71,7 @@ with joined("cpu") as group:
         curve = [[one.held_back, one.training] for one in state.curve]
         (out / f"{case}-{group.rank}.json").write_text(json.dumps(curve))
         save_file(model.factors, out / f"{case}-{group.rank}.safetensors")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +80,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case, (kind, sizes, scheme) in CASES.items():
         source = oracle.save(oracle.make(kind, **sizes), folder / case / "floats")
         quantkit.quantize(
-            source, folder / case / "int4", scheme, method="rtn", accept_quality_loss=True, source_check=False
+            source,
+            folder / case / "int4",
+            scheme,
+            method="rtn",
+            accept_quality_loss=True,
+            source_check=False,
         )
     return folder
 
@@ -92,12 +111,19 @@ def together(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Path) -> None:
     """Twenty steps of 4 samples; each process ends with the same factors, to the bit."""
-    expected, found = (json.loads((one / f"{case}-0.json").read_text()) for one in (alone, together))
-    flat = [[value for point in curve for value in point if value is not None] for curve in (expected, found)]
+    expected, found = (
+        json.loads((one / f"{case}-0.json").read_text()) for one in (alone, together)
+    )
+    flat = [
+        [value for point in curve for value in point if value is not None]
+        for curve in (expected, found)
+    ]
     assert flat[1] == pytest.approx(flat[0], rel=1e-4)
     assert flat[0][-2] < flat[0][0]  # it learns
     factors, *others = (load_file(one) for one in sorted(together.glob(f"{case}-*.safetensors")))
-    assert all(torch.equal(value, other[name]) for other in others for name, value in factors.items())
+    assert all(
+        torch.equal(value, other[name]) for other in others for name, value in factors.items()
+    )
     for name, value in load_file(alone / f"{case}-0.safetensors").items():
         assert (factors[name] - value).abs().max() < 2e-3, name
         assert (factors[name] - value).abs().mean() < 2e-5, name
@@ -116,11 +142,22 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
     assert "KL on text that was held back" in done[0].stdout
     assert not done[1].stdout
     quantkit.refine(
-        int4, tmp_path / "alone", against=floats, calibration=EXCERPT, samples=48, length=32, epochs=2,
+        int4,
+        tmp_path / "alone",
+        against=floats,
+        calibration=EXCERPT,
+        samples=48,
+        length=32,
+        epochs=2,
         source_check=False,
-    )  # fmt: skip
+    )
     curves = [
-        [one["held_back"] for one in json.loads((tmp_path / name / "quantkit.json").read_text())["refined"]["curve"]]
+        [
+            one["held_back"]
+            for one in json.loads((tmp_path / name / "quantkit.json").read_text())["refined"][
+                "curve"
+            ]
+        ]
         for name in ("dst", "alone")
     ]
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)  # scales in bfloat16

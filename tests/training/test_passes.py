@@ -1,4 +1,6 @@
-"""Gradients block by block, compared with those that torch computes through the whole model of transformers."""
+"""Gradients block by block, compared with those that torch computes through the whole model of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from quantkit.training.trained import TrainedCheckpoint, TrainedNames, factor_gr
 
 CPU = torch.device("cpu")
 NAMES = (
-    "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight",
-    "model.layers.3.self_attn.o_proj.weight", "model.layers.2.post_attention_layernorm.weight", "model.norm.weight",
-)  # fmt: skip
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.3.self_attn.o_proj.weight",
+    "model.layers.2.post_attention_layernorm.weight",
+    "model.norm.weight",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,9 @@ def models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A float model, and the same quantized, both in float32."""
     folder = tmp_path_factory.mktemp("models")
     quantkit.convert(demo_model, folder / "floats", dtype="fp32", source_check=False)
-    quantkit.quantize(folder / "floats", folder / "int4", "int4-g32-asym", method="rtn", source_check=False)
+    quantkit.quantize(
+        folder / "floats", folder / "int4", "int4-g32-asym", method="rtn", source_check=False
+    )
     return folder / "floats", folder / "int4"
 
 
@@ -41,19 +48,24 @@ def tokens() -> Tensor:
     return torch.randint(2048, (3, 24), generator=torch.Generator().manual_seed(3))
 
 
-def by_transformers(models: tuple[Path, Path], tokens: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:
+def by_transformers(
+    models: tuple[Path, Path], tokens: Tensor, folder: Path
+) -> tuple[float, dict[str, Tensor]]:
     """The mean KL from the float model, and its gradients by the weights of the quantized one."""
     from transformers import AutoModelForCausalLM
 
     quantkit.convert(models[1], folder / "dequantized", dequantize=True, source_check=False)
     floats, other = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (models[0], folder / "dequantized")
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (models[0], folder / "dequantized")
     )
     with torch.no_grad():
         expected = floats(tokens).logits.log_softmax(-1)
     loss = (expected.exp() * (expected - other(tokens).logits.log_softmax(-1))).sum(-1).mean()
     loss.backward()
-    return loss.item(), {name: found.grad for name in NAMES if (found := other.get_parameter(name)).grad is not None}
+    return loss.item(), {
+        name: found.grad for name in NAMES if (found := other.get_parameter(name)).grad is not None
+    }
 
 
 def passes_of(models: tuple[Path, Path], tokens: Tensor) -> tuple[Passes, Tensor]:
@@ -70,17 +82,25 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
     monkeypatch.setattr("quantkit.training.passes.batch_samples", lambda config, length: 2)
     loss, expected = by_transformers(models, tokens, tmp_path)
     passes, targets = passes_of(models, tokens)
-    layers = [[name for name in NAMES if name.startswith(f"model.layers.{layer}.")] for layer in range(4)]
+    layers = [
+        [name for name in NAMES if name.startswith(f"model.layers.{layer}.")] for layer in range(4)
+    ]
     found: dict[str, Tensor] = {}
-    mean = passes.gradients(tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__, tokens.numel())
+    mean = passes.gradients(
+        tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__, tokens.numel()
+    )
     assert mean == pytest.approx(loss, rel=1e-4)
     assert passes.loss(tokens, targets) == pytest.approx(tokens.numel() * loss, rel=1e-4)
     assert found.keys() == expected.keys() == set(NAMES)
     for name in NAMES:
-        assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
+        assert torch.allclose(
+            found[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item()
+        )
 
 
-@pytest.mark.parametrize("place", [(5, 2), (0, 5, 2), (1, 5, 2)], ids=["scale", "scale with minima", "minimum"])
+@pytest.mark.parametrize(
+    "place", [(5, 2), (0, 5, 2), (1, 5, 2)], ids=["scale", "scale with minima", "minimum"]
+)
 def test_gradients_by_factors_are_those_of_the_loss(
     models: tuple[Path, Path], tokens: Tensor, place: tuple[int, ...]
 ) -> None:

@@ -61,8 +61,12 @@ def all_trained(floats: Path, int4: Path, tmp_path_factory: pytest.TempPathFacto
 def kl(floats: Path, other: Path) -> float:
     """On a text that is in no calibration."""
     tokenizer = load_tokenizer(floats)
-    windows = text_windows(tokenizer.encode(OTHER_TEXT.read_text()), prompt_start(tokenizer), 64)[:8]
-    (found,) = compare_batches(open_checkpoint(floats), open_checkpoint(other), [Batch.from_start(windows)])
+    windows = text_windows(tokenizer.encode(OTHER_TEXT.read_text()), prompt_start(tokenizer), 64)[
+        :8
+    ]
+    (found,) = compare_batches(
+        open_checkpoint(floats), open_checkpoint(other), [Batch.from_start(windows)]
+    )
     return found.divergence.kl
 
 
@@ -73,14 +77,18 @@ def weights(path: Path) -> dict[str, QuantTensor]:
     return found  # type: ignore[return-value]
 
 
-def test_it_is_closer_on_another_text_and_has_the_same_codes(floats: Path, int4: Path, refined: Path) -> None:
+def test_it_is_closer_on_another_text_and_has_the_same_codes(
+    floats: Path, int4: Path, refined: Path
+) -> None:
     assert kl(floats, refined) < 0.95 * kl(floats, int4)
     before, after = weights(int4), weights(refined)
     assert before.keys() == after.keys()
     for module, value in before.items():
         assert torch.equal(value.codes, after[module].codes)
         assert value.scale.dtype == after[module].scale.dtype
-    assert any(not torch.equal(value.scale, after[module].scale) for module, value in before.items())
+    assert any(
+        not torch.equal(value.scale, after[module].scale) for module, value in before.items()
+    )
     for name in ("config.json", "tokenizer.json"):
         assert (int4 / name).read_bytes() == (refined / name).read_bytes()
 
@@ -93,7 +101,9 @@ def test_the_manifest_lists_the_curve_and_each_changed_tensor(refined: Path, int
     assert stated["kept_step"] == stated["curve"][held_back.index(min(held_back))]["step"] > 0
     assert set(stated["tensors"]) <= {f"{module}.weight" for module in weights(int4)}
     assert all(one["before"] != one["after"] for one in stated["tensors"].values())
-    assert {made["modules"][name.removesuffix(".weight")]["solver"] for name in stated["tensors"]} == {"scales trained"}
+    assert {
+        made["modules"][name.removesuffix(".weight")]["solver"] for name in stated["tensors"]
+    } == {"scales trained"}
 
 
 def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: Path) -> None:
@@ -101,7 +111,9 @@ def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: P
     assert quantkit.verify(refined).same
 
 
-def test_verify_finds_a_trained_norm_that_was_changed_later(floats: Path, int4: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_trained_norm_that_was_changed_later(
+    floats: Path, int4: Path, tmp_path: Path
+) -> None:
     quantkit.refine(int4, tmp_path / "norms", against=floats, **QUICK, train_norms=True)
     report = quantkit.verify(tmp_path / "norms", floats)
     assert report.verdict is Verdict.WITHIN_BOUND
@@ -116,7 +128,9 @@ def test_verify_finds_a_trained_norm_that_was_changed_later(floats: Path, int4: 
     assert name in {one.name for one in report.differing if not one.within}
 
 
-def test_verify_finds_a_trained_scale_that_was_changed_later(floats: Path, refined: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_trained_scale_that_was_changed_later(
+    floats: Path, refined: Path, tmp_path: Path
+) -> None:
     """Though the logits are within the bound."""
     shutil.copytree(refined, tmp_path / "changed")
     file = tmp_path / "changed/model.safetensors"
@@ -137,24 +151,34 @@ def test_another_format_and_another_refinement_keep_the_list(
     quantkit.refine(all_trained, tmp_path / "again", against=floats, **QUICK)
     for name in ("gptq", "again"):
         assert quantkit.verify(tmp_path / name, floats).verdict is Verdict.WITHIN_BOUND
-    lists = [json.loads((path / "quantkit.json").read_text())["refined"]["tensors"]
-             for path in (all_trained, tmp_path / "again")]  # fmt: skip
+    lists = [
+        json.loads((path / "quantkit.json").read_text())["refined"]["tensors"]
+        for path in (all_trained, tmp_path / "again")
+    ]
     assert lists[0].keys() == lists[1].keys()
     assert all(one["before"] == lists[1][name]["before"] for name, one in lists[0].items())
 
 
 def test_groups_of_whole_rows_in_awq(floats: Path, tmp_path: Path) -> None:
     """Whose scales are stored the other way round."""
-    quantkit.quantize(floats, tmp_path / "src", "int4-g128-asym", method="rtn", to="awq", source_check=False)
+    quantkit.quantize(
+        floats, tmp_path / "src", "int4-g128-asym", method="rtn", to="awq", source_check=False
+    )
     made = quantkit.refine(tmp_path / "src", tmp_path / "dst", against=floats, **QUICK)
     assert made.after < made.before
 
 
-def test_codes_are_trained_too(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_trained_too(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optimizer, "_MAX_CODE_STEP", 0.01)  # for few steps
-    made = quantkit.refine(int4, tmp_path / "codes", against=floats, **TEXT, epochs=3, train_codes=True)
+    made = quantkit.refine(
+        int4, tmp_path / "codes", against=floats, **TEXT, epochs=3, train_codes=True
+    )
     before, after = weights(int4), weights(tmp_path / "codes")
-    share = sum((value.codes != after[name].codes).float().mean().item() for name, value in before.items())
+    share = sum(
+        (value.codes != after[name].codes).float().mean().item() for name, value in before.items()
+    )
     assert 0.001 < share / len(before) < 0.5
     assert made.after < made.before
     assert quantkit.verify(tmp_path / "codes", floats).verdict is Verdict.WITHIN_BOUND
@@ -162,9 +186,17 @@ def test_codes_are_trained_too(floats: Path, int4: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("to", "scheme"),
-    [("gptq", "int4-g32"), ("awq", "int4-g32-asym"), ("mlx", "int4-g32"), ("gguf", "int4-g32"), ("gguf", "q4_1")],
+    [
+        ("gptq", "int4-g32"),
+        ("awq", "int4-g32-asym"),
+        ("mlx", "int4-g32"),
+        ("gguf", "int4-g32"),
+        ("gguf", "q4_1"),
+    ],
 )
-def test_other_formats_keep_their_form_and_codes(floats: Path, tmp_path: Path, to: str, scheme: str) -> None:
+def test_other_formats_keep_their_form_and_codes(
+    floats: Path, tmp_path: Path, to: str, scheme: str
+) -> None:
     end = ".gguf" if to == "gguf" else ""
     src, dst = tmp_path / f"src{end}", tmp_path / f"dst{end}"
     quantkit.quantize(floats, src, scheme, method="rtn", to=to, source_check=False)  # type: ignore[arg-type]
@@ -177,7 +209,9 @@ def test_other_formats_keep_their_form_and_codes(floats: Path, tmp_path: Path, t
 
 @pytest.fixture(scope="module")
 def mlx(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As mlx-lm writes them: groups from their smallest to their largest weight, the embedding too."""
+    """As mlx-lm writes them: groups from their smallest to their largest weight, the embedding
+    too.
+    """
     folder = tmp_path_factory.mktemp("mlx") / "mlx"
     shutil.copytree(floats, folder)
     tensors: dict[str, torch.Tensor] = {}
@@ -190,15 +224,22 @@ def mlx(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         scale = ((high - low) / 15).bfloat16()
         codes = ((groups - low) / scale.float()).round().clamp(0, 15).to(torch.uint8).flatten(1)
         tensors[name] = pack_int32(codes, 4).view(torch.uint32)
-        tensors |= {f"{module}scales": scale.squeeze(-1), f"{module}biases": low.bfloat16().squeeze(-1)}
+        tensors |= {
+            f"{module}scales": scale.squeeze(-1),
+            f"{module}biases": low.bfloat16().squeeze(-1),
+        }
     save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}})
+    )
     (folder / "quantkit.json").unlink()
     return folder
 
 
-def test_offsets_of_mlx_are_trained_with_their_scales(floats: Path, mlx: Path, tmp_path: Path) -> None:
+def test_offsets_of_mlx_are_trained_with_their_scales(
+    floats: Path, mlx: Path, tmp_path: Path
+) -> None:
     """The files of mlx-lm have offsets that are no multiples of their scales."""
     made = quantkit.refine(mlx, tmp_path / "dst", against=floats, **QUICK)
     assert not any("are read as" in note for note in made.notes)
@@ -206,13 +247,17 @@ def test_offsets_of_mlx_are_trained_with_their_scales(floats: Path, mlx: Path, t
     before, after = (load_file(one / "model.safetensors") for one in (mlx, tmp_path / "dst"))
     assert before.keys() == after.keys()
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
-    linears = {name for name in before if ".layers." in name and name.endswith(("scales", "biases"))}
+    linears = {
+        name for name in before if ".layers." in name and name.endswith(("scales", "biases"))
+    }
     assert same == before.keys() - linears
     assert open_checkpoint(mlx).layout == open_checkpoint(tmp_path / "dst").layout
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
     quantkit.refine(mlx, against=floats, delta=tmp_path / "delta", **QUICK)
     quantkit.apply_delta(mlx, tmp_path / "delta", tmp_path / "applied")
-    assert (tmp_path / "applied/model.safetensors").read_bytes() == (tmp_path / "dst/model.safetensors").read_bytes()
+    assert (tmp_path / "applied/model.safetensors").read_bytes() == (
+        tmp_path / "dst/model.safetensors"
+    ).read_bytes()
 
 
 def test_int8_takes_smaller_steps(demo_model: Path, tmp_path: Path) -> None:
@@ -230,8 +275,12 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
 ) -> None:
     """Scales of float32, so that offsets are exact before, and not after."""
     quantkit.convert(floats, tmp_path / "fp16", dtype="fp16", source_check=False)
-    quantkit.quantize(tmp_path / "fp16", tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False)
-    quantkit.convert(tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False)
+    quantkit.quantize(
+        tmp_path / "fp16", tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False
+    )
+    quantkit.convert(
+        tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False
+    )
     monkeypatch.setattr("quantkit.jobs.rewritten._TRIED", 1 + 2**-22)
     with pytest.raises(NotRepresentableError, match="cannot get other scales in mlx"):
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
@@ -260,7 +309,12 @@ def stopping_at(step: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("step", [5, 14])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    floats: Path, int4: Path, all_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    floats: Path,
+    int4: Path,
+    all_trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
 ) -> None:
     """From a state within an epoch, from one after an evaluation; and with little memory."""
     monkeypatch.setattr("quantkit.training.state.SECONDS", 0.0)
@@ -279,7 +333,9 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     assert [path.name for path in tmp_path.glob("dst*")] == ["dst"]
 
 
-def test_a_damaged_state_is_refused(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_state_is_refused(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantkit.training.state.SECONDS", 0.0)
     with pytest.raises(Stop):
         quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK, progress=stopping_at(2))
@@ -301,9 +357,15 @@ def test_a_delta_gives_the_same_model(
     assert made.weight_bytes == (tmp_path / "made.delta").stat().st_size
     content = (tmp_path / "made.delta").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    assert list(header["__metadata__"]) == ["format", "head", "sha256"]  # the same bytes in every process
+    assert list(header["__metadata__"]) == [
+        "format",
+        "head",
+        "sha256",
+    ]  # the same bytes in every process
     quantkit.apply_delta(int4, tmp_path / "made.delta", tmp_path / "dst")
-    assert (tmp_path / "dst/model.safetensors").read_bytes() == (all_trained / "model.safetensors").read_bytes()
+    assert (tmp_path / "dst/model.safetensors").read_bytes() == (
+        all_trained / "model.safetensors"
+    ).read_bytes()
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
     assert quantkit.verify(tmp_path / "dst").same
 
@@ -316,7 +378,9 @@ def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) ->
     assert 2 * groups < (tmp_path / "made.delta").stat().st_size < 2 * groups + 1000 * len(found)
 
 
-def test_a_delta_must_pass_the_gate(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_must_pass_the_gate(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a model must."""
     monkeypatch.setattr("quantkit.quality.gate.FLOOR", 0.0)
     monkeypatch.setattr("quantkit.quality.gate.SLACK", 0.1)
@@ -326,7 +390,9 @@ def test_a_delta_must_pass_the_gate(floats: Path, int4: Path, tmp_path: Path, mo
         assert not next(iter(output.values())).exists()
 
 
-def test_an_output_that_exists_is_found_before_training(floats: Path, int4: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_is_found_before_training(
+    floats: Path, int4: Path, tmp_path: Path
+) -> None:
     phases: list[str] = []
     for output in ({"dst": floats}, {"delta": int4 / "config.json"}):
         with pytest.raises(DestinationError, match="exists"):
@@ -340,7 +406,9 @@ def test_an_output_that_exists_is_found_before_training(floats: Path, int4: Path
     assert not phases
 
 
-def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Path, tmp_path: Path) -> None:
+def test_a_delta_goes_with_its_model_alone(
+    floats: Path, int4: Path, refined: Path, tmp_path: Path
+) -> None:
     delta, dst = tmp_path / "made.delta", tmp_path / "dst"
     quantkit.refine(int4, delta=delta, against=floats, **QUICK)
     with pytest.raises(CheckpointError, match="belongs to another model"):
@@ -397,21 +465,32 @@ def test_a_forged_delta_is_an_error(floats: Path, int4: Path, tmp_path: Path) ->
     first = next(iter(head["changed"]))
     bomb = torch.frombuffer(bytearray(zlib.compress(bytes(1 << 24))), dtype=torch.uint8)
     cases: list[tuple[Any, dict[str, torch.Tensor]]] = [
-        ({}, tensors), ([], tensors), ({**head, "base": 3}, tensors), ({**head, "changed": {first: 3}}, tensors),
-        ({**head, "details": {}}, tensors), (head, {**tensors, f"{first}.codes": bomb}),
+        ({}, tensors),
+        ([], tensors),
+        ({**head, "base": 3}, tensors),
+        ({**head, "changed": {first: 3}}, tensors),
+        ({**head, "details": {}}, tensors),
+        (head, {**tensors, f"{first}.codes": bomb}),
         (head, {**tensors, f"{first}.scale": tensors[f"{first}.scale"].half()}),
         (head, {name: one for name, one in tensors.items() if not name.startswith(first)}),
-    ]  # fmt: skip
+    ]
     for changed, parts in cases:
         text = json.dumps(changed)
-        save_file(parts, forged, {"format": "quantkit delta 1", "head": text, "sha256": _check(text, parts)})
+        save_file(
+            parts,
+            forged,
+            {"format": "quantkit delta 1", "head": text, "sha256": _check(text, parts)},
+        )
         with pytest.raises(CheckpointError):
             quantkit.apply_delta(int4, forged, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
 
 def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Path) -> None:
-    for which, name in ((int4, "model.layers.1.mlp.up_proj.weight_scale"), (floats, "model.norm.weight")):
+    for which, name in (
+        (int4, "model.layers.1.mlp.up_proj.weight_scale"),
+        (floats, "model.norm.weight"),
+    ):
         broken = tmp_path / f"broken-{which.name}"
         shutil.copytree(which, broken)
         (broken / "quantkit.json").unlink()
@@ -425,7 +504,9 @@ def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Pat
         assert not list(tmp_path.glob("dst*"))
 
 
-def test_models_that_do_not_belong_together_are_refused(floats: Path, int4: Path, tmp_path: Path) -> None:
+def test_models_that_do_not_belong_together_are_refused(
+    floats: Path, int4: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="quantized itself"):
         quantkit.refine(int4, tmp_path / "dst", against=int4, **QUICK)
     with pytest.raises(RequestError, match="not quantized"):
@@ -461,9 +542,13 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
     options: dict[str, Any] = {**TEXT, "method": "gptq"}
     for suffix in ("", ".gguf"):
         scheme = "q4_0" if suffix else "int4-g64"
-        source = quantkit.convert(floats, tmp_path / "bf16", dtype="bf16", source_check=False, if_exists="skip").path
+        source = quantkit.convert(
+            floats, tmp_path / "bf16", dtype="bf16", source_check=False, if_exists="skip"
+        ).path
         plain = quantkit.quantize(source, tmp_path / f"plain{suffix}", scheme, **options)
-        made = quantkit.quantize(source, tmp_path / f"dst{suffix}", scheme, **options, refine=True, epochs=1)
+        made = quantkit.quantize(
+            source, tmp_path / f"dst{suffix}", scheme, **options, refine=True, epochs=1
+        )
         assert made.refined is None
         assert any("training did not bring the model closer" in note for note in made.notes)
         assert made.manifest["modules"] == plain.manifest["modules"]
@@ -473,13 +558,21 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
         assert quantkit.verify(plain.path, made.path).verdict is Verdict.SAME
         if not suffix:
             assert "--refine" not in (made.path / "README.md").read_text()
-    assert not [path.name for path in tmp_path.iterdir() if "unrefined" in path.name or "partial" in path.name]
+    assert not [
+        path.name
+        for path in tmp_path.iterdir()
+        if "unrefined" in path.name or "partial" in path.name
+    ]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, RequestError, QualityError, KeyboardInterrupt])
 @pytest.mark.parametrize("rate", [None, 5.0], ids=["better", "no better"])
 def test_the_quantized_model_outlives_a_failed_check(
-    error: type[BaseException], rate: float | None, floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    rate: float | None,
+    floats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if rate is not None:
         monkeypatch.setattr(optimizer, "FACTOR_RATE", rate)
@@ -506,7 +599,9 @@ def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path)
     with pytest.raises(Stop):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, progress=stopping_at(2))
     made = quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, resume=True)
-    assert (made.path / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert (made.path / "model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "whole"]
 
 
@@ -517,7 +612,8 @@ def test_schemes_without_trained_scales_are_refused_first(floats: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("scheme", "problem"), [("int8", r"trains on the samples of GPTQ.*found int8.*add"), ("fp8", "no linear")]
+    ("scheme", "problem"),
+    [("int8", r"trains on the samples of GPTQ.*found int8.*add"), ("fp8", "no linear")],
 )
 def test_schemes_that_are_rounded_by_default_are_refused_first(
     floats: Path, tmp_path: Path, scheme: str, problem: str
@@ -539,9 +635,13 @@ def test_the_gate_compares_weights_that_can_be_compared(
 
 
 @pytest.mark.parametrize(
-    "given", [{"tensors_only": True}, {"dequantize": True}, {"to": ["gptq", "awq"]}, {"method": "rtn"}], ids=str
+    "given",
+    [{"tensors_only": True}, {"dequantize": True}, {"to": ["gptq", "awq"]}, {"method": "rtn"}],
+    ids=str,
 )
-def test_what_does_not_go_with_refine_is_named(floats: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_what_does_not_go_with_refine_is_named(
+    floats: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
     with pytest.raises(RequestError, match="`refine=True` does not go with"):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, **given)
     with pytest.raises(RequestError, match="`train_codes` goes with"):
@@ -559,7 +659,9 @@ def test_the_commands(floats: Path, int4: Path, tmp_path: Path, capfd: Capture) 
     delta = tmp_path / "made.delta"
     assert run(capfd, "refine", int4, "--delta", delta, "--against", floats, *text)[0] == 0
     assert run(capfd, "apply-delta", int4, delta, tmp_path / "applied")[0] == 0
-    assert (tmp_path / "applied/model.safetensors").read_bytes() == (tmp_path / "dst/model.safetensors").read_bytes()
+    assert (tmp_path / "applied/model.safetensors").read_bytes() == (
+        tmp_path / "dst/model.safetensors"
+    ).read_bytes()
     assert run(capfd, "apply-delta", floats, delta, tmp_path / "other")[0] == 2
     delta.write_bytes(b"broken")
     assert run(capfd, "apply-delta", int4, delta, tmp_path / "other")[0] == 3

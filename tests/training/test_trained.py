@@ -23,7 +23,9 @@ def weight(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", [INT4, QuantScheme(4, 32, False), QuantScheme(8, None)], ids=str)
 def test_first_offsets_change_no_code(scheme: QuantScheme) -> None:
-    """They bring a weight that was rounded elsewhere as close to the float one as its codes allow."""
+    """They bring a weight that was rounded elsewhere as close to the float one as its codes
+    allow.
+    """
     floats = weight()
     step = quantize_rtn(floats, scheme, torch.float32).scale.mean()
     value = quantize_rtn(floats + 0.3 * step * weight(1), scheme, torch.float32)
@@ -57,7 +59,9 @@ def test_offsets_move_against_the_gradient_by_the_code() -> None:
 
 
 def test_codes_stay_in_their_range() -> None:
-    value = QuantTensor(torch.tensor([[0] * 16 + [15] * 16], dtype=torch.uint8), torch.ones(1, 1), None, INT4)
+    value = QuantTensor(
+        torch.tensor([[0] * 16 + [15] * 16], dtype=torch.uint8), torch.ones(1, 1), None, INT4
+    )
     offsets = torch.tensor([[-1.9] * 16 + [1.9] * 16])
     assert torch.equal(moved(value, offsets), value.codes)
 
@@ -69,7 +73,9 @@ def test_scales_that_would_overflow_or_vanish_stay() -> None:
 
 
 def test_steps_are_smaller_in_a_larger_model(demo_model: Path) -> None:
-    """On SmolLM2-135M, steps as large as those of a small model bring it away from its float model."""
+    """On SmolLM2-135M, steps as large as those of a small model bring it away from its float
+    model.
+    """
     config = open_checkpoint(demo_model).config
     assert factor_rate(config) == FACTOR_RATE
     larger = factor_rate(replace(config, hidden_size=576, layers=config.layers[:1] * 30))

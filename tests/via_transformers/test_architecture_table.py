@@ -1,4 +1,6 @@
-"""The table of docs/models.md on the architectures of transformers: what it lists, and what counts as working."""
+"""The table of docs/models.md on the architectures of transformers: what it lists, and what
+counts as working.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,14 @@ from transformers.models.auto.modeling_auto import (
 
 LISTED = sorted([*TEXT, *IMAGE_TEXT, *(name for names in NOT_RUN.values() for name in names)])
 METHOD = {
-    "kl": 0.2, "kl_error": 0.01, "finite": True, "changed": [], "outside": {}, "loaded": "as it is", "noted": False,
-}  # fmt: skip
+    "kl": 0.2,
+    "kl_error": 0.01,
+    "finite": True,
+    "changed": [],
+    "outside": {},
+    "loaded": "as it is",
+    "noted": False,
+}
 WORKS = {"gptq": {**METHOD, "kl": 0.1}, "rtn": METHOD}
 
 
@@ -42,18 +50,24 @@ def test_the_table_lists_the_architectures_of_transformers() -> None:
         (_with("gptq", loaded="dequantized", noted=True), None),
         (_with("gptq", loaded="dequantized"), "GPTQ: a note on loading is wrong: dequantized"),
         (_with("rtn", noted=True), "rounding: a note on loading is wrong: as it is"),
-        ({"error": "QualityError: it is too far (found a KL(a || b) of 1; 2 by rounding); hint"},
-         "it is too far (found a KL(a || b) of 1; 2 by rounding)"),
+        (
+            {"error": "QualityError: it is too far (found a KL(a || b) of 1; 2 by rounding); hint"},
+            "it is too far (found a KL(a || b) of 1; 2 by rounding)",
+        ),
         ({"error": "IndexError: out of range"}, "IndexError: out of range"),
     ],
-)  # fmt: skip
+)
 def test_what_works_and_why_not(found: dict[str, Any], reason: str | None) -> None:
     assert architecture_table.failure(found) == reason
 
 
-def test_each_architecture_is_in_the_row_of_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_architecture_is_in_the_row_of_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "models.md"
-    page.write_text("before\n<!-- made by scripts/measure_architectures.py -->\nold\n<!-- end -->\nafter\n")
+    page.write_text(
+        "before\n<!-- made by scripts/measure_architectures.py -->\nold\n<!-- end -->\nafter\n"
+    )
     monkeypatch.setattr(architecture_table, "PAGE", page)
     found = {
         **dict.fromkeys((*TEXT, *IMAGE_TEXT), WORKS),

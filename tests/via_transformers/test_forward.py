@@ -16,7 +16,12 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
-from quantkit.via_transformers.forward import final_hidden, final_logits, passage_of, run_by_transformers
+from quantkit.via_transformers.forward import (
+    final_hidden,
+    final_logits,
+    passage_of,
+    run_by_transformers,
+)
 
 Tiny = Callable[[str], Path]
 
@@ -32,11 +37,17 @@ def test_whatever_runs_a_model_its_logits_are_the_same(by: str, tiny_model: Tiny
     one, other = final_hidden(source, [Batch.from_start(some) for some in torch.split(tokens, 1)])
     expected = oracle.logits(oracle.load(folder), tokens)
     found = final_logits(source, [one[0, :7], other[0], one[0, 29:]])
-    torch.testing.assert_close(found, [expected[0, :7], expected[1], expected[0, 29:]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        found, [expected[0, :7], expected[1], expected[0, 29:]], atol=1e-4, rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("kind", "context"), [("llama", 320), ("bloom", 2048)])  # one that its config has, and none
-def test_what_runs_a_model_is_recorded_and_made_once(kind: str, context: int, tiny_model: Tiny) -> None:
+@pytest.mark.parametrize(
+    ("kind", "context"), [("llama", 320), ("bloom", 2048)]
+)  # one that its config has, and none
+def test_what_runs_a_model_is_recorded_and_made_once(
+    kind: str, context: int, tiny_model: Tiny
+) -> None:
     source = _run(tiny_model(kind))
     assert source.config.run_by == f"transformers {transformers.__version__}"
     assert source.config.measurable

@@ -1,5 +1,6 @@
-"""Models that read images and text: their text part is calibrated and measured on text, the others are carried, and
-images mean the same to the result."""
+"""Models that read images and text: their text part is calibrated and measured on text, the others
+are carried, and images mean the same to the result.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +38,46 @@ assert oracle  # which lets transformers be quiet
 KINDS = {"janus": "an aligner and image generation", "mllama": "layers that attend to images"}
 """Whose text parts have something that none in `WITH_IMAGES` has."""
 WITH_IMAGES = (
-    "gemma3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
-)  # fmt: skip
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-              "chat_template.jinja", "chat_template.json")  # fmt: skip
-TEXT = ("language_model.", "model.language_model.", "model.text_model.", "model.layers.", "lm_head.")
+    "gemma3",
+    "internvl",
+    "lfm2_vl",
+    "llama4",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "smolvlm",
+)
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TEXT = (
+    "language_model.",
+    "model.language_model.",
+    "model.text_model.",
+    "model.layers.",
+    "lm_head.",
+)
 TOKENS = torch.arange(3, 43).unsqueeze(0)
 
 
 def _quantize(source: Path, target: Path, method: str) -> quantkit.QuantizeResult:
     given: dict[str, Any] = {"samples": 16} if method == "gptq" else {}
     return quantkit.quantize(
-        source, target, "int4-g32", method=method, via="transformers", source_check=False, accept_quality_loss=True,
+        source,
+        target,
+        "int4-g32",
+        method=method,
+        via="transformers",
+        source_check=False,
+        accept_quality_loss=True,
         **given,
-    )  # fmt: skip
+    )
 
 
 def _load(folder: Path) -> Any:
@@ -63,7 +90,9 @@ def _log_probs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _require_text_only(source: Path, folder: Path, packed: int = 14) -> None:
-    """Assert that a result has a number of packed weights or more, all in the text part, others as in its source."""
+    """Assert that a result has a number of packed weights or more, all in the text part, others
+    as in its source.
+    """
     before, after = (load_file(one / "model.safetensors") for one in (source, folder))
     found = [name for name in after if name.endswith("weight_packed")]
     assert len(found) >= packed
@@ -75,7 +104,9 @@ def _require_text_only(source: Path, folder: Path, packed: int = 14) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_text_part_is_quantized(kind: str, method: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_only_the_text_part_is_quantized(
+    kind: str, method: str, tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     source = tiny_image_text_model(kind)
     made = _quantize(source, tmp_path / "dst", method)
     _require_text_only(source, made.path)
@@ -87,23 +118,35 @@ def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_pa
     card = (made.path / "README.md").read_text()
     assert "AutoModelForImageTextToText.from_pretrained" in card
     assert "pipeline_tag: image-text-to-text" in card
-    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
-    packed, dequantized = (_log_probs(_load(one), {"input_ids": TOKENS}) for one in (made.path, floats))
+    floats = quantkit.convert(
+        made.path, tmp_path / "floats", dequantize=True, tensors_only=True
+    ).path
+    packed, dequantized = (
+        _log_probs(_load(one), {"input_ids": TOKENS}) for one in (made.path, floats)
+    )
     assert torch.equal(packed, dequantized)
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "deepseek_vl", "qwen2_5_vl", "video_llava", "idefics2"])
+@pytest.mark.parametrize(
+    "kind", ["smolvlm", "deepseek_vl", "qwen2_5_vl", "video_llava", "idefics2"]
+)
 def test_other_parts_are_found_by_names_too(kind: str, tiny_image_text_model: Tiny) -> None:
     source = open_checkpoint(tiny_image_text_model(kind), tensors_only=True)
     config, _, _ = with_linears(source.config, source.extra_config, source.path)
     by_names = named_roles(source.extra_config, config.tensors or ())
-    roles = {one.name: (one.role, by_names.get(one.name, ("",))[0]) for one in config.tensors or () if one.role}
+    roles = {
+        one.name: (one.role, by_names.get(one.name, ("",))[0])
+        for one in config.tensors or ()
+        if one.role
+    }
     assert {found for role, found in roles.values() if role == "tower"} == {"tower"}
     assert {found for role, found in roles.values() if role == "linear"} == {"linear"}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "llava"])
-def test_a_model_computes_in_float32_whatever_its_parts_state(kind: str, tiny_image_text_model: Tiny) -> None:
+def test_a_model_computes_in_float32_whatever_its_parts_state(
+    kind: str, tiny_image_text_model: Tiny
+) -> None:
     source = tiny_image_text_model(kind)
     assert '"bfloat16"' in (source / "config.json").read_text()
     lazy = passage_of(open_to_run(source, via="transformers")).lazy
@@ -117,40 +160,77 @@ def test_a_model_computes_in_float32_whatever_its_parts_state(kind: str, tiny_im
     )
 
 
-def test_a_tied_model_may_store_its_head(tiny_image_text_model: Tiny, tmp_path: Path, capfd: Capture) -> None:
+def test_a_tied_model_may_store_its_head(
+    tiny_image_text_model: Tiny, tmp_path: Path, capfd: Capture
+) -> None:
     source = shutil.copytree(tiny_image_text_model("qwen3_vl"), tmp_path / "src")
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     oracle.edit_json(source / "config.json", tie_word_embeddings=True)
-    given = ("--scheme", "int4-g32", "--samples", "16", "--no-source-check", "--accept-quality-loss")
+    given = (
+        "--scheme",
+        "int4-g32",
+        "--samples",
+        "16",
+        "--no-source-check",
+        "--accept-quality-loss",
+    )
     assert run(capfd, "quantize", source, tmp_path / "dst", *given)[0] == 0
     made = load_file(tmp_path / "dst" / "model.safetensors")
     assert torch.equal(made["lm_head.weight"], tensors["lm_head.weight"])
     assert quantkit.verify(tmp_path / "dst", source).ok
 
 
-def test_two_schemes_leave_doctor_nothing_to_say(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_two_schemes_leave_doctor_nothing_to_say(
+    tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     """Settings name each linear as on disk and as transformers does."""
-    given: Any = {"method": "rtn", "via": "transformers", "source_check": False, "accept_quality_loss": True}
-    made = quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "dst", "int4-g32", head="int8", **given)
-    groups = json.loads((made.path / "config.json").read_text())["quantization_config"]["config_groups"].values()
-    assert any(name.startswith("model.language_model.layers.") for group in groups for name in group["targets"])
-    assert not [one for one in quantkit.diagnose(made.path).findings if one.rule.name == "names-nothing"]
+    given: Any = {
+        "method": "rtn",
+        "via": "transformers",
+        "source_check": False,
+        "accept_quality_loss": True,
+    }
+    made = quantkit.quantize(
+        tiny_image_text_model("qwen2_5_vl"), tmp_path / "dst", "int4-g32", head="int8", **given
+    )
+    groups = json.loads((made.path / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert any(
+        name.startswith("model.language_model.layers.")
+        for group in groups
+        for name in group["targets"]
+    )
+    assert not [
+        one for one in quantkit.diagnose(made.path).findings if one.rule.name == "names-nothing"
+    ]
 
 
-def test_gptq_refuses_a_tower_that_a_recipe_names(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_gptq_refuses_a_tower_that_a_recipe_names(
+    tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     scheme = quantkit.QuantScheme.parse("int4-g32")
     recipe = quantkit.Recipe(scheme, (quantkit.Override("*visual*", scheme),))
     given: Any = {"via": "transformers", "source_check": False, "accept_quality_loss": True}
-    with pytest.raises(RequestError, match=r"GPTQ cannot solve '.*visual.*', which the recipe names: no calibration"):
-        quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "a", recipe, samples=16, **given)
-    made = quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "b", recipe, method="rtn", **given)
+    with pytest.raises(
+        RequestError,
+        match=r"GPTQ cannot solve '.*visual.*', which the recipe names: no calibration",
+    ):
+        quantkit.quantize(
+            tiny_image_text_model("qwen2_5_vl"), tmp_path / "a", recipe, samples=16, **given
+        )
+    made = quantkit.quantize(
+        tiny_image_text_model("qwen2_5_vl"), tmp_path / "b", recipe, method="rtn", **given
+    )
     assert any("visual." in name for name, one in made.manifest["modules"].items() if one["scheme"])
 
 
 def test_an_encoder_is_refused(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"the model has an encoder.*Florence2ForConditionalGeneration"):
+    with pytest.raises(
+        UnsupportedError, match=r"the model has an encoder.*Florence2ForConditionalGeneration"
+    ):
         _quantize(tiny_image_text_model("florence2"), tmp_path / "dst", "rtn")
 
 
@@ -163,14 +243,18 @@ def _kl(expected: Tensor, found: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", WITH_IMAGES)
 @torch.no_grad()
-def test_images_mean_the_same_to_the_result(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_images_mean_the_same_to_the_result(
+    kind: str, tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     source = tiny_image_text_model(kind)
     results = [_quantize(source, tmp_path / method, method).path for method in ("gptq", "rtn")]
     results.append(quantkit.convert(results[0], tmp_path / "floats", dequantize=True).path)
     for folder, packed in zip(results, (10, 10, 0), strict=True):
         _require_text_only(source, folder, packed)
     model, (length, windows) = _load(source), (64, 8)
-    texts = torch.tensor(load_tokenizer(DEMO_MODEL).encode(excerpt())[: windows * length]).view(windows, length)
+    texts = torch.tensor(load_tokenizer(DEMO_MODEL).encode(excerpt())[: windows * length]).view(
+        windows, length
+    )
     first, second = (random_images(kind, windows, seed) for seed in (1, 2))
     prompt = with_images(model, kind, texts, first)
     for folder in results:
@@ -178,14 +262,18 @@ def test_images_mean_the_same_to_the_result(kind: str, tiny_image_text_model: Ti
         assert torch.equal(image_features(one, kind, first), image_features(model, kind, first))
         expected, found = (_log_probs(some, prompt)[:, -length:] for some in (model, one))
         assert found.isfinite().all()
-        assert (found - _log_probs(one, {**prompt, **second})[:, -length:]).abs().max() > 0.1  # the image matters
+        assert (
+            found - _log_probs(one, {**prompt, **second})[:, -length:]
+        ).abs().max() > 0.1  # the image matters
         image, error = _kl(expected, found)
         text, text_error = _kl(*(_log_probs(some, {"input_ids": texts}) for some in (model, one)))
         assert 0 < image < 2 * text + 2 * math.hypot(error, 2 * text_error)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
-def test_a_processor_makes_prompts_for_the_result(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+def test_a_processor_makes_prompts_for_the_result(
+    kind: str, tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_image_text_model(kind), tmp_path / "src")
     model = _load(source)
     save_processor(model.config, source)
@@ -195,9 +283,13 @@ def test_a_processor_makes_prompts_for_the_result(kind: str, tiny_image_text_mod
         processor, expected = (AutoProcessor.from_pretrained(one) for one in (folder, source))
         assert processor.apply_chat_template([{"role": "user", "content": "Once"}]) == "Once"
         tokenizer = processor.tokenizer
-        text = f"{tokenizer.boi_token if kind == 'gemma3' else tokenizer.image_token} {excerpt()[:200]}"
+        text = (
+            f"{tokenizer.boi_token if kind == 'gemma3' else tokenizer.image_token}"
+            f" {excerpt()[:200]}"
+        )
         given, reference = (
-            one(images=Image.fromarray(pixels), text=text, return_tensors="pt") for one in (processor, expected)
+            one(images=Image.fromarray(pixels), text=text, return_tensors="pt")
+            for one in (processor, expected)
         )
         assert given.keys() == reference.keys()
         assert all(torch.equal(given[name], reference[name]) for name in given)

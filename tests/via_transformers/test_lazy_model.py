@@ -1,4 +1,6 @@
-"""Models of transformers whose parts get weights when they are needed: those that `from_pretrained` gives."""
+"""Models of transformers whose parts get weights when they are needed: those that
+`from_pretrained` gives.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ from quantkit.via_transformers.lazy_model import LazyModel
 
 Tiny = Callable[[str], Path]
 KINDS = {
-    "llama": "dense", "mixtral": "merged experts", "deepseek_v3": "buffers", "hrm_text": "split tensors",
-    "gpt_neox": "renamed tensors", "inkling2_text": "reordered rows", "olmo_hybrid": "merged convolutions",
-}  # fmt: skip
+    "llama": "dense",
+    "mixtral": "merged experts",
+    "deepseek_v3": "buffers",
+    "hrm_text": "split tensors",
+    "gpt_neox": "renamed tensors",
+    "inkling2_text": "reordered rows",
+    "olmo_hybrid": "merged convolutions",
+}
 
 
 def _lazy(folder: Path) -> LazyModel:
@@ -35,7 +42,9 @@ def _require_loaded(folder: Path) -> Any:
     assert not any(buffer.is_meta for buffer in lazy.model.buffers())
     for part in lazy.parts:
         lazy.load(part)
-    found, wanted = ({**one.state_dict(), **dict(one.named_buffers())} for one in (lazy.model, expected))
+    found, wanted = (
+        {**one.state_dict(), **dict(one.named_buffers())} for one in (lazy.model, expected)
+    )
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, name
@@ -63,8 +72,13 @@ def test_tied_tensors_are_one_whichever_part_is_loaded(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in lazy.model.parameters())
 
 
-def test_buffers_on_disk_come_with_their_part_and_half_floats_as_floats(tiny_model: Tiny, tmp_path: Path) -> None:
-    model, bias = oracle.load(tiny_model("deepseek_v3")), "model.layers.1.mlp.gate.e_score_correction_bias"
+def test_buffers_on_disk_come_with_their_part_and_half_floats_as_floats(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    model, bias = (
+        oracle.load(tiny_model("deepseek_v3")),
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+    )
     model.get_buffer(bias).normal_()
     folder = oracle.save(model.to(torch.bfloat16), tmp_path / "half")
     assert _require_loaded(folder).get_buffer(bias).any()
@@ -77,34 +91,67 @@ def test_a_part_that_is_unloaded_has_no_weights_and_others_keep_theirs(tiny_mode
         lazy.load(part)
     lazy.unload(first)
     there = {name for name, parameter in lazy.model.named_parameters() if not parameter.is_meta}
-    assert there == {name for name, _ in lazy.model.named_parameters() if name.startswith(f"{second}.")}
+    assert there == {
+        name for name, _ in lazy.model.named_parameters() if name.startswith(f"{second}.")
+    }
 
 
 _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 _MERGED = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
 _ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
 _VERSION = transformers.__version__
-DAMAGES: dict[str, tuple[dict[str, Any], int, str]] = {  # of tensors and the config, exit code, message
-    "missing": ({"model.norm.weight": None}, 3, r"no tensor on disk is 'model\.norm\.weight'; a weight file"),
-    "missing expert": ({_EXPERT: None}, 3, rf"tensors '.*w1\.weight' and 6 more do not make '{_MERGED}' of the model"),
+DAMAGES: dict[
+    str, tuple[dict[str, Any], int, str]
+] = {  # of tensors and the config, exit code, message
+    "missing": (
+        {"model.norm.weight": None},
+        3,
+        r"no tensor on disk is 'model\.norm\.weight'; a weight file",
+    ),
+    "missing expert": (
+        {_EXPERT: None},
+        3,
+        rf"tensors '.*w1\.weight' and 6 more do not make '{_MERGED}' of the model",
+    ),
     "other shape": (
         {"model.norm.weight": torch.ones(63)},
         3,
-        r"tensor 'model\.norm\.weight' has another shape \(found shape \[63\], expected shape \[64\]\)",
+        (
+            r"tensor 'model\.norm\.weight' has another shape \(found shape \[63\], expected"
+            r" shape \[64\]\)"
+        ),
     ),
     "renamed tensor of another shape": (
         {_ROUTER: torch.ones(4, 63)},
         3,
-        rf"tensor '{_ROUTER}' has another shape \(found shape \[4, 63\], expected shape \[4, 64\]\)",
+        (
+            rf"tensor '{_ROUTER}' has another shape \(found shape \[4, 63\], expected shape"
+            r" \[4, 64\]\)"
+        ),
     ),
     "expert of another shape": (
         {_EXPERT: torch.ones(128, 63)},
         3,
-        rf"tensor '{_EXPERT}' has another shape \(found shape \[128, 63\], expected shape \[128, 64\]\)",
+        (
+            rf"tensor '{_EXPERT}' has another shape \(found shape \[128, 63\], expected shape"
+            r" \[128, 64\]\)"
+        ),
     ),
-    "other experts": ({_EXPERT.replace("2", n): torch.ones(128, 63) for n in "0123"}, 3, rf"not make '{_MERGED}'"),
-    "unknown": ({"model_type": "no_one"}, 4, rf"not know 'no_one', as of version {_VERSION}; the folder was saved by"),
-    "other values": ({"hidden_act": "no_such"}, 4, r"cannot be built from its config \(KeyError: .*no_such"),
+    "other experts": (
+        {_EXPERT.replace("2", n): torch.ones(128, 63) for n in "0123"},
+        3,
+        rf"not make '{_MERGED}'",
+    ),
+    "unknown": (
+        {"model_type": "no_one"},
+        4,
+        rf"not know 'no_one', as of version {_VERSION}; the folder was saved by",
+    ),
+    "other values": (
+        {"hidden_act": "no_such"},
+        4,
+        r"cannot be built from its config \(KeyError: .*no_such",
+    ),
 }
 
 

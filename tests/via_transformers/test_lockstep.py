@@ -18,9 +18,15 @@ from quantkit.via_transformers.spill import Spill
 
 _BYTES = 4000  # of what each batch holds below
 DTYPES = (
-    torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn,
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.float8_e4m3fn,
     torch.complex64,
-)  # fmt: skip
+)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -28,16 +34,23 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _keep(spill: Spill, batch: int, *tensors: Tensor) -> None:
-    spill.keep(batch, {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}, (), set)
+    spill.keep(
+        batch, {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}, (), set
+    )
 
 
 @pytest.mark.parametrize("piece", [1 << 24, 24])
-def test_what_was_in_files_returns_byte_for_byte(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_in_files_returns_byte_for_byte(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spill_module, "_PIECE", piece)
     spill, folder = Spill(tmp_path / "spill"), tmp_path / "spill"
     base = torch.randn(7, 5)
     view, viewed = base[2:5].t(), base[2:5].t().clone()
-    batches = [[torch.randint(2, (n,)).to(dtype) for dtype in DTYPES for n in (1, 3, 1001, 0)] for _ in range(2)]
+    batches = [
+        [torch.randint(2, (n,)).to(dtype) for dtype in DTYPES for n in (1, 3, 1001, 0)]
+        for _ in range(2)
+    ]
     batches[0] += [base, view]
     expected = [[_bytes(tensor).clone() for tensor in tensors] for tensors in batches]
     for index, tensors in enumerate(batches):
@@ -76,9 +89,13 @@ def test_a_full_disk_is_reported_however_little_is_left_to_write(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real: Any = builtins.open
-    monkeypatch.setattr(spill_module, "open", lambda _, mode: real("/dev/full", mode), raising=False)
+    monkeypatch.setattr(
+        spill_module, "open", lambda _, mode: real("/dev/full", mode), raising=False
+    )
     spill, held = Spill(tmp_path / "spill"), torch.ones(count)
-    with pytest.raises(NoSpaceError, match=r"cannot be written: No space.*`activation_memory`.*`resume=True`"):
+    with pytest.raises(
+        NoSpaceError, match=r"cannot be written: No space.*`activation_memory`.*`resume=True`"
+    ):
         _keep(spill, 0, held)
     assert held.eq(1).all()
     spill.close()
@@ -96,7 +113,9 @@ class _Model(nn.Module):
         self.register_buffer("table", torch.randn(10))
         self.attribute = torch.randn(10)
 
-    def forward(self, inputs: Tensor, seen: Callable[[Tensor], object] = id, *, stops: bool = True) -> Tensor:
+    def forward(
+        self, inputs: Tensor, seen: Callable[[Tensor], object] = id, *, stops: bool = True
+    ) -> Tensor:
         weight, table, attribute = self.weight.t(), self.table[:], self.attribute[:]
         seen(made := inputs + 1)
         for key in "ab":
@@ -107,21 +126,32 @@ class _Model(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [0, 2 * _BYTES + 1000, 10**6])
-def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(budget: int, tmp_path: Path) -> None:
+def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
+    budget: int, tmp_path: Path
+) -> None:
     model, batches, made = _Model(), [torch.randn(1000) for _ in range(5)], dict[int, Tensor]()
     found = list[Tensor]()
     spill = Spill(tmp_path / "spill", budget)
     forwards = [
-        lambda index=index, one=one: found.append(model(one, lambda value: made.update({index: value})))
+        lambda index=index, one=one: found.append(
+            model(one, lambda value: made.update({index: value}))
+        )
         for index, one in enumerate(batches)
     ]
 
     def before(index: int) -> None:
-        assert all(len(_bytes(one)) == one.nbytes for one in (model.weight, model.table, model.attribute))
+        assert all(
+            len(_bytes(one)) == one.nbytes for one in (model.weight, model.table, model.attribute)
+        )
 
     for _ in Lockstep(forwards, model, spill).rounds(lambda index, key, value: None, before):
-        assert sum(len(_bytes(value)) for value in made.values()) == min(budget // _BYTES, 5) * _BYTES
-    assert all(torch.equal(one, model(inputs, stops=False)) for one, inputs in zip(found, batches, strict=True))
+        assert (
+            sum(len(_bytes(value)) for value in made.values()) == min(budget // _BYTES, 5) * _BYTES
+        )
+    assert all(
+        torch.equal(one, model(inputs, stops=False))
+        for one, inputs in zip(found, batches, strict=True)
+    )
     assert spill.peak_bytes <= budget
     assert (spill.spilled_bytes == 0) == (budget > 5 * _BYTES)
     assert not list(tmp_path.iterdir())
@@ -165,17 +195,25 @@ def _walk(*keys: str, log: list[Any], index: int = 0) -> Callable[[], None]:
 
 def test_all_batches_arrive_before_the_first_goes_on() -> None:
     log, expected = list[Any](), list[Any]()
-    lockstep = Lockstep([_walk(*"ab", log=log, index=index) for index in range(3)], nn.Module(), Spill())
-    for place in lockstep.rounds(lambda *arrived: log.append(arrived), lambda index: log.append((index, "before"))):
+    lockstep = Lockstep(
+        [_walk(*"ab", log=log, index=index) for index in range(3)], nn.Module(), Spill()
+    )
+    for place in lockstep.rounds(
+        lambda *arrived: log.append(arrived), lambda index: log.append((index, "before"))
+    ):
         log.append(place)
     for key in "ab":
         for index in range(3):
             expected += [(index, "before"), (index, "reaches", key), (index, key, (index, key))]
         expected.append(key)
-    assert log == expected + [one for index in range(3) for one in ((index, "before"), (index, "ends"))]
+    assert log == expected + [
+        one for index in range(3) for one in ((index, "before"), (index, "ends"))
+    ]
 
 
-@pytest.mark.parametrize(("other", "places"), [("ac", "b and c"), ("a", "b and the end"), ("abc", "the end and c")])
+@pytest.mark.parametrize(
+    ("other", "places"), [("ac", "b and c"), ("a", "b and the end"), ("abc", "the end and c")]
+)
 def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: str) -> None:
     log = list[Any]()
     forwards = [_walk(*way, log=log, index=index) for index, way in enumerate(("ab", other, "ab"))]
@@ -186,7 +224,9 @@ def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: st
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(failing: bool, tmp_path: Path) -> None:
+def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
+    failing: bool, tmp_path: Path
+) -> None:
     log, spill = list[Any](), Spill(tmp_path / "spill")
     forwards = [_walk("a", "error" if failing else "b", log=log, index=index) for index in range(3)]
     rounds = Lockstep(forwards, nn.Module(), spill).rounds(lambda *_: None)

@@ -20,7 +20,13 @@ Tiny = Callable[[str], Path]
 
 def _rounded(source: Path, dst: Path) -> quantkit.QuantizeResult:
     return quantkit.quantize(
-        source, dst, "int4-g32", method="rtn", via="transformers", source_check=False, accept_quality_loss=True
+        source,
+        dst,
+        "int4-g32",
+        method="rtn",
+        via="transformers",
+        source_check=False,
+        accept_quality_loss=True,
     )
 
 
@@ -44,11 +50,15 @@ def test_nothing_is_said_if_what_loads_it_is_not_installed(
     folder = tmp_path / "nothing"
     assert loading_problem(folder) is not None
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else found(name)
+    )
     assert loading_problem(folder) is None
 
 
-def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     made = _rounded(tiny_model("granitemoe"), tmp_path / "dst")
     (note,) = (note for note in made.notes if "does not load the packed weights" in note)
     assert "experts" in note
@@ -56,13 +66,18 @@ def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(tiny_m
     assert "transformers does not load the packed weights" in (made.path / "README.md").read_text()
 
 
-def test_without_its_class_a_config_is_that_of_a_language_model(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_without_its_class_a_config_is_that_of_a_language_model(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_model("bloom"), tmp_path / "src")
     config = json.loads((source / "config.json").read_text())
     del config["architectures"]
     (source / "config.json").write_text(json.dumps(config))
     texts = [
-        [(one.text, one.source_perplexity) for one in _rounded(folder, tmp_path / name).quality.texts]
+        [
+            (one.text, one.source_perplexity)
+            for one in _rounded(folder, tmp_path / name).quality.texts
+        ]
         for folder, name in ((source, "without"), (tiny_model("bloom"), "with"))
     ]
     assert texts[0] == texts[1]

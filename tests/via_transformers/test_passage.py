@@ -23,16 +23,31 @@ from quantkit.via_transformers.spill import Spill
 
 Tiny = Callable[[str], Path]
 KINDS = (
-    "llama", "mixtral", "qwen3_next", "gpt_oss", "gemma3_text", "bloom", "opt", "falcon_h1", "deepseek_v3", "cohere2",
-)  # fmt: skip
+    "llama",
+    "mixtral",
+    "qwen3_next",
+    "gpt_oss",
+    "gemma3_text",
+    "bloom",
+    "opt",
+    "falcon_h1",
+    "deepseek_v3",
+    "cohere2",
+)
 TOKENS = list(torch.split(oracle.random_tokens(40, 3, 2000), 1))
 
 
 def _surveyed(folder: Path) -> tuple[Passage, list[Site], Survey]:
     """A passage, the sites of all linears in blocks, and how a sample reaches them."""
     lazy = LazyModel(open_checkpoint(folder, tensors_only=True))
-    parts = {name: lazy.part_of(target.rpartition(".")[0]) for name, (target, _) in lazy.targets.items()}
-    linears = [name for name, part in parts.items() if name.endswith(".weight") and lazy.is_listed(part or "")]
+    parts = {
+        name: lazy.part_of(target.rpartition(".")[0]) for name, (target, _) in lazy.targets.items()
+    }
+    linears = [
+        name
+        for name, part in parts.items()
+        if name.endswith(".weight") and lazy.is_listed(part or "")
+    ]
     matrices = [name.removesuffix(".weight") for name in linears if len(lazy.shape(name)) == 2]
     passage, sites = Passage(lazy, folder), find_sites(lazy, matrices)[0]
     return passage, sites, passage.survey(sites, TOKENS[0])
@@ -40,18 +55,24 @@ def _surveyed(folder: Path) -> tuple[Passage, list[Site], Survey]:
 
 def _require_unloaded(passage: Passage) -> None:
     assert all(parameter.is_meta for parameter in passage.lazy.model.parameters())
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in passage.lazy.model.modules())
+    assert not any(
+        one._forward_hooks or one._forward_pre_hooks for one in passage.lazy.model.modules()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_logits_are_those_of_transformers(kind: str, tiny_model: Tiny) -> None:
     model, states = oracle.load(tiny_model(kind)), list[Tensor]()
-    passage = Passage(LazyModel(open_checkpoint(tiny_model(kind), tensors_only=True)), tiny_model(kind))
+    passage = Passage(
+        LazyModel(open_checkpoint(tiny_model(kind), tensors_only=True)), tiny_model(kind)
+    )
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.append(args[0]))
     expected = [oracle.logits(model, tokens) for tokens in TOKENS]
     found = passage.hidden(TOKENS)
     torch.testing.assert_close(found, states)
-    torch.testing.assert_close(passage.logits(torch.cat(found, dim=1)[0]), torch.cat(expected, dim=1)[0])
+    torch.testing.assert_close(
+        passage.logits(torch.cat(found, dim=1)[0]), torch.cat(expected, dim=1)[0]
+    )
     _require_unloaded(passage)
 
 
@@ -68,7 +89,10 @@ def _seen(passage: Passage, survey: Survey, spill: Spill) -> dict[tuple[int, Any
         elif isinstance(place, Routed):
             found[index, place] = torch.tensor(value)
 
-    assert tuple(passage.inputs(survey.groups, TOKENS, spill, arrived, lambda index: None)) == survey.groups
+    assert (
+        tuple(passage.inputs(survey.groups, TOKENS, spill, arrived, lambda index: None))
+        == survey.groups
+    )
     _require_unloaded(passage)
     return found
 
@@ -79,7 +103,9 @@ def _met(model: Any) -> dict[tuple[int, str], tuple[Tensor, ...]]:
     numbers: Any = itertools.count()
     model.register_forward_pre_hook(lambda *_: setattr(model, "number", next(numbers)))
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, args, name=name: found.update({(model.number, name): args}))
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: found.update({(model.number, name): args})
+        )
     for tokens in TOKENS:
         oracle.logits(model, tokens)
     return found
@@ -96,7 +122,9 @@ def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
     assert found.keys() == spilled.keys()
     assert all(torch.equal(found[key], spilled[key]) for key in found)
     met = _met(oracle.load(tiny_model(kind)))
-    single = [(group, site) for group in survey.groups for site in group.sites if site.expert is None]
+    single = [
+        (group, site) for group in survey.groups for site in group.sites if site.expert is None
+    ]
     assert single
     for index, (group, site) in ((index, one) for index in range(len(TOKENS)) for one in single):
         torch.testing.assert_close(found[index, group], met[index, site.module][0])
@@ -104,29 +132,42 @@ def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
 
 def test_experts_get_the_tokens_that_they_get_in_transformers(tiny_model: Tiny) -> None:
     passage, _, survey = _surveyed(tiny_model("mixtral"))
-    found, model = _seen(passage, survey, Spill()), oracle.load(tiny_model("mixtral")).requires_grad_(False)
+    found, model = (
+        _seen(passage, survey, Spill()),
+        oracle.load(tiny_model("mixtral")).requires_grad_(False),
+    )
     met = _met(model)
-    stacked = [(group, site) for group in survey.groups for site in group.sites if site.expert is not None]
+    stacked = [
+        (group, site) for group in survey.groups for site in group.sites if site.expert is not None
+    ]
     assert len(stacked) == 2 * 4 * 2  # blocks, experts, products
     for index, (group, site) in ((index, one) for index in range(len(TOKENS)) for one in stacked):
         states, chosen, _ = met[index, site.module]
         tokens = chosen.eq(site.expert or 0).any(-1).nonzero()[:, 0]
         assert found[index, Routed(site.module)][site.expert] == len(tokens) > 0
         if site.leaf == "down_proj":
-            gate, up = (states @ model.get_submodule(site.module).gate_up_proj[site.expert].t()).chunk(2, -1)
+            gate, up = (
+                states @ model.get_submodule(site.module).gate_up_proj[site.expert].t()
+            ).chunk(2, -1)
             states = nn.functional.silu(gate) * up
         torch.testing.assert_close(found[index, group], states[tokens])
         torch.testing.assert_close(found[index, (group, "all")], states)
 
 
-def test_one_block_at_a_time_has_weights_and_gets_them_once(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_block_at_a_time_has_weights_and_gets_them_once(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passage, _, _ = _surveyed(tiny_model("llama"))
     lazy, load, read, reported = passage.lazy, passage.lazy.load, list[str](), list[Any]()
 
     def watched(part: str) -> None:
         load(part)
         read.append(part)
-        there = {lazy.part_of(n.rpartition(".")[0]) for n, p in lazy.model.named_parameters() if not p.is_meta}
+        there = {
+            lazy.part_of(n.rpartition(".")[0])
+            for n, p in lazy.model.named_parameters()
+            if not p.is_meta
+        }
         assert sum(lazy.is_listed(one) for one in there if one) <= 1
 
     monkeypatch.setattr(lazy, "load", watched)
@@ -144,10 +185,14 @@ LAYOUTS: dict[str, tuple[list[set[str]], str]] = {  # groups of each block, and 
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_linears_with_one_input_are_a_group_and_those_without_are_named(kind: str, tiny_model: Tiny) -> None:
+def test_linears_with_one_input_are_a_group_and_those_without_are_named(
+    kind: str, tiny_model: Tiny
+) -> None:
     groups, left = LAYOUTS[kind]
     _, sites, survey = _surveyed(tiny_model(kind))
-    assert [{site.module.rpartition(".")[2] for site in group.sites} for group in survey.groups] == groups * 2
+    assert [
+        {site.module.rpartition(".")[2] for site in group.sites} for group in survey.groups
+    ] == groups * 2
     assert set(survey.unreached) == {site for site in sites if left and left in site.module}
     assert bool(survey.unreached) == bool(left)
     assert not survey.repeated
@@ -159,11 +204,15 @@ def test_linears_that_a_sample_passes_several_times_are_named(tiny_model: Tiny) 
     assert survey == Survey((), tuple(sites), ())
 
 
-def test_code_that_fails_is_reported_with_its_module(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_fails_is_reported_with_its_module(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passage, sites, _ = _surveyed(tiny_model("llama"))
     monkeypatch.setattr(passage.lazy.model.model.layers[1].mlp.act_fn, "forward", lambda _: 1 / 0)
     for run in (lambda: passage.hidden(TOKENS), lambda: passage.survey(sites, TOKENS[0])):
-        with pytest.raises(UnsupportedError, match=r"in 'model\.layers\.1\.mlp\.act_fn' \(ZeroDivision") as caught:
+        with pytest.raises(
+            UnsupportedError, match=r"in 'model\.layers\.1\.mlp\.act_fn' \(ZeroDivision"
+        ) as caught:
             run()
         assert caught.value.exit_code == 4
         _require_unloaded(passage)
@@ -171,7 +220,11 @@ def test_code_that_fails_is_reported_with_its_module(tiny_model: Tiny, monkeypat
 
 def test_gradients_warnings_and_logs_are_as_before(tiny_model: Tiny) -> None:
     def state() -> tuple[Any, ...]:
-        return torch.is_grad_enabled(), list(warnings.filters), logging.getLogger("transformers").level
+        return (
+            torch.is_grad_enabled(),
+            list(warnings.filters),
+            logging.getLogger("transformers").level,
+        )
 
     passage, _, survey = _surveyed(tiny_model("llama"))
     before = state()

@@ -23,12 +23,23 @@ _EXPERTS = "model.layers.0.block_sparse_moe.experts"
 
 def _opened(folder: Path) -> tuple[LazyModel, dict[str, Tensor]]:
     """A model, and the matrices in its blocks by their modules on disk."""
-    lazy, tensors = LazyModel(open_checkpoint(folder, tensors_only=True)), load_file(folder / "model.safetensors")
-    found = {name for name in tensors if name.endswith(".weight") and "layers." in name and tensors[name].dim() == 2}
-    return lazy, {name.removesuffix(".weight"): tensors[name] for name in found & lazy.targets.keys()}
+    lazy, tensors = (
+        LazyModel(open_checkpoint(folder, tensors_only=True)),
+        load_file(folder / "model.safetensors"),
+    )
+    found = {
+        name
+        for name in tensors
+        if name.endswith(".weight") and "layers." in name and tensors[name].dim() == 2
+    }
+    return lazy, {
+        name.removesuffix(".weight"): tensors[name] for name in found & lazy.targets.keys()
+    }
 
 
-def _require_found(sites: list[Site], parameters: Callable[[str], Tensor], linears: dict[str, Tensor]) -> None:
+def _require_found(
+    sites: list[Site], parameters: Callable[[str], Tensor], linears: dict[str, Tensor]
+) -> None:
     """Each row of each linear has one place, and is there."""
     rows = {name: list[int]() for name in linears}
     for site in sites:
@@ -40,7 +51,9 @@ def _require_found(sites: list[Site], parameters: Callable[[str], Tensor], linea
     assert rows == {name: list(range(len(weight))) for name, weight in linears.items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "jamba", "nemotron_h", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", "deepseek_v3", "jamba", "nemotron_h", "deepseek_v4"]
+)
 def test_rows_are_where_transformers_has_them(kind: str, tiny_model: Tiny) -> None:
     lazy, linears = _opened(tiny_model(kind))
     sites, reasons = find_sites(lazy, linears)
@@ -48,20 +61,33 @@ def test_rows_are_where_transformers_has_them(kind: str, tiny_model: Tiny) -> No
     _require_found(sites, oracle.load(tiny_model(kind)).get_parameter, linears)
 
 
-def _merged(folder: Path, *operations: loading.ConversionOps) -> tuple[LazyModel, dict[str, Tensor]]:
+def _merged(
+    folder: Path, *operations: loading.ConversionOps
+) -> tuple[LazyModel, dict[str, Tensor]]:
     """A mixture whose experts are merged in another way, and its linears that are."""
     lazy, linears = _opened(folder)
     patterns = [".experts.*.w1.weight", ".experts.*.w3.weight"]
-    made: Any = loading.WeightConverter(patterns, ".experts.gate_up_proj", [loading.MergeModulelist(0), *operations])
-    lazy._mapping = [made, *(one for one in lazy._mapping if getattr(one, "source_patterns", 0) != patterns)]
-    return lazy, {name: linears[name] for e in range(4) for name in (f"{_EXPERTS}.{e}.w1", f"{_EXPERTS}.{e}.w3")}
+    made: Any = loading.WeightConverter(
+        patterns, ".experts.gate_up_proj", [loading.MergeModulelist(0), *operations]
+    )
+    lazy._mapping = [
+        made,
+        *(one for one in lazy._mapping if getattr(one, "source_patterns", 0) != patterns),
+    ]
+    return lazy, {
+        name: linears[name]
+        for e in range(4)
+        for name in (f"{_EXPERTS}.{e}.w1", f"{_EXPERTS}.{e}.w3")
+    }
 
 
 def test_rows_of_transposed_experts_are_columns(tiny_model: Tiny) -> None:
     lazy, linears = _merged(tiny_model("mixtral"), loading.Concatenate(1), loading.Transpose(1, 2))
     sites, reasons = find_sites(lazy, linears)
     assert not reasons
-    both = [torch.cat([linears[f"{_EXPERTS}.{e}.w1"], linears[f"{_EXPERTS}.{e}.w3"]]) for e in range(4)]
+    both = [
+        torch.cat([linears[f"{_EXPERTS}.{e}.w1"], linears[f"{_EXPERTS}.{e}.w3"]]) for e in range(4)
+    ]
     stacked = torch.stack([one.t() for one in both])
     _require_found(sites, {"model.layers.0.mlp.experts.gate_up_proj": stacked}.__getitem__, linears)
     sites[0].of(stacked)[:] = 7
@@ -71,13 +97,17 @@ def test_rows_of_transposed_experts_are_columns(tiny_model: Tiny) -> None:
 class _Exchanged(loading.ConversionOps):
     """Exchanges two rows of each expert."""
 
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         (made,) = input_dict.values()
         return {target_patterns[0]: made[:, [0, 2, 1, *range(3, made.shape[1])]]}
 
 
 @pytest.mark.parametrize("operation", [loading.Interleave(1), _Exchanged()])
-def test_rows_in_another_order_have_no_place(operation: loading.ConversionOps, tiny_model: Tiny) -> None:
+def test_rows_in_another_order_have_no_place(
+    operation: loading.ConversionOps, tiny_model: Tiny
+) -> None:
     lazy, linears = _merged(tiny_model("mixtral"), loading.Concatenate(1), operation)
     query = "model.layers.0.self_attn.q_proj"
     sites, reasons = find_sites(lazy, [*linears, query])

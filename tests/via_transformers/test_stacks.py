@@ -25,9 +25,12 @@ from quantkit.via_transformers.stacks import unstack
 
 Tiny = Callable[[str], Path]
 KINDS = {
-    "zaya": "as transformers has them", "aria_text": "inputs first, other names", "granitemoe": "no module of experts",
-    "inkling2_text": "gates and others in turn", "llama4_text": "inputs first, for all tokens",
-}  # fmt: skip
+    "zaya": "as transformers has them",
+    "aria_text": "inputs first, other names",
+    "granitemoe": "no module of experts",
+    "inkling2_text": "gates and others in turn",
+    "llama4_text": "inputs first, for all tokens",
+}
 LINEARS = tuple(f".{linear}_proj.weight" for linear in ("gate", "up", "down"))
 TOKENS = torch.arange(3, 43).unsqueeze(0)
 
@@ -39,7 +42,9 @@ def _unstacked(folder: Path) -> Checkpoint:
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in tensors.items() if value.dim() == 3 and "conv" not in name}
+    return {
+        name: value for name, value in tensors.items() if value.dim() == 3 and "conv" not in name
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,16 +75,27 @@ def _logits(checkpoint: Checkpoint) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_experts_are_apart_and_floats_are_stacked(kind: str, tiny_model: Tiny, tmp_path: Path) -> None:
+def test_quantized_experts_are_apart_and_floats_are_stacked(
+    kind: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
     folder = tiny_model(kind)
     made = _rounded(folder, tmp_path / "dst")
-    packed, before = load_file(made.path / "model.safetensors"), load_file(folder / "model.safetensors")
+    packed, before = (
+        load_file(made.path / "model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
     assert not _stacked(packed)
-    assert sum(name.endswith("_proj.weight_packed") and ".experts." in name for name in packed) >= 12
+    assert (
+        sum(name.endswith("_proj.weight_packed") and ".experts." in name for name in packed) >= 12
+    )
     assert quantkit.verify(made.path, folder).verdict.name == "WITHIN_BOUND"
-    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
+    floats = quantkit.convert(
+        made.path, tmp_path / "floats", dequantize=True, tensors_only=True
+    ).path
     after = load_file(floats / "model.safetensors")
-    assert {name: value.shape for name, value in after.items()} == {name: value.shape for name, value in before.items()}
+    assert {name: value.shape for name, value in after.items()} == {
+        name: value.shape for name, value in before.items()
+    }
     assert len(_stacked(after)) > 0
     with torch.no_grad():
         expected = oracle.load(floats)(TOKENS).logits[0]
@@ -105,15 +121,21 @@ def test_experts_that_keep_their_floats_stay_one_tensor(tiny_model: Tiny, tmp_pa
     assert not quantkit.verify(made.path).edited  # or it is an error
     settings = json.loads((made.path / "config.json").read_text())["quantization_config"]
     module = "model.layers.1.block_sparse_moe.experts.3"
-    assert {f"{module}.gate_proj", f"{module}.up_proj", f"{module}.down_proj"} <= set(settings["ignore"])
+    assert {f"{module}.gate_proj", f"{module}.up_proj", f"{module}.down_proj"} <= set(
+        settings["ignore"]
+    )
 
 
-def test_experts_of_llama_4_are_apart_in_a_quantized_folder(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_experts_of_llama_4_are_apart_in_a_quantized_folder(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     """transformers makes a module of each linear where there is a quantization."""
     made = _rounded(tiny_model("llama4_text"), tmp_path / "dst", keep="*.experts.*")
     assert not _stacked(load_file(made.path / "model.safetensors"))
     assert not any("does not load" in note for note in made.notes)
-    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
+    floats = quantkit.convert(
+        made.path, tmp_path / "floats", dequantize=True, tensors_only=True
+    ).path
     with torch.no_grad():
         packed, expected = (oracle.load(one)(TOKENS).logits for one in (made.path, floats))
     assert torch.equal(packed, expected)
@@ -123,15 +145,23 @@ def test_experts_of_llama_4_are_apart_in_a_quantized_folder(tiny_model: Tiny, tm
 def test_a_converter_that_looks_at_shapes_sees_that_of_all_experts(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tiny_image_text.OVERRIDES, "qwen3_vl_moe", {"text_config": {"moe_intermediate_size": size}})
+    monkeypatch.setitem(
+        tiny_image_text.OVERRIDES, "qwen3_vl_moe", {"text_config": {"moe_intermediate_size": size}}
+    )
     tiny_image_text.make("qwen3_vl_moe", tmp_path)
     source = _unstacked(tmp_path)
-    parameters = dict(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    parameters = dict(
+        AutoModelForImageTextToText.from_pretrained(
+            tmp_path, dtype=torch.float32
+        ).named_parameters()
+    )
     linears = [tensor for tensor in source.config.tensors or () if tensor.stack is not None]
     assert len(linears) == 2 * 4 * 3
     for tensor in linears:
         experts, number, linear = tensor.module.rsplit(".", 2)
-        weight = parameters[f"{experts}.{'down_proj' if linear == 'down_proj' else 'gate_up_proj'}"][int(number)]
+        weight = parameters[
+            f"{experts}.{'down_proj' if linear == 'down_proj' else 'gate_up_proj'}"
+        ][int(number)]
         part = weight if linear == "down_proj" else weight.chunk(2)[linear == "up_proj"]
         assert torch.equal(source.load(tensor.name), part), tensor.name
 
@@ -142,7 +172,9 @@ def test_buffers_with_three_axes_are_no_experts(tiny_model: Tiny) -> None:
     assert len(source.info("model.layers.0.self_attn.slope_rate").shape) == 3
 
 
-def test_a_tensor_with_the_name_of_an_expert_does_not_stand_in_for_it(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_a_tensor_with_the_name_of_an_expert_does_not_stand_in_for_it(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_model("zaya"), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     other = "model.layers.0.mlp.experts.1.gate_proj.weight"  # which transformers ignores

@@ -38,7 +38,7 @@ ENTRY %main (p: f32[4,8]) -> f32[4,8] {
   %loop = (s32[], f32[4,8]) while(%start), condition=%condition, body=%body
   %total = f32[4,8]{1,0} all-reduce(%p), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, to_apply=%add
 }
-"""
+"""  # noqa: E501
 
 
 def test_loops_count_in_each_round() -> None:
@@ -54,11 +54,13 @@ def test_loops_count_in_each_round() -> None:
 def test_a_collective_that_several_fusions_share_is_one() -> None:
     gather = "s4[16] all-gather(%p), channel_id=9, replica_groups={{0,1}}, dimensions={0}"
     parts = "".join(
-        f"%part.{number} (p: s4[8]) -> s4[16] {{\n  %p = s4[8] parameter(0)\n  ROOT %all = {gather}\n}}\n\n"
+        f"%part.{number} (p: s4[8]) -> s4[16] {{\n  %p = s4[8] parameter(0)\n  ROOT %all ="
+        f" {gather}\n}}\n\n"
         for number in range(3)
     )
     body = "".join(
-        f"  %fusion.{number} = s4[16] fusion(%p), kind=kCustom, calls=%part.{number}\n" for number in range(3)
+        f"  %fusion.{number} = s4[16] fusion(%p), kind=kCustom, calls=%part.{number}\n"
+        for number in range(3)
     )
     program = f"{parts}ENTRY %main (p: s4[8]) -> s4[16] {{\n  %p = s4[8] parameter(0)\n{body}}}\n"
     assert exchanges(program) == {Collective("all-gather", (0, 1), "s4", (16,)): 1}
@@ -86,17 +88,20 @@ def test_a_loop_may_state_its_rounds() -> None:
 )
 def test_who_exchanges(groups: str, devices: tuple[int, ...]) -> None:
     kind = "collective-permute" if "pairs" in groups else "all-gather"
-    program = f"ENTRY %main (p: f32[2]) -> f32[4] {{\n  %all = f32[4] {kind}(%p), {groups}, dimensions={{0}}\n}}\n"
+    program = (
+        f"ENTRY %main (p: f32[2]) -> f32[4] {{\n  %all = f32[4] {kind}(%p), {groups},"
+        " dimensions={0}\n}\n"
+    )
     (found,) = exchanges(program)
     assert found.devices == devices
 
 
 def test_several_arrays_together() -> None:
     program = (
-        "ENTRY %main (p: f32[2], q: u4[8]) -> f32[2] {\n"
-        "  %both = (f32[2]{0}, u4[8]{0}) all-reduce(f32[2]{0} %p, u4[8]{0} %q), replica_groups={{0,1}}, to_apply=%add\n"
-        "  %start = (f32[2]{0}, f32[4]{0}) all-gather-start(f32[2]{0} %p), replica_groups={{0,1}}, dimensions={0}\n"
-        "}\n"
+        "ENTRY %main (p: f32[2], q: u4[8]) -> f32[2] {\n  %both = (f32[2]{0}, u4[8]{0})"
+        " all-reduce(f32[2]{0} %p, u4[8]{0} %q), replica_groups={{0,1}}, to_apply=%add\n  %start ="
+        " (f32[2]{0}, f32[4]{0}) all-gather-start(f32[2]{0} %p), replica_groups={{0,1}},"
+        " dimensions={0}\n}\n"
     )
     assert exchanges(program) == {
         Collective("all-reduce", (0, 1), "f32", (2,)): 1,

@@ -23,8 +23,14 @@ from quantkit import xla
 pytestmark = pytest.mark.xla
 
 PROMPT = "My fellow citizens"
-FEATURES = {"gemma2-features": 4, "gemma3-features": 2, "granite-multipliers": 4, "glm4": 2, "ministral3-window": 4,
-            "phi3-partial": 2}  # fmt: skip
+FEATURES = {
+    "gemma2-features": 4,
+    "gemma3-features": 2,
+    "granite-multipliers": 4,
+    "glm4": 2,
+    "ministral3-window": 4,
+    "phi3-partial": 2,
+}
 """Cases of `test_architectures`, on so many devices."""
 
 
@@ -37,14 +43,34 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
     for scheme in ("int8", "int4-g32", "int4-g16-asym"):
         quantkit.quantize(
-            source, home / scheme, any_scheme(scheme), method="rtn", keep=["*.layers.1.mlp.up_proj"],
-            embedding="int8" if scheme == "int8" else None, accept_quality_loss=True,
-        )  # fmt: skip
+            source,
+            home / scheme,
+            any_scheme(scheme),
+            method="rtn",
+            keep=["*.layers.1.mlp.up_proj"],
+            embedding="int8" if scheme == "int8" else None,
+            accept_quality_loss=True,
+        )
     tied = oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
-    quantkit.quantize(tied, home / "tied-int8", "int4-g32", method="rtn", embedding="int8", accept_quality_loss=True)
+    quantkit.quantize(
+        tied,
+        home / "tied-int8",
+        "int4-g32",
+        method="rtn",
+        embedding="int8",
+        accept_quality_loss=True,
+    )
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
-    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "tied-int8": 2, "qwen3": 4}
+    devices = {
+        "float32": 8,
+        "int8": 8,
+        "int4-g32": 8,
+        "int4-g16-asym": 8,
+        "qwen2": 1,
+        "tied-int8": 2,
+        "qwen3": 4,
+    }
     for case, count in FEATURES.items():
         kind, changes = CASES[case]
         own = {**changes, **small, "num_key_value_heads": 4, "eos_token_id": 98}
@@ -77,7 +103,9 @@ def test_a_step_exchanges_twice_a_layer_and_twice_more(name: str, cases: dict[st
     assert cases[name]["collectives"] == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("int4-g32", "int4"), ("int4-g16-asym", "int4")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("int8", "int8"), ("int4-g32", "int4"), ("int4-g16-asym", "int4")]
+)
 def test_weights_stay_quantized(name: str, dtype: str, cases: dict[str, Any]) -> None:
     dtypes = cases[name]["dtypes"]
     linears = [key.removesuffix(".codes") for key in dtypes if key.endswith(".codes")]
@@ -90,7 +118,9 @@ def test_weights_stay_quantized(name: str, dtype: str, cases: dict[str, Any]) ->
 def test_a_tied_head_has_the_codes_of_the_embedding(cases: dict[str, Any]) -> None:
     dtypes = cases["tied-int8"]["dtypes"]
     assert dtypes["model.embed_tokens.codes"] == "int8"
-    assert not [name for name in dtypes if name.startswith("lm_head") or name == "model.embed_tokens.weight"]
+    assert not [
+        name for name in dtypes if name.startswith("lm_head") or name == "model.embed_tokens.weight"
+    ]
 
 
 def test_memory_is_divided(cases: dict[str, Any]) -> None:
@@ -107,7 +137,12 @@ def test_the_cache_is_donated_and_its_end_is_guarded(cases: dict[str, Any]) -> N
     assert cases["float32"]["full"].startswith(
         "RequestError: the texts exceed the cache (found 33, expected at most 32"
     )
-    assert cases["clamped"] == [4, 4, 2, 2]  # what would happen without the guard: not at the fourth, before it
+    assert cases["clamped"] == [
+        4,
+        4,
+        2,
+        2,
+    ]  # what would happen without the guard: not at the fourth, before it
 
 
 def test_tokens_are_drawn_as_requested(cases: dict[str, Any]) -> None:
@@ -143,13 +178,24 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     require_torchax()
-    command = ["generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32", "--max-new-tokens", "25"]
+    command = [
+        "generate",
+        str(demo_model),
+        "--prompt",
+        PROMPT,
+        "--dtype",
+        "fp32",
+        "--max-new-tokens",
+        "25",
+    ]
     code, eager, _ = run(capfd, *command)
     assert code == 0
     sharded = forked.quantkit(*command, "--backend", "xla", "--tp", "4")
     found = []
     for _ in range(2):
-        done = subprocess.run(sharded, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            sharded, env=environment(4, tmp_path), capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout, without_progress(done.stderr)) == (0, eager, "")
         found.append({file.name for file in (tmp_path / "xla").glob("*-cache")})
     assert found[0] == found[1]
@@ -159,21 +205,35 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
 def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
     require_torchax()
     command = forked.quantkit(
-        "generate", demo_model, "--prompt", PROMPT, "--max-new-tokens", "15", "--temperature", "0.8",
-        "--backend", "xla", "--multi-host",
-    )  # fmt: skip
+        "generate",
+        demo_model,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "15",
+        "--temperature",
+        "0.8",
+        "--backend",
+        "xla",
+        "--multi-host",
+    )
     place = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
     hosts = [
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=environment(2, tmp_path, JAX_PROCESS_ID=str(rank), **place),
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     (first, errors), (second, _) = [host.communicate(timeout=240) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], errors
     assert PROMPT in first
-    text = first[first.index(PROMPT) :].strip()  # the library that joins CPUs speaks up on stdout too
+    text = first[
+        first.index(PROMPT) :
+    ].strip()  # the library that joins CPUs speaks up on stdout too
     assert PROMPT not in second
     assert text.removeprefix(PROMPT).strip().split("\n")[0] not in second
 
@@ -190,15 +250,25 @@ def _free_port() -> int:
     [
         ({}, 'jax is not installed; pip install "quantkit[tpu]"'),
         ({"jax": "0.10.2"}, "torchax is not installed"),
-        ({"jax": "0.9.0", "torchax": "0.0.13"}, "this version of jax does not serve (found 0.9.0, expected 0.10.2)"),
+        (
+            {"jax": "0.9.0", "torchax": "0.0.13"},
+            "this version of jax does not serve (found 0.9.0, expected 0.10.2)",
+        ),
         ({"jax": "0.10.2", "torchax": "0.0.13"}, "libtpu is not installed"),
     ],
 )
 def test_a_package_that_is_missing_is_named(
-    installed: dict[str, str], line: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    installed: dict[str, str],
+    line: str,
+    demo_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     monkeypatch.setattr(xla, "_installed", installed.get)
-    commands = [["plan", demo_model, "--target", "v5e-16"], ["plan", "generate", "llama-2-7b", "--target", "v5e-16"]]
+    commands = [
+        ["plan", demo_model, "--target", "v5e-16"],
+        ["plan", "generate", "llama-2-7b", "--target", "v5e-16"],
+    ]
     if len(installed) < 2 or "0.9.0" in installed.values():
         commands.append(["generate", demo_model, "--prompt", "x", "--backend", "xla"])
     for command in commands:
@@ -209,7 +279,9 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_the_extra_brings_the_versions_that_are_requested() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert extras["tpu"] == [f"{name}=={version}" for name, version in xla.VERSIONS.items()]
 
 
@@ -237,21 +309,31 @@ for given in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def refused(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """Exit codes and errors of a model with experts, and of the demo model over each number of devices, in one
-    process."""
+def refused(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], list[str]]:
+    """Exit codes and errors of a model with experts, and of the demo model over each number of
+    devices, in one process.
+    """
     require_torchax()
     home = tmp_path_factory.mktemp("refused")
     oracle.save(oracle.make("mixtral", num_local_experts=4), home / "model")
-    command = forked.command("-c", IN_TURN, f"{home / 'model'}:2", *(f"{demo_model}:{count}" for count in REFUSED))
-    done = subprocess.run(command, env=environment(4, home), capture_output=True, text=True, check=False)
+    command = forked.command(
+        "-c", IN_TURN, f"{home / 'model'}:2", *(f"{demo_model}:{count}" for count in REFUSED)
+    )
+    done = subprocess.run(
+        command, env=environment(4, home), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), done.stderr.splitlines()
 
 
 def test_a_model_that_xla_does_not_run_is_refused(refused: tuple[list[str], list[str]]) -> None:
     codes, errors = refused
-    assert (codes[0], errors[0]) == ("4", "quantkit: error: mixtral is not run by XLA (found experts)")
+    assert (codes[0], errors[0]) == (
+        "4",
+        "quantkit: error: mixtral is not run by XLA (found experts)",
+    )
 
 
 def test_devices_that_do_not_serve_are_refused(refused: tuple[list[str], list[str]]) -> None:

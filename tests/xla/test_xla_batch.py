@@ -21,7 +21,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     home = tmp_path_factory.mktemp("xla")
     small = {"num_hidden_layers": 2, "vocab_size": 99, "eos_token_id": None}
     source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
-    quantkit.quantize(source, home / "int4-g32", any_scheme("int4-g32"), method="rtn", accept_quality_loss=True)
+    quantkit.quantize(
+        source, home / "int4-g32", any_scheme("int4-g32"), method="rtn", accept_quality_loss=True
+    )
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
     return found_by("xla_batch_cases", {"qwen3": 4, "int4-g32": 8, "float32": 8}, home)
@@ -87,7 +89,9 @@ def test_log_probabilities_are_those_of_torch(cases: dict[str, Any]) -> None:
 
 
 def test_log_probabilities_of_prompts_are_refused(cases: dict[str, Any]) -> None:
-    assert cases["refused"].startswith("RequestError: log-probabilities of prompts are not given through XLA; leave")
+    assert cases["refused"].startswith(
+        "RequestError: log-probabilities of prompts are not given through XLA; leave"
+    )
 
 
 def test_nan_in_one_text_is_an_error(cases: dict[str, Any]) -> None:

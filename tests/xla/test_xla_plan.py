@@ -20,10 +20,19 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.tensors.scheme import QuantScheme
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture
@@ -41,7 +50,9 @@ def _plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_slice_is_compiled_for(folder: Path) -> None:
-    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json", "-")
+    done = _plan(
+        folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["chips"], found["batch"], found["context"]) == (4, 2, 512)
@@ -49,7 +60,8 @@ def test_a_slice_is_compiled_for(folder: Path) -> None:
     for phase in (step, prompt):
         assert phase["collectives"] == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
         assert phase["total"] > phase["arguments"] + phase["temporaries"]
-    # Codes of half a byte and scales of two; an int8 head; KV heads 2 become 4; keys and values of 2 x 512 positions.
+    # Codes of half a byte and scales of two; an int8 head; KV heads 2 become 4; keys and values of
+    # 2 x 512 positions.
     weights = 2 * (2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 2048)
     held = weights * (1 / 2 + 2 / 128) + 1024 * 1024 * (1 + 2) + 2 * 2 * 4 * 2 * 512 * 128 * 2
     assert step["arguments"] == pytest.approx(held / 4, rel=0.05)
@@ -73,7 +85,10 @@ def test_what_does_not_fit_is_an_error(batch: int, line: str, folder: Path) -> N
     [
         (["--target", "v5e-5"], "unknown TPU slice (found v5e-5"),
         (["--target", "v9-8"], "unknown TPU slice (found v9-8"),
-        (["--target", "v5e-16"], "attention heads can't be divided among the devices (found 16 devices"),
+        (
+            ["--target", "v5e-16"],
+            "attention heads can't be divided among the devices (found 16 devices",
+        ),
         (["--target", "v5e-8", "--context", "513"], "batch or context can't be (found 1 and 513"),
     ],
 )
@@ -85,7 +100,10 @@ def test_slices_that_do_not_serve_are_refused(options: list[str], line: str, fol
 
 def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None:
     assert schemes(shaped(folder, None)) == {}
-    assert set(schemes(shaped(folder, "int4-g64")).values()) == {QuantScheme(4, 64), QuantScheme(8, None)}
+    assert set(schemes(shaped(folder, "int4-g64")).values()) == {
+        QuantScheme(4, 64),
+        QuantScheme(8, None),
+    }
     own = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
     settings = CompressedTensors().write_settings(own, linear_columns(shaped(folder, None).config))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
@@ -102,7 +120,18 @@ def test_a_folder_needs_no_name_of_a_command(folder: Path, capfd: Capture) -> No
 
 
 def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
-    done = _plan("refine", folder, "--target", "v5e-4", "--length", "128", "--scheme", "int4-g128", "--json", "-")
+    done = _plan(
+        "refine",
+        folder,
+        "--target",
+        "v5e-4",
+        "--length",
+        "128",
+        "--scheme",
+        "int4-g128",
+        "--json",
+        "-",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["chips"], found["batch"], found["length"], found["refused"]) == (4, 4, 128, {})
@@ -112,7 +141,9 @@ def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
         assert one["total"] > one["arguments"] + one["temporaries"]
         assert bits / 8 / 4 < one["arguments"] < bits / 8
         assert 0 < one["utilization"] <= 3 / 4  # a quarter is computed again
-    data, both = ({(sent["kind"], sent["axis"]) for sent in one["exchanges"]} for one in found["meshes"])
+    data, both = (
+        {(sent["kind"], sent["axis"]) for sent in one["exchanges"]} for one in found["meshes"]
+    )
     assert {axis for _, axis in data} <= {"data", "none"}
     assert {("all-gather", "data"), ("reduce-scatter", "model")} <= both
 
@@ -121,11 +152,19 @@ def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
     ("options", "line"),
     [
         (["--target", "2xv5e-3"], "unknown TPU slice (found 2xv5e-3"),
-        (["--target", "v5e-4", "--mesh", "2x4"], "the mesh is not all of the slice (found 2x4, expected 4 chips)"),
-        (["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"], "can't be divided among the devices (found 6, "),
+        (
+            ["--target", "v5e-4", "--mesh", "2x4"],
+            "the mesh is not all of the slice (found 2x4, expected 4 chips)",
+        ),
+        (
+            ["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"],
+            "can't be divided among the devices (found 6, ",
+        ),
     ],
 )
-def test_what_training_cannot_be_divided_into_is_refused(options: list[str], line: str, folder: Path) -> None:
+def test_what_training_cannot_be_divided_into_is_refused(
+    options: list[str], line: str, folder: Path
+) -> None:
     done = _plan("refine", folder, *options, "--scheme", "int4-g128")
     assert (done.returncode, done.stdout) == (2, "")
     assert line in done.stderr
@@ -149,9 +188,19 @@ def test_options_of_a_slice_and_of_a_run_exclude_each_other(
     assert line in errors
 
 
-def test_this_machine_is_not_planned_for_xla(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_this_machine_is_not_planned_for_xla(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     code, _, errors = run(
-        capfd, "plan", "refine", demo_model, tmp_path / "dst", "--against", demo_model, "--backend", "xla"
+        capfd,
+        "plan",
+        "refine",
+        demo_model,
+        tmp_path / "dst",
+        "--against",
+        demo_model,
+        "--backend",
+        "xla",
     )
     assert code == 2
     assert "plan it for a --target" in errors

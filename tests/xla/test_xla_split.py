@@ -34,16 +34,22 @@ def _config(**changes: Any) -> ModelConfig:
 
 
 def _parameter(config: ModelConfig, child: str) -> Parameter:
-    return next(parameter for parameter in parameters(config) if parameter.name.endswith(child + ".weight"))
+    return next(
+        parameter for parameter in parameters(config) if parameter.name.endswith(child + ".weight")
+    )
 
 
 def _weight(split: DeviceSplit, parameter: Parameter, value: object, rank: int) -> Tensor:
     """What a device's leaves mean, [O, I]."""
-    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in split.leaves(parameter, value, rank)}  # type: ignore[arg-type]
+    leaves = {
+        leaf.name.rpartition(".")[2]: leaf.value for leaf in split.leaves(parameter, value, rank)
+    }  # type: ignore[arg-type]
     if "weight" in leaves:
         return leaves["weight"]
     zero = leaves["zero"].float().unsqueeze(-1) if "zero" in leaves else 0
-    weight = (leaves["codes"].float() - zero) * leaves["scale"].float().unsqueeze(-1)  # [G, O, I / G]
+    weight = (leaves["codes"].float() - zero) * leaves["scale"].float().unsqueeze(
+        -1
+    )  # [G, O, I / G]
     return weight.transpose(0, 1).flatten(1)
 
 
@@ -73,9 +79,17 @@ def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: i
 
 @pytest.mark.parametrize(
     ("devices", "group", "expected"),
-    [(8, 128, (128, 11264)), (16, 128, (64, 11264)), (16, 32, (32, 11264)), (8, 64, (64, 11264)), (4, 64, (64, 11008))],
+    [
+        (8, 128, (128, 11264)),
+        (16, 128, (64, 11264)),
+        (16, 32, (32, 11264)),
+        (8, 64, (64, 11264)),
+        (4, 64, (64, 11008)),
+    ],
 )
-def test_groups_that_do_not_divide_are_padded_or_cut(devices: int, group: int, expected: tuple[int, int]) -> None:
+def test_groups_that_do_not_divide_are_padded_or_cut(
+    devices: int, group: int, expected: tuple[int, int]
+) -> None:
     config = _config(intermediate_size=11008, num_heads=16, num_kv_heads=16)
     scheme = QuantScheme(4, group)
     parameter = _parameter(config, "down_proj")
@@ -104,7 +118,9 @@ def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     }
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)]
+)
 def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, devices: int) -> None:
     with pytest.raises(RequestError, match="can't be divided among the devices"):
         DeviceSplit(_config(num_heads=heads, num_kv_heads=kv_heads), {}, devices)
@@ -118,22 +134,29 @@ def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, de
         ({"experts": ExpertsConfig(2, 8, 1), "layers": (LayerConfig(experts=True),)}, "experts"),
     ],
 )
-def test_features_that_programs_do_not_have_are_refused(changes: dict[str, Any], named: str) -> None:
+def test_features_that_programs_do_not_have_are_refused(
+    changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(UnsupportedError, match=rf"llama is not run by XLA \(found {named}\)"):
         DeviceSplit(_config(**changes), {}, 1)
 
 
 def test_columns_between_heads_are_not_padded() -> None:
-    config = _config(num_heads=40, num_kv_heads=40, head_dim=104)  # 520 columns a device: 65 groups of 8
+    config = _config(
+        num_heads=40, num_kv_heads=40, head_dim=104
+    )  # 520 columns a device: 65 groups of 8
     weight = _parameter(config, "o_proj")
     shards = DeviceSplit(config, {weight.module: QuantScheme(4, 32)}, 8).shards(weight)
     assert (shards.count, shards.group) == (520, 8)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "found"), [("q6_k", "q6_k"), ("q4_1", "offsets of groups in floats"), ("mxfp4", "mxfp4")]
+    ("scheme", "found"),
+    [("q6_k", "q6_k"), ("q4_1", "offsets of groups in floats"), ("mxfp4", "mxfp4")],
 )
-def test_a_weight_that_is_no_integer_codes_with_scales_is_not_trained(scheme: str, found: str) -> None:
+def test_a_weight_that_is_no_integer_codes_with_scales_is_not_trained(
+    scheme: str, found: str
+) -> None:
     """Among others that are: as codes it would mean another weight."""
     model = synthetic("llama-160m", "int4-g128")
     require_trainable(model)

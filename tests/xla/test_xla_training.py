@@ -1,4 +1,6 @@
-"""Training scales over meshes of virtual devices: as torch trains them, and what devices exchange for it."""
+"""Training scales over meshes of virtual devices: as torch trains them, and what devices
+exchange for it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ KV = "a KV head on all"
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     KV: ("llama", {"num_key_value_heads": 1}, "int4-g32"),
     "groups on several": ("llama", {"intermediate_size": 192}, "int4-g64"),
-    "zero points, biases, int8 embedding as head": ("qwen2", {"tie_word_embeddings": True}, "int4-g32-asym"),
+    "zero points, biases, int8 embedding as head": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        "int4-g32-asym",
+    ),
     "norms after branches, windows": ("gemma2", {}, "int4-g32"),
     "int8 rows": ("llama", {}, "int8"),
 }
@@ -38,18 +44,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for case, (kind, sizes, scheme) in CASES.items():
         source = oracle.save(oracle.make(kind, **sizes), home / "cases" / case / "floats")
         quantkit.quantize(
-            source, home / "cases" / case / "int4", scheme, method="rtn", accept_quality_loss=True, source_check=False,
+            source,
+            home / "cases" / case / "int4",
+            scheme,
+            method="rtn",
+            accept_quality_loss=True,
+            source_check=False,
             embedding="int8" if "int8" in case else None,
-        )  # fmt: skip
+        )
     other, generator = oracle.make("llama", **CASES[KV][1]), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     oracle.save(other, home / "other")
     done = subprocess.run(
-        forked.command("-m", "xla_training_cases", str(home)), env=environment(8, home / "cache"), cwd=home,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        forked.command("-m", "xla_training_cases", str(home)),
+        env=environment(8, home / "cache"),
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -57,7 +72,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [(KV, "2x4"), (KV, "4x2"), ("slices", "2 slices of 2x2"), *((case, "2x4") for case in CASES if case != KV)],
+    [
+        (KV, "2x4"),
+        (KV, "4x2"),
+        ("slices", "2 slices of 2x2"),
+        *((case, "2x4") for case in CASES if case != KV),
+    ],
 )
 def test_a_mesh_trains_as_torch_does(case: str, mesh: str, found: dict[str, Any]) -> None:
     expected, own = found[case]["torch"], found[case][mesh]
@@ -77,8 +97,9 @@ def test_all_weights_are_trained_as_transformers_trains_them(found: dict[str, An
 
 @pytest.mark.parametrize("mesh", ["2x4", "4x2"])
 def test_a_layer_exchanges_what_the_tables_imply(mesh: str, found: dict[str, Any]) -> None:
-    """Along data the codes and scales of its seven weights, forward and backward, and gradients of scales; along model
-    features of tokens."""
+    """Along data the codes and scales of its seven weights, forward and backward, and gradients of
+    scales; along model features of tokens.
+    """
     layer = found["layer"][mesh]
     data = int(mesh[0])
     counts: Counter[Any] = Counter()
@@ -92,14 +113,15 @@ def test_a_layer_exchanges_what_the_tables_imply(mesh: str, found: dict[str, Any
             assert dtype == "f32"
         counts[axis, kind, what] += count
     assert counts == {
-        ("data", "all-gather", "codes"): 7 * 2, ("data", "all-gather", "scales"): 7 * 2,
+        ("data", "all-gather", "codes"): 7 * 2,
+        ("data", "all-gather", "scales"): 7 * 2,
         ("data", "all-reduce", "scales"): 7,
         # Inputs of o, and of gate and up, twice; gradients of q, k, v and down.
         ("model", "all-gather", "features"): 2 * 2 + 4,
         # Outputs of q, k and v twice, of down once; gradients by the inputs of o, gate and up.
         ("model", "all-reduce", "features"): 3 * 2 + 1 + 3,
         ("model", "all-reduce", "norms"): 2 * 3,
-    }  # fmt: skip
+    }
 
 
 def test_what_a_plan_counts_is_what_devices_have(found: dict[str, Any]) -> None:
@@ -108,23 +130,59 @@ def test_what_a_plan_counts_is_what_devices_have(found: dict[str, Any]) -> None:
 
 
 def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) -> None:
-    """Killed after its first epoch over a mesh, it is continued by torch, as torch would have trained."""
+    """Killed after its first epoch over a mesh, it is continued by torch, as torch would have
+    trained.
+    """
     require_torchax()
     floats, int4 = tmp_path / "floats", tmp_path / "int4"
     quantkit.convert(demo_model, floats, dtype="bf16", source_check=False)
     quantkit.quantize(floats, int4, "int4-g32", method="rtn", source_check=False)
-    given: dict[str, Any] = {"calibration": EXCERPT, "samples": 48, "length": 32, "epochs": 2, "source_check": False}
-    options = ["--calibration", EXCERPT, "--samples", 48, "--length", 32, "--epochs", 2, "--no-source-check"]
-    command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *options)]
+    given: dict[str, Any] = {
+        "calibration": EXCERPT,
+        "samples": 48,
+        "length": 32,
+        "epochs": 2,
+        "source_check": False,
+    }
+    options = [
+        "--calibration",
+        EXCERPT,
+        "--samples",
+        48,
+        "--length",
+        32,
+        "--epochs",
+        2,
+        "--no-source-check",
+    ]
+    command = [
+        str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *options)
+    ]
     killed = subprocess.run(
-        forked.command("-c", partial.STOPPED_TRAINING + forked.COMMAND, *command, "--backend", "xla", "--mesh", "2x4"),
-        env=environment(8, tmp_path / "cache"), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        forked.command(
+            "-c",
+            partial.STOPPED_TRAINING + forked.COMMAND,
+            *command,
+            "--backend",
+            "xla",
+            "--mesh",
+            "2x4",
+        ),
+        env=environment(8, tmp_path / "cache"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     quantkit.refine(int4, tmp_path / "dst", against=floats, resume=True, **given)
     quantkit.refine(int4, tmp_path / "torch", against=floats, **given)
     curves = [
-        [one["held_back"] for one in json.loads((tmp_path / name / "quantkit.json").read_text())["refined"]["curve"]]
+        [
+            one["held_back"]
+            for one in json.loads((tmp_path / name / "quantkit.json").read_text())["refined"][
+                "curve"
+            ]
+        ]
         for name in ("dst", "torch")
     ]
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)  # scales in bfloat16
@@ -134,24 +192,49 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
     ("options", "message"),
     [
         (["--backend", "xla", "--train-codes"], "--train-codes does not go with --backend xla"),
-        (["--backend", "xla", "--device", "cpu"], "--device does not go with --backend xla, which has its own"),
-        (["--backend", "xla", "--mesh", "4x4"], "too few devices (found 8 of kind cpu, expected 16)"),
+        (
+            ["--backend", "xla", "--device", "cpu"],
+            "--device does not go with --backend xla, which has its own",
+        ),
+        (
+            ["--backend", "xla", "--mesh", "4x4"],
+            "too few devices (found 8 of kind cpu, expected 16)",
+        ),
         (
             ["--backend", "xla", "--mesh", "8x1"],
-            "--batch can't be divided among the parts of the samples in --mesh (found 4, expected a multiple of 8)",
+            (
+                "--batch can't be divided among the parts of the samples in --mesh (found 4,"
+                " expected a multiple of 8)"
+            ),
         ),
     ],
 )
-def test_what_devices_cannot_do_is_refused(options: list[str], message: str, demo_model: Path, tmp_path: Path) -> None:
+def test_what_devices_cannot_do_is_refused(
+    options: list[str], message: str, demo_model: Path, tmp_path: Path
+) -> None:
     require_torchax()
     floats, int4 = tmp_path / "floats", tmp_path / "int4"
     quantkit.convert(demo_model, floats, dtype="bf16", source_check=False)
     quantkit.quantize(floats, int4, "int8", method="rtn", source_check=False)
-    command = ["refine", str(int4), str(tmp_path / "dst"), "--against", str(floats), *options, "--no-source-check"]
+    command = [
+        "refine",
+        str(int4),
+        str(tmp_path / "dst"),
+        "--against",
+        str(floats),
+        *options,
+        "--no-source-check",
+    ]
     done = subprocess.run(
         forked.command("-c", forked.COMMAND, *command, "--samples", "16", "--length", "16"),
-        env=environment(8, tmp_path / "cache"), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment(8, tmp_path / "cache"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
-    assert sorted(one.name for one in tmp_path.iterdir() if one.name != "cache") == ["floats", "int4"]
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name != "cache") == [
+        "floats",
+        "int4",
+    ]

@@ -1,4 +1,6 @@
-"""The families that quantkit supports, found automatically, and config.json: reading, writing, ignored settings."""
+"""The families that quantkit supports, found automatically, and config.json: reading, writing,
+ignored settings.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings, shown
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
-_THETA, _ORIGINAL, _PARTIAL = "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"
+_THETA, _ORIGINAL, _PARTIAL = (
+    "rope_theta",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
 _WITH_ORIGINAL = ("yarn", "llama3", "longrope")
 _NEW, _OLD = "rope_parameters", "rope_scaling"
 
@@ -23,12 +29,21 @@ _NEW, _OLD = "rope_parameters", "rope_scaling"
 @functools.cache
 def families() -> dict[str, Family]:
     """Every family by its ``model_type``."""
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
+    modules = [
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+    ]
+    return {
+        family.model_type: family
+        for module in modules
+        for family in getattr(module, "FAMILIES", ())
+    }
 
 
 def is_known_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face ``config.json`` names a family that the decoder runs, or none at all."""
+    """Whether a Hugging Face ``config.json`` names a family that the decoder runs, or none at
+    all.
+    """
     kind = raw.get("model_type")
     family = families().get(kind) if isinstance(kind, str) else None
     return not isinstance(kind, str) or (family is not None and family.runs)
@@ -42,16 +57,24 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
         UnsupportedError: for an architecture, activation or setting that is not supported.
     """
     settings = Settings(raw, path)
-    kind = settings.string("model_type", hint="this looks like Meta's params.json" if "dim" in raw else None)
+    kind = settings.string(
+        "model_type", hint="this looks like Meta's params.json" if "dim" in raw else None
+    )
     family = families().get(kind)
     if family is None or not family.runs:
         supported = sorted(name for name, known in families().items() if known.runs)
         raise UnsupportedError(
-            "architecture is not supported", path=settings.path, found=kind, expected=", ".join(supported),
-            hint="quantize, verify and eval have it run by transformers, if `pip install 'quantkit[transformers]'` was"
-            ' done, and so has generate with `backend="transformers"`; or `tensors_only=True` of quantize and convert'
-            " takes its tensors as they are",
-        )  # fmt: skip
+            "architecture is not supported",
+            path=settings.path,
+            found=kind,
+            expected=", ".join(supported),
+            hint=(
+                "quantize, verify and eval have it run by transformers, if `pip install"
+                " 'quantkit[transformers]'` was done, and so has generate with"
+                ' `backend="transformers"`; or `tensors_only=True` of quantize and convert takes'
+                " its tensors as they are"
+            ),
+        )
     return family.read(settings)
 
 
@@ -60,27 +83,39 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     family = families()[config.architecture]
     ends = config.eos_token_ids
     return {
-        "architectures": [family.class_name], "model_type": config.architecture, "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
-        "hidden_act": _ACTIVATIONS.get(config.activation, "silu"), "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_context, "tie_word_embeddings": config.tied_embeddings,
-        "torch_dtype": config.dtype, "bos_token_id": config.bos_token_id,
+        "architectures": [family.class_name],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": _ACTIVATIONS.get(config.activation, "silu"),
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_context,
+        "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": config.dtype,
+        "bos_token_id": config.bos_token_id,
         "eos_token_id": (ends[0] if len(ends) == 1 else list(ends)) if ends else None,
-        **config.rope.to_hf(config.head_dim), **family.write(config),
-    }  # fmt: skip
+        **config.rope.to_hf(config.head_dim),
+        **family.write(config),
+    }
 
 
 def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
-    """One line for each rotary setting of a config.json that transformers 5 ignores in favour of another value.
+    """One line for each rotary setting of a config.json that transformers 5 ignores in favour of
+    another value.
 
-    Readers differ in their order of precedence: what one ignores another uses. Values of the wrong type are ignored
-    here; the reader of `raw` refuses them.
+    Readers differ in their order of precedence: what one ignores another uses. Values of the wrong
+    type are ignored here; the reader of `raw` refuses them.
     """
     new, old = _object(raw, _NEW), _object(raw, _OLD)
     family = families().get(str(raw.get("model_type")))
-    if not {FULL, SLIDING}.isdisjoint(new) or (family is not None and "windowed_theta" in family.options):
+    if not {FULL, SLIDING}.isdisjoint(new) or (
+        family is not None and "windowed_theta" in family.options
+    ):
         return list(_by_layer(raw, new, old))
     used, name = (old, _OLD) if old else (new, _NEW)
     lines = list(_spelled_twice(used, name))
@@ -88,36 +123,57 @@ def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
         lines += _differing(raw.get(key), key, used.get(key), f"{name}.{key}")
     lines += _differing(used.get(_ORIGINAL), f"{name}.{_ORIGINAL}", raw.get(_ORIGINAL), _ORIGINAL)
     if old and new:
-        stated = {_THETA: raw.get(_THETA), _PARTIAL: raw.get(_PARTIAL), "rope_type": old.get("type"), **old}
+        stated = {
+            _THETA: raw.get(_THETA),
+            _PARTIAL: raw.get(_PARTIAL),
+            "rope_type": old.get("type"),
+            **old,
+        }
         lines += _overridden(new, _NEW, stated)
     return lines
 
 
-def _by_layer(raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[str]:
+def _by_layer(
+    raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]
+) -> Iterator[str]:
     full, sliding = _object(new, FULL), _object(new, SLIDING)
     places = {FULL: f"{_NEW}.{FULL}", SLIDING: f"{_NEW}.{SLIDING}"}
     merged = {**full, **old}
-    yield from _overridden({key: value for key, value in full.items() if key in old}, places[FULL], old)
-    for settings, name, base in ((merged, places[FULL], _THETA), (sliding, places[SLIDING], "rope_local_base_freq")):
+    yield from _overridden(
+        {key: value for key, value in full.items() if key in old}, places[FULL], old
+    )
+    for settings, name, base in (
+        (merged, places[FULL], _THETA),
+        (sliding, places[SLIDING], "rope_local_base_freq"),
+    ):
         yield from _spelled_twice(settings, name)
         yield from _differing(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
         if settings.get("rope_type", settings.get("type")) in _WITH_ORIGINAL:
             own = settings.get(_ORIGINAL)
             used = f"{name}.{_ORIGINAL}" if own is not None else "max_position_embeddings"
             yield from _differing(
-                raw.get(_ORIGINAL), _ORIGINAL, raw.get("max_position_embeddings") if own is None else own, used
+                raw.get(_ORIGINAL),
+                _ORIGINAL,
+                raw.get("max_position_embeddings") if own is None else own,
+                used,
             )
 
 
 def _spelled_twice(settings: Mapping[str, Any], name: str) -> Iterator[str]:
-    yield from _differing(settings.get("type"), f"{name}.type", settings.get("rope_type"), f"{name}.rope_type")
+    yield from _differing(
+        settings.get("type"), f"{name}.type", settings.get("rope_type"), f"{name}.rope_type"
+    )
 
 
 def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -> Iterator[str]:
     """The settings that ``rope_scaling`` states differently, or not at all."""
     for key, value in settings.items():
         if value is not None and by.get(key) != value and key != "type":
-            found = f"states {shown(by[key])}" if by.get(key) is not None else "is used and does not have it"
+            found = (
+                f"states {shown(by[key])}"
+                if by.get(key) is not None
+                else "is used and does not have it"
+            )
             yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
 
 

@@ -38,17 +38,19 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture of llama.cpp, which families may share: what a GGUF file can state, and what llama.cpp computes.
+    """An architecture of llama.cpp, which families may share: what a GGUF file can state, and what
+    llama.cpp computes.
 
-    Sources: llama.cpp's converter (what it writes for each family) and its loader (what it does with it).
+    Sources: llama.cpp's converter (what it writes for each family) and its loader (what it does
+    with it).
 
     Attributes:
         name: the value of ``general.architecture``.
         keys: its keys in addition to those that all architectures have, without its name.
         interleaved_rotary: whether the two rows of a rotary pair are adjacent.
         fused: roles of linears that are stored as one tensor.
-        window_period: if a file does not say which layers have a window: all but the last of each period; None if
-            llama.cpp ignores windows.
+        window_period: if a file does not say which layers have a window: all but the last of each
+            period; None if llama.cpp ignores windows.
         default_window: the width where a file states none; such an architecture cannot do without.
         biases: the linears that may have one: ``qkv``, ``output`` (of attention), ``mlp``.
         rope_freqs: whether it supports a factor for each frequency, as in Llama 3.
@@ -56,9 +58,11 @@ class GgufArchitecture:
         partial_rotary: whether some dimensions of a head may stay unrotated.
         normalized: whether the weights of a token's experts add up to 1; None if it has no experts.
         dense_too: whether files without experts exist as well.
-        tied: True if the head always is the embedding, False if it never is, None if files without a head exist.
+        tied: True if the head always is the embedding, False if it never is, None if files without
+            a head exist.
         full_width: whether the widths of all heads must add up to the hidden size.
-        wide_scale_layers: the number of layers at which attention is scaled by the hidden size over the heads.
+        wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
+            the heads.
         one_rotary_base: whether layers with a window use the base of the others.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
@@ -100,7 +104,8 @@ class Family:
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
         runs: whether the decoder computes everything that its configs state.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
-        gguf_mark: the key of config.json that only this one has among the families with the same GGUF architecture.
+        gguf_mark: the key of config.json that only this one has among the families with the same
+            GGUF architecture.
     """
 
     model_type: str
@@ -117,7 +122,10 @@ class Family:
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
     def read(self, settings: Settings) -> ModelConfig:
-        """The config that a config.json states. Raises `CheckpointError`, `UnsupportedError`, see `read_config`."""
+        """The config that a config.json states.
+
+        Raises `CheckpointError`, `UnsupportedError`, see `read_config`.
+        """
         settings = self.prepare(settings)
         options = dict(self.options)
         for keys in self.keys:
@@ -130,13 +138,24 @@ class Family:
 
 
 def read_config(
-    settings: Settings, *, windows: Sequence[int | None] | None = None, rotary: Sequence[bool] | None = None,
-    sparse: Sequence[bool] | None = None, activations: tuple[str, ...] = ("silu", "swish"),
-    activation_key: str = "hidden_act", kv_heads_required: bool = True, head_dim: int | None = None,
-    head_dim_required: bool = False, tied_by_default: bool = False, default_theta: float = DEFAULT_THETA,
-    windowed_theta: tuple[str, float] | None = None, rope_types: tuple[str, ...] | None = None,
-    partial_rotary: float | None = None, query_scaling: bool = False, **features: Any,
-) -> ModelConfig:  # fmt: skip
+    settings: Settings,
+    *,
+    windows: Sequence[int | None] | None = None,
+    rotary: Sequence[bool] | None = None,
+    sparse: Sequence[bool] | None = None,
+    activations: tuple[str, ...] = ("silu", "swish"),
+    activation_key: str = "hidden_act",
+    kv_heads_required: bool = True,
+    head_dim: int | None = None,
+    head_dim_required: bool = False,
+    tied_by_default: bool = False,
+    default_theta: float = DEFAULT_THETA,
+    windowed_theta: tuple[str, float] | None = None,
+    rope_types: tuple[str, ...] | None = None,
+    partial_rotary: float | None = None,
+    query_scaling: bool = False,
+    **features: Any,
+) -> ModelConfig:
     """Read the keys that all families have.
 
     Args:
@@ -144,11 +163,13 @@ def read_config(
         rotary: whether each layer has rotary positions; by default all do.
         sparse: whether each layer has experts; by default all if the model has any.
         activations: the possible ones of the family's feed-forward.
-        kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the number of heads.
+        kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the
+            number of heads.
         head_dim: by default; if it is None, the hidden size over the heads.
         tied_by_default: whether the head is the embedding if the key is absent.
         default_theta: of the rotary embedding, if the key is absent.
-        windowed_theta: as for `ropes_by_layer`, in families with separate rotary positions of layers with a window.
+        windowed_theta: as for `ropes_by_layer`, in families with separate rotary positions of
+            layers with a window.
         rope_types: the only types of rope scaling; None for all.
         partial_rotary, query_scaling: as for `RopeConfig.from_hf`.
         features: further fields of `ModelConfig`.
@@ -159,9 +180,11 @@ def read_config(
     """
     if activation_key in settings.values and settings.string(activation_key) not in activations:
         raise UnsupportedError(
-            "activation is not supported", path=settings.path, found=settings.values[activation_key],
+            "activation is not supported",
+            path=settings.path,
+            found=settings.values[activation_key],
             expected=activations[0],
-        )  # fmt: skip
+        )
     heads = settings.integer("num_attention_heads", 1, Limits.heads)
     hidden = settings.integer("hidden_size", 1, Limits.width)
     count = layer_count(settings)
@@ -172,44 +195,74 @@ def read_config(
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
     own_head_dim = settings.has("head_dim") or head_dim_required
-    head_dim = settings.integer("head_dim", 1, Limits.heads) if own_head_dim else head_dim or hidden // heads
+    head_dim = (
+        settings.integer("head_dim", 1, Limits.heads)
+        if own_head_dim
+        else head_dim or hidden // heads
+    )
     own_kv_heads = settings.has("num_key_value_heads")
     starts, ends = settings.ids("bos_token_id"), settings.ids("eos_token_id")
     window_rope = None
     if windowed_theta is None:
         rope = RopeConfig.from_hf(
-            settings.values, settings.path, default_theta, head_dim=head_dim, partial=partial_rotary,
+            settings.values,
+            settings.path,
+            default_theta,
+            head_dim=head_dim,
+            partial=partial_rotary,
             query_scaling=query_scaling,
-        )  # fmt: skip
+        )
     else:
         rope, window_rope = ropes_by_layer(
-            settings.values, settings.path, default_theta, windowed_theta, head_dim=head_dim,
+            settings.values,
+            settings.path,
+            default_theta,
+            windowed_theta,
+            head_dim=head_dim,
             windowed=[window is not None for window in windows],
-        )  # fmt: skip
+        )
     if rope_types is not None and rope.type not in rope_types:
         raise UnsupportedError(
-            "rope type is not one of this family's", path=settings.path, found=rope.type,
+            "rope type is not one of this family's",
+            path=settings.path,
+            found=rope.type,
             expected=" or ".join(rope_types),
-        )  # fmt: skip
+        )
     dtype_key = "dtype" if settings.has("dtype") else "torch_dtype"
-    dtype = settings.string(dtype_key).removeprefix("torch.") if settings.has(dtype_key) else "float32"
+    dtype = (
+        settings.string(dtype_key).removeprefix("torch.") if settings.has(dtype_key) else "float32"
+    )
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError("dtype is not supported", path=settings.path, found=dtype)
     return ModelConfig(
-        architecture=settings.string("model_type"), vocab_size=settings.integer("vocab_size", 1, Limits.width),
-        hidden_size=hidden, intermediate_size=settings.integer("intermediate_size", 1, Limits.width), layers=layers,
+        architecture=settings.string("model_type"),
+        vocab_size=settings.integer("vocab_size", 1, Limits.width),
+        hidden_size=hidden,
+        intermediate_size=settings.integer("intermediate_size", 1, Limits.width),
+        layers=layers,
         num_heads=heads,
-        num_kv_heads=settings.integer("num_key_value_heads", 1, Limits.heads) if own_kv_heads else heads,
-        head_dim=head_dim, norm_eps=settings.number("rms_norm_eps", *Limits.eps), rope=rope, window_rope=window_rope,
+        num_kv_heads=settings.integer("num_key_value_heads", 1, Limits.heads)
+        if own_kv_heads
+        else heads,
+        head_dim=head_dim,
+        norm_eps=settings.number("rms_norm_eps", *Limits.eps),
+        rope=rope,
+        window_rope=window_rope,
         max_context=settings.integer("max_position_embeddings", 1, Limits.context),
-        tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default), dtype=dtype,
-        bos_token_id=starts[0] if starts else None, eos_token_ids=ends, **features,
-    ).validated(settings.path)  # fmt: skip
+        tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
+        dtype=dtype,
+        bos_token_id=starts[0] if starts else None,
+        eos_token_ids=ends,
+        **features,
+    ).validated(settings.path)
 
 
 def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Settings:
-    """The settings of a family that scales positions by default. An empty ``rope_scaling`` is none, as in
-    transformers."""
+    """The settings of a family that scales positions by default. An empty ``rope_scaling`` is none,
+    as in transformers.
+    """
     if settings.has("rope_parameters") or settings.values.get("rope_scaling"):
         return settings
-    return Settings({**settings.values, "rope_parameters": default, "rope_scaling": None}, settings.path)
+    return Settings(
+        {**settings.values, "rope_parameters": default, "rope_scaling": None}, settings.path
+    )

@@ -21,13 +21,17 @@ _SCALAR = "query_pre_attn_scalar"
 
 
 def _causal_features(settings: Settings) -> dict[str, Any]:
-    """The features of all Gemma models, for `read_config`; raises `UnsupportedError` for bidirectional attention."""
+    """The features of all Gemma models, for `read_config`; raises `UnsupportedError` for
+    bidirectional attention.
+    """
     if settings.flag("use_bidirectional_attention", False):
         raise UnsupportedError("bidirectional attention is not supported", path=settings.path)
     return {
-        "activation": "gelu_tanh", "tied_by_default": True, "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "tied_by_default": True,
+        "norm_offset": 1.0,
         "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, Limits.width)),
-    }  # fmt: skip
+    }
 
 
 # Gemma 1 (2403.08295).
@@ -35,75 +39,111 @@ def _read_gemma(settings: Settings) -> dict[str, Any]:
     own = settings.has("hidden_activation")
     return {
         "activation_key": "hidden_activation" if own else "hidden_act",
-        "activations": (_ACTIVATION,) if own else (_ACTIVATION, "gelu"),  # the published files' name for it
+        "activations": (_ACTIVATION,)
+        if own
+        else (_ACTIVATION, "gelu"),  # the published files' name for it
         **_causal_features(settings),
     }
 
 
 _GEMMA = Family(
-    "gemma", "GemmaForCausalLM",
+    "gemma",
+    "GemmaForCausalLM",
     (Keys(_read_gemma, lambda config: {"hidden_activation": _ACTIVATION}), keys.ATTENTION_BIAS),
     options={"head_dim": _HEAD_DIM},
-    gguf=GgufArchitecture("gemma", tied=True, read=lambda gguf, _: {"hidden_activation": _ACTIVATION}),
-)  # fmt: skip
+    gguf=GgufArchitecture(
+        "gemma", tied=True, read=lambda gguf, _: {"hidden_activation": _ACTIVATION}
+    ),
+)
 
 
-# Gemma 2 (2408.00118): norms before and after attention and feed-forward, soft caps, windows in every other layer.
+# Gemma 2 (2408.00118): norms before and after attention and feed-forward, soft caps, windows in
+# every other layer.
 def _read(settings: Settings) -> dict[str, Any]:
-    head_dim = settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else _HEAD_DIM
+    head_dim = (
+        settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else _HEAD_DIM
+    )
     scalar = settings.integer(_SCALAR, 1, Limits.heads) if settings.has(_SCALAR) else _HEAD_DIM
     return {
-        "activation_key": "hidden_activation", "activations": (_ACTIVATION,), "head_dim": head_dim, "norms": "both",
-        "attention_scale": None if scalar == head_dim else scalar**-0.5, **_causal_features(settings),
-    }  # fmt: skip
+        "activation_key": "hidden_activation",
+        "activations": (_ACTIVATION,),
+        "head_dim": head_dim,
+        "norms": "both",
+        "attention_scale": None if scalar == head_dim else scalar**-0.5,
+        **_causal_features(settings),
+    }
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     scale = config.attention_scale
-    return {"hidden_activation": _ACTIVATION, _SCALAR: config.head_dim if scale is None else round(scale**-2)}
+    return {
+        "hidden_activation": _ACTIVATION,
+        _SCALAR: config.head_dim if scale is None else round(scale**-2),
+    }
 
 
 _FEATURES = Keys(_read, _write)  # of Gemma 2 and 3
 _NORMS = {
-    "attention.output_norm": BLOCK + "post_attention_layernorm", "mlp.norm": BLOCK + "pre_feedforward_layernorm",
+    "attention.output_norm": BLOCK + "post_attention_layernorm",
+    "mlp.norm": BLOCK + "pre_feedforward_layernorm",
     "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
-}  # fmt: skip
-_DEFAULT_CAPS = {_ATTENTION_CAP: 50.0, _LOGIT_CAP: 30.0}  # of transformers, if the keys are absent; null means none
+}
+_DEFAULT_CAPS = {
+    _ATTENTION_CAP: 50.0,
+    _LOGIT_CAP: 30.0,
+}  # of transformers, if the keys are absent; null means none
 
 
 def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:
     """llama.cpp has its own defaults for caps; it would divide by a cap of 0."""
-    stated = {key: gguf.number(key, *_CAPS) if gguf.has(key) else default for key, default in _DEFAULT_CAPS.items()}
+    stated = {
+        key: gguf.number(key, *_CAPS) if gguf.has(key) else default
+        for key, default in _DEFAULT_CAPS.items()
+    }
     return {"hidden_activation": _ACTIVATION, **stated}
 
 
 _GEMMA2 = Family(
-    "gemma2", "Gemma2ForCausalLM",
+    "gemma2",
+    "Gemma2ForCausalLM",
     (
-        _FEATURES, keys.ATTENTION_BIAS, keys.windows_by_kind(2),
+        _FEATURES,
+        keys.ATTENTION_BIAS,
+        keys.windows_by_kind(2),
         keys.number(_LOGIT_CAP, "logit_softcap", *_CAPS, _DEFAULT_CAPS[_LOGIT_CAP], null=None),
-        keys.number(_ATTENTION_CAP, "attention_softcap", *_CAPS, _DEFAULT_CAPS[_ATTENTION_CAP], null=None),
+        keys.number(
+            _ATTENTION_CAP, "attention_softcap", *_CAPS, _DEFAULT_CAPS[_ATTENTION_CAP], null=None
+        ),
     ),
     names=_NORMS,
     gguf=GgufArchitecture(
-        "gemma2", keys=(_ATTENTION_CAP, _LOGIT_CAP), window_period=2, default_window=4096, tied=True,
-        wide_scale_layers=46, read=_read_gguf2,
+        "gemma2",
+        keys=(_ATTENTION_CAP, _LOGIT_CAP),
+        window_period=2,
+        default_window=4096,
+        tied=True,
+        wide_scale_layers=46,
+        read=_read_gguf2,
         refused={
-            "logits without soft caps": lambda config: config.attention_softcap is None or config.logit_softcap is None,
+            "logits without soft caps": lambda config: (
+                config.attention_softcap is None or config.logit_softcap is None
+            ),
             "layers none of which has a window": lambda config: keys.only_window(config) is None,
         },
     ),
-)  # fmt: skip
+)
 
-# Gemma 3, text (2503.19786): Gemma 2 with norms of each head's queries and keys, and windows in five of six layers,
-# which have different rotary positions.
+# Gemma 3, text (2503.19786): Gemma 2 with norms of each head's queries and keys, and windows in
+# five of six layers, which have different rotary positions.
 _INTERVAL = 6
 _PATTERN = "sliding_window_pattern"
 _LOCAL = "rope_local_base_freq", 10000.0
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    written: dict[str, Any] = {_ATTENTION_CAP: None}  # no reader caps attention, whatever a config states
+    written: dict[str, Any] = {
+        _ATTENTION_CAP: None
+    }  # no reader caps attention, whatever a config states
     full = [window is None for window in config.windows]
     if not all(full):
         written[_LOCAL[0]] = (config.window_rope or config.rope).theta
@@ -114,18 +154,29 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 _GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM",
+    "gemma3_text",
+    "Gemma3ForCausalLM",
     (
-        _FEATURES, keys.ATTENTION_BIAS, keys.windows_by_kind(_INTERVAL, _PATTERN),
-        keys.number(_LOGIT_CAP, "logit_softcap", *_CAPS, None, null=None), Keys(write=_write_gemma3), keys.LAYER_ROPES,
+        _FEATURES,
+        keys.ATTENTION_BIAS,
+        keys.windows_by_kind(_INTERVAL, _PATTERN),
+        keys.number(_LOGIT_CAP, "logit_softcap", *_CAPS, None, null=None),
+        Keys(write=_write_gemma3),
+        keys.LAYER_ROPES,
     ),
     options={"qk_norm": "head", "default_theta": 1e6, "windowed_theta": _LOCAL},
     names=_NORMS,
     gguf=GgufArchitecture(
-        "gemma3", keys=(WINDOWED_BASE, _LOGIT_CAP), window_period=_INTERVAL, wide_scale_layers=62,
-        read=lambda gguf, _: {"hidden_activation": _ACTIVATION, _LOGIT_CAP: keys.optional_number(gguf, _LOGIT_CAP)},
+        "gemma3",
+        keys=(WINDOWED_BASE, _LOGIT_CAP),
+        window_period=_INTERVAL,
+        wide_scale_layers=62,
+        read=lambda gguf, _: {
+            "hidden_activation": _ACTIVATION,
+            _LOGIT_CAP: keys.optional_number(gguf, _LOGIT_CAP),
+        },
         refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
     ),
-)  # fmt: skip
+)
 
 FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3)

@@ -1,4 +1,6 @@
-"""The keys of config.json that only some families have, each declared once for reading and writing."""
+"""The keys of config.json that only some families have, each declared once for reading and
+writing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
 
 DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
-_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes some families' under the second name
+_EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+)  # transformers 5 writes some families' under the second name
 _MAX_MULTIPLIER = 1e6
 
 
@@ -38,7 +43,14 @@ def flag(key: str, *fields: str, default: bool = False) -> Keys:
 
 
 def number(
-    key: str, field: str, low: float, high: float, default: float | None, *, null: float | None, inverse: bool = False
+    key: str,
+    field: str,
+    low: float,
+    high: float,
+    default: float | None,
+    *,
+    null: float | None,
+    inverse: bool = False,
 ) -> Keys:
     """A number that determines a field of `ModelConfig`.
 
@@ -66,9 +78,12 @@ MLP_BIAS = flag("mlp_bias", "mlp_bias")
 
 
 def experts(
-    count_key: str = "num_experts", size_key: str | None = None, shared_key: str | None = None,
-    norm_key: str | None = None, **features: Any,
-) -> Keys:  # fmt: skip
+    count_key: str = "num_experts",
+    size_key: str | None = None,
+    shared_key: str | None = None,
+    norm_key: str | None = None,
+    **features: Any,
+) -> Keys:
     """A mixture of experts.
 
     Args:
@@ -80,25 +95,34 @@ def experts(
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        counts = [key for key in _EXPERT_COUNTS if settings.has(key)] or [settings.need(_EXPERT_COUNTS[0])]
+        counts = [key for key in _EXPERT_COUNTS if settings.has(key)] or [
+            settings.need(_EXPERT_COUNTS[0])
+        ]
         found = [settings.integer(key, 1, Limits.experts) for key in counts]
         if len(set(found)) > 1:
             problem = f"{' and '.join(counts)} disagree"
-            raise CheckpointError(problem, path=settings.path, found=shown(found), expected="one count")
+            raise CheckpointError(
+                problem, path=settings.path, found=shown(found), expected="one count"
+            )
         stated = ExpertsConfig(
-            count=found[0], size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
+            count=found[0],
+            size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
             per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
             shared_size=settings.integer(shared_key, 1, Limits.width) if shared_key else 0,
-            normalized=settings.flag(norm_key, False) if norm_key else True, **features,
-        )  # fmt: skip
+            normalized=settings.flag(norm_key, False) if norm_key else True,
+            **features,
+        )
         return {"experts": stated}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         assert config.experts is not None
         stated = {
-            count_key: config.experts.count, "num_experts_per_tok": config.experts.per_token,
-            size_key: config.experts.size, shared_key: config.experts.shared_size, norm_key: config.experts.normalized,
-        }  # fmt: skip
+            count_key: config.experts.count,
+            "num_experts_per_tok": config.experts.per_token,
+            size_key: config.experts.size,
+            shared_key: config.experts.shared_size,
+            norm_key: config.experts.normalized,
+        }
         return {key: value for key, value in stated.items() if key is not None}
 
     return Keys(read, write)
@@ -111,14 +135,20 @@ def _read_sparse(settings: Settings) -> dict[str, Any]:
     dense = settings.values[dense_key] if settings.has(dense_key) else []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         settings.wrong_type(dense_key, "a list of layers")
-    return {"sparse": [layer not in dense and (layer + 1) % step == 0 for layer in range(layer_count(settings))]}
+    return {
+        "sparse": [
+            layer not in dense and (layer + 1) % step == 0 for layer in range(layer_count(settings))
+        ]
+    }
 
 
 SPARSE_LAYERS = Keys(
     _read_sparse,
     lambda config: {
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [number for number, layer in enumerate(config.layers) if not layer.experts],
+        "mlp_only_layers": [
+            number for number, layer in enumerate(config.layers) if not layer.experts
+        ],
     },
 )
 
@@ -132,27 +162,44 @@ def one_window(default: int | None) -> Keys:
 
 
 def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAULT_WINDOW) -> Keys:
-    """Windows in the layers that ``layer_types`` lists; without it, in all but every `interval`-th layer.
+    """Windows in the layers that ``layer_types`` lists; without it, in all but every `interval`-th
+    layer.
 
-    `key` states another interval. `default` is the width if its key is absent, and is written if no layer has a window.
+    `key` states another interval. `default` is the width if its key is absent, and is written if no
+    layer has a window.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
         count = layer_count(settings)
-        step = settings.integer(key, 1, Limits.layers) if key is not None and settings.has(key) else interval
-        types = layer_types(settings, count) or [SLIDING if (i + 1) % step else FULL for i in range(count)]
-        return {"windows": windows_of(settings, [kind == SLIDING for kind in types], sliding_window(settings, default))}
+        step = (
+            settings.integer(key, 1, Limits.layers)
+            if key is not None and settings.has(key)
+            else interval
+        )
+        types = layer_types(settings, count) or [
+            SLIDING if (i + 1) % step else FULL for i in range(count)
+        ]
+        return {
+            "windows": windows_of(
+                settings, [kind == SLIDING for kind in types], sliding_window(settings, default)
+            )
+        }
 
     def write(config: ModelConfig) -> dict[str, Any]:
-        return {"sliding_window": only_window(config) or default, "layer_types": written_layer_types(config)}
+        return {
+            "sliding_window": only_window(config) or default,
+            "layer_types": written_layer_types(config),
+        }
 
     return Keys(read, write)
 
 
 def switched_windows(
     read: Callable[[Settings], Sequence[int | None]], more: Callable[[ModelConfig], dict[str, Any]]
-) -> Keys:  # fmt: skip
-    """Windows that ``use_sliding_window`` enables: `read` returns that of each layer, `more` further keys to write."""
+) -> Keys:
+    """Windows that ``use_sliding_window`` enables: `read` returns that of each layer, `more`
+    further keys to write.
+    """
 
     def write(config: ModelConfig) -> dict[str, Any]:
         window = only_window(config)
@@ -161,10 +208,16 @@ def switched_windows(
     return Keys(lambda settings: {"windows": read(settings)}, write)
 
 
-def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None) -> list[int | None]:
-    """The window of each layer; raises `CheckpointError` if some layers have a window, and `window` is None."""
+def windows_of(
+    settings: Settings, windowed: Sequence[bool], window: int | None
+) -> list[int | None]:
+    """The window of each layer; raises `CheckpointError` if some layers have a window, and
+    `window` is None.
+    """
     if window is None and any(windowed):
-        raise CheckpointError("some layers have windows, and sliding_window none", path=settings.path)
+        raise CheckpointError(
+            "some layers have windows, and sliding_window none", path=settings.path
+        )
     return [window if has_window else None for has_window in windowed]
 
 
@@ -179,15 +232,18 @@ def layer_count(settings: Settings) -> int:
 
 
 def layer_types(settings: Settings, layers: int) -> list[str]:
-    """The kind of attention of each layer; empty if the file does not state it. Raises `CheckpointError` if the kinds
-    are unknown, or their number is wrong."""
+    """The kind of attention of each layer; empty if the file does not state it. Raises
+    `CheckpointError` if the kinds are unknown, or their number is wrong.
+    """
     key = "layer_types"
     types = settings.strings(key) if settings.has(key) else []
     if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):
         raise CheckpointError(
-            "layer_types does not fit the layers", path=settings.path, found=shown(types),
+            "layer_types does not fit the layers",
+            path=settings.path,
+            found=shown(types),
             expected=f"{FULL} or {SLIDING} for each of {layers}",
-        )  # fmt: skip
+        )
     return types
 
 
@@ -200,7 +256,11 @@ def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> 
     """The window of a config's sliding layers; None if there is none."""
     if "sliding_window" not in settings.values:
         return default
-    return settings.integer("sliding_window", 1, Limits.context) if settings.has("sliding_window") else None
+    return (
+        settings.integer("sliding_window", 1, Limits.context)
+        if settings.has("sliding_window")
+        else None
+    )
 
 
 def only_window(config: ModelConfig) -> int | None:
@@ -209,9 +269,15 @@ def only_window(config: ModelConfig) -> int | None:
 
 
 def _written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
-    """``rope_parameters`` of both kinds of layers, which transformers expects even if a model has only one kind."""
+    """``rope_parameters`` of both kinds of layers, which transformers expects even if a model
+    has only one kind.
+    """
     ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
-    return {"rope_parameters": {kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()}}
+    return {
+        "rope_parameters": {
+            kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()
+        }
+    }
 
 
 LAYER_ROPES = Keys(write=_written_layer_ropes)

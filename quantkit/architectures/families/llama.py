@@ -1,4 +1,6 @@
-"""Llama, and the families that differ from it in a few features: Mistral's, Granite, SmolLM3, Phi-3, GLM-4, OLMo."""
+"""Llama, and the families that differ from it in a few features: Mistral's, Granite, SmolLM3,
+Phi-3, GLM-4, OLMo.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,22 @@ _ALL_BIASES = ("qkv", "output", "mlp")
 
 # Llama 1 to 3.x and CodeLlama (2302.13971, 2307.09288, 2407.21783).
 _LLAMA_GGUF = GgufArchitecture(
-    "llama", keys=EXPERT_KEYS[:2], interleaved_rotary=True, biases=_ALL_BIASES, rope_freqs=True, long_rope=True,
-    normalized=True, dense_too=True,
-)  # fmt: skip
+    "llama",
+    keys=EXPERT_KEYS[:2],
+    interleaved_rotary=True,
+    biases=_ALL_BIASES,
+    rope_freqs=True,
+    long_rope=True,
+    normalized=True,
+    dense_too=True,
+)
 _LLAMA = Family(
-    "llama", "LlamaForCausalLM", (keys.ATTENTION_BIAS, keys.MLP_BIAS), options={"kv_heads_required": False},
+    "llama",
+    "LlamaForCausalLM",
+    (keys.ATTENTION_BIAS, keys.MLP_BIAS),
+    options={"kv_heads_required": False},
     gguf=_LLAMA_GGUF,
-)  # fmt: skip
+)
 
 # Mistral (2310.06825): a sliding window in every layer.
 _EVERY_WINDOW = keys.one_window(keys.DEFAULT_WINDOW)
@@ -38,55 +49,87 @@ _EVERY_WINDOW = keys.one_window(keys.DEFAULT_WINDOW)
 
 def _mistral_windows(settings: Settings) -> dict[str, Any]:
     found = _EVERY_WINDOW.read(settings)
-    if FULL in keys.layer_types(settings, keys.layer_count(settings)) and found["windows"][0] is not None:
-        raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=settings.path)
+    if (
+        FULL in keys.layer_types(settings, keys.layer_count(settings))
+        and found["windows"][0] is not None
+    ):
+        raise UnsupportedError(
+            "mixed attention layers in a Mistral model are not supported", path=settings.path
+        )
     return found
 
 
 _MISTRAL = Family(
-    "mistral", "MistralForCausalLM", (Keys(_mistral_windows, _EVERY_WINDOW.write),), gguf=_LLAMA_GGUF,
+    "mistral",
+    "MistralForCausalLM",
+    (Keys(_mistral_windows, _EVERY_WINDOW.write),),
+    gguf=_LLAMA_GGUF,
     gguf_mark="sliding_window",
-)  # fmt: skip
+)
 
 # Ministral 3 (Mistral AI): Mistral with YaRN, and queries scaled by their positions, as in Llama 4.
 # The published models also have a vision tower, and the name ``mistral3``.
 _MINISTRAL_ROPE = {  # of transformers, if a config has no rotary settings
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _MINISTRAL3 = Family(
-    "ministral3", "Ministral3ForCausalLM", (keys.one_window(None),), options={"head_dim": 128, "query_scaling": True},
+    "ministral3",
+    "Ministral3ForCausalLM",
+    (keys.one_window(None),),
+    options={"head_dim": 128, "query_scaling": True},
     prepare=lambda settings: with_default_rope(settings, _MINISTRAL_ROPE),
-)  # fmt: skip
+)
 
-# Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own tensors on disk.
+# Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own
+# tensors on disk.
 _MOE = BLOCK + "block_sparse_moe."
 _MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", (keys.one_window(None), keys.experts("num_local_experts")),
+    "mixtral",
+    "MixtralForCausalLM",
+    (keys.one_window(None), keys.experts("num_local_experts")),
     options={"default_theta": 1e6},
     names={
-        "router": _MOE + "gate", "expert.gate": _MOE + "experts.{expert}.w1", "expert.up": _MOE + "experts.{expert}.w3",
+        "router": _MOE + "gate",
+        "expert.gate": _MOE + "experts.{expert}.w1",
+        "expert.up": _MOE + "experts.{expert}.w3",
         "expert.down": _MOE + "experts.{expert}.w2",
     },
-    gguf=_LLAMA_GGUF, gguf_mark="num_experts",
-)  # fmt: skip
+    gguf=_LLAMA_GGUF,
+    gguf_mark="num_experts",
+)
 
 # Granite 3 (IBM): four multipliers: of embeddings, residual branches, attention scores and logits.
 _BOUNDS = (1e-6, 1e6)  # far beyond what is published
 _MULTIPLIERS = {
-    "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
-    "attention_multiplier": "attention_scale", "logits_scaling": "logit_multiplier",
-}  # fmt: skip
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_scale",
+    "logits_scaling": "logit_multiplier",
+}
 _GRANITE_KEYS = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-}  # fmt: skip
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
-    if not gguf.flag("rope.scaling.finetuned", True):  # in llama.cpp a model without rotary positions
+    if not gguf.flag(
+        "rope.scaling.finetuned", True
+    ):  # in llama.cpp a model without rotary positions
         raise UnsupportedError(
-            "a model without rotary positions is not supported", path=gguf.path, found="'rope.scaling.finetuned' false"
+            "a model without rotary positions is not supported",
+            path=gguf.path,
+            found="'rope.scaling.finetuned' false",
         )
     gguf.need("logit_scale")
     stated = {name: keys.optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
@@ -94,9 +137,11 @@ def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
 
 
 _GRANITE = Family(
-    "granite", "GraniteForCausalLM",
+    "granite",
+    "GraniteForCausalLM",
     (
-        keys.ATTENTION_BIAS, keys.MLP_BIAS,
+        keys.ATTENTION_BIAS,
+        keys.MLP_BIAS,
         *(
             keys.number(key, field, *_BOUNDS, 1.0, null=1.0, inverse=key == "logits_scaling")
             for key, field in _MULTIPLIERS.items()
@@ -104,10 +149,15 @@ _GRANITE = Family(
     ),
     options={"kv_heads_required": False},
     gguf=GgufArchitecture(
-        "granite", keys=tuple(_GRANITE_KEYS), interleaved_rotary=True, biases=_ALL_BIASES, rope_freqs=True,
-        long_rope=True, read=_read_granite,
+        "granite",
+        keys=tuple(_GRANITE_KEYS),
+        interleaved_rotary=True,
+        biases=_ALL_BIASES,
+        rope_freqs=True,
+        long_rope=True,
+        read=_read_granite,
     ),
-)  # fmt: skip
+)
 
 # SmolLM3: layers without rotary positions (2501.18795), every fourth unless the config lists them.
 _INTERVAL = 4
@@ -119,7 +169,9 @@ def _smollm_windows(settings: Settings) -> list[int | None]:
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, count)]
     window = keys.sliding_window(settings, None)
     if not windowed:  # otherwise the flag has no effect, as in transformers
-        windowed = [enabled and window is not None and not rotated for rotated in _rotary(settings, count)]
+        windowed = [
+            enabled and window is not None and not rotated for rotated in _rotary(settings, count)
+        ]
     return keys.windows_of(settings, windowed, window)
 
 
@@ -128,15 +180,21 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
-        interval = settings.integer(interval_key, 1, Limits.layers) if settings.has(interval_key) else _INTERVAL
+        interval = (
+            settings.integer(interval_key, 1, Limits.layers)
+            if settings.has(interval_key)
+            else _INTERVAL
+        )
         return [(layer + 1) % interval != 0 for layer in range(count)]
     stated = settings.need(key)
     listed = isinstance(stated, list) and all(type(one) is int and one in (0, 1) for one in stated)
     if not listed or len(stated) < count:
         raise CheckpointError(
-            f"{key} does not fit the layers", path=settings.path, found=shown(stated),
+            f"{key} does not fit the layers",
+            path=settings.path,
+            found=shown(stated),
             expected=f"0 or 1 for each of {count}",
-        )  # fmt: skip
+        )
     return [rotated == 1 for rotated in stated[:count]]
 
 
@@ -148,15 +206,21 @@ _SMOLLM_WINDOWS = keys.switched_windows(
     _smollm_windows, lambda config: {"layer_types": keys.written_layer_types(config)}
 )
 _SMOLLM3 = Family(
-    "smollm3", "SmolLM3ForCausalLM", (keys.ATTENTION_BIAS, keys.MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    (keys.ATTENTION_BIAS, keys.MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
     options={"tied_by_default": True, "default_theta": 2e6},
     gguf=GgufArchitecture(
-        "smollm3", interleaved_rotary=True,
-        read=lambda gguf, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+        "smollm3",
+        interleaved_rotary=True,
+        read=lambda gguf, head_dim: {
+            "no_rope_layer_interval": _INTERVAL
+        },  # llama.cpp has no key for it
     ),
-)  # fmt: skip
+)
 
-# Phi-3, 3.5 and 4 (2404.14219): fused projections on disk: one tensor for q, k, v, one for gate and up.
+# Phi-3, 3.5 and 4 (2404.14219): fused projections on disk: one tensor for q, k, v, one for gate and
+# up.
 _CONTEXT = "original_max_position_embeddings"
 _PHI_DEFAULTS = {_CONTEXT: 4096}  # of transformers, whatever the scaling itself states
 _OLD_NAME = "yarn"  # of LongRoPE in this family's first configs; another was "su"
@@ -164,7 +228,9 @@ _FUSED = ("attention.qkv", "mlp.gate_up")
 
 
 def _with_new_names(settings: Settings) -> Settings:
-    values = _PHI_DEFAULTS | {key: value for key, value in settings.values.items() if value is not None}
+    values = _PHI_DEFAULTS | {
+        key: value for key, value in settings.values.items() if value is not None
+    }
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(scaling := values.get(key), dict):
             values[key] = {
@@ -176,12 +242,16 @@ def _with_new_names(settings: Settings) -> Settings:
 
 def _write_phi(config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
-    if rope.type != "longrope" or not (rope.short_factor and rope.long_factor and rope.original_context):
+    if rope.type != "longrope" or not (
+        rope.short_factor and rope.long_factor and rope.original_context
+    ):
         return {}
     # Older readers accept only these three keys.
     scaling: dict[str, Any] = {
-        "type": rope.type, "short_factor": [*rope.short_factor], "long_factor": [*rope.long_factor]
-    }  # fmt: skip
+        "type": rope.type,
+        "short_factor": [*rope.short_factor],
+        "long_factor": [*rope.long_factor],
+    }
     if rope.factor != config.max_context / rope.original_context:
         scaling["factor"] = rope.factor
     if rope.attention_factor is not None:
@@ -190,83 +260,139 @@ def _write_phi(config: ModelConfig) -> dict[str, Any]:
 
 
 _PHI3 = Family(
-    "phi3", "Phi3ForCausalLM", (keys.one_window(None), Keys(write=_write_phi)),
-    options={"kv_heads_required": False, "partial_rotary": 1.0, "rope_types": ("default", "longrope")},
-    prepare=_with_new_names, fused={role: CANONICAL[role] for role in _FUSED},
-    gguf=GgufArchitecture("phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True),
-)  # fmt: skip
+    "phi3",
+    "Phi3ForCausalLM",
+    (keys.one_window(None), Keys(write=_write_phi)),
+    options={
+        "kv_heads_required": False,
+        "partial_rotary": 1.0,
+        "rope_types": ("default", "longrope"),
+    },
+    prepare=_with_new_names,
+    fused={role: CANONICAL[role] for role in _FUSED},
+    gguf=GgufArchitecture(
+        "phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True
+    ),
+)
 
-# GLM-4 of 2024 (2406.12793): biases of queries, keys and values; half of each head is rotated, in adjacent pairs.
-# GLM-4 of 2025 (0414) also has norms after attention and feed-forward.
+# GLM-4 of 2024 (2406.12793): biases of queries, keys and values; half of each head is rotated, in
+# adjacent pairs. GLM-4 of 2025 (0414) also has norms after attention and feed-forward.
 _PARTIAL = Keys(  # written also if all of a head is rotated
-    write=lambda config: {"partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim}
+    write=lambda config: {
+        "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
+    }
 )
 _GLM = Family(
-    "glm", "GlmForCausalLM", (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
+    "glm",
+    "GlmForCausalLM",
+    (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
     options={"head_dim": 128, "partial_rotary": 0.5},  # of transformers, if the keys are absent
-    fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]}, interleaved_rotary=True,
-)  # fmt: skip
+    fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]},
+    interleaved_rotary=True,
+)
 _GLM4 = replace(
-    _GLM, model_type="glm4", class_name="Glm4ForCausalLM", options={**_GLM.options, "norms": "both"},
+    _GLM,
+    model_type="glm4",
+    class_name="Glm4ForCausalLM",
+    options={**_GLM.options, "norms": "both"},
     names={
-        "attention.output_norm": BLOCK + "post_self_attn_layernorm", "mlp.output_norm": BLOCK + "post_mlp_layernorm",
+        "attention.output_norm": BLOCK + "post_self_attn_layernorm",
+        "mlp.output_norm": BLOCK + "post_mlp_layernorm",
     },
-)  # fmt: skip
+)
 
-# OLMo 2 (2501.00656): norms after attention and feed-forward, and of queries and keys over all heads.
+# OLMo 2 (2501.00656): norms after attention and feed-forward, and of queries and keys over all
+# heads.
 _OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", (keys.ATTENTION_BIAS,),
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (keys.ATTENTION_BIAS,),
     options={"kv_heads_required": False, "norms": "after", "qk_norm": "width"},
     names={
         "attention.output_norm": BLOCK + "post_attention_layernorm",
         "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
     },
     gguf=GgufArchitecture(
-        "olmo2", keys=(WINDOWED_BASE,), window_period=4, tied=False, full_width=True, one_rotary_base=True
+        "olmo2",
+        keys=(WINDOWED_BASE,),
+        window_period=4,
+        tied=False,
+        full_width=True,
+        one_rotary_base=True,
     ),
-)  # fmt: skip
+)
 
-# OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers, whose rotary positions are not scaled.
+# OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers, whose rotary positions are not
+# scaled.
 _OLMO_THETA = 500000.0
 _OLMO_WINDOWS = keys.windows_by_kind(4)
 
 
 def _olmo_windows(settings: Settings) -> dict[str, Any]:
-    """The windows of layers; raises `UnsupportedError` for a rotary base that some readers use for all layers, and
-    transformers for those without a window."""
+    """The windows of layers; raises `UnsupportedError` for a rotary base that some readers use for
+    all layers, and transformers for those without a window.
+    """
     found = _OLMO_WINDOWS.read(settings)
     kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
     stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
     ambiguous = any(found["windows"]) and settings.has("rope_theta") and not stated
     if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:
         raise UnsupportedError(
-            "readers differ on the rotary base of layers with a window", path=settings.path,
-            found=f"rope_theta {settings.values['rope_theta']}", expected="rope_parameters by kind of layer",
-        )  # fmt: skip
+            "readers differ on the rotary base of layers with a window",
+            path=settings.path,
+            found=f"rope_theta {settings.values['rope_theta']}",
+            expected="rope_parameters by kind of layer",
+        )
     return found
 
 
 _OLMO3 = replace(
-    _OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM",
+    _OLMO2,
+    model_type="olmo3",
+    class_name="Olmo3ForCausalLM",
     keys=(*_OLMO2.keys, keys.LAYER_ROPES, Keys(_olmo_windows, _OLMO_WINDOWS.write)),
-    options={**_OLMO2.options, "default_theta": _OLMO_THETA, "windowed_theta": ("rope_theta", _OLMO_THETA)},
+    options={
+        **_OLMO2.options,
+        "default_theta": _OLMO_THETA,
+        "windowed_theta": ("rope_theta", _OLMO_THETA),
+    },
     gguf_mark="sliding_window",
-)  # fmt: skip
+)
 
-# OLMoE (2409.02060): many small experts, norms over all queries and all keys of a token, clipped projections.
+# OLMoE (2409.02060): many small experts, norms over all queries and all keys of a token, clipped
+# projections.
 _OLMOE = Family(
-    "olmoe", "OlmoeForCausalLM",
+    "olmoe",
+    "OlmoeForCausalLM",
     (
-        keys.ATTENTION_BIAS, keys.number("clip_qkv", "clip_qkv", 1e-6, 1e6, None, null=None),
+        keys.ATTENTION_BIAS,
+        keys.number("clip_qkv", "clip_qkv", 1e-6, 1e6, None, null=None),
         keys.experts(norm_key="norm_topk_prob"),
     ),
     options={"kv_heads_required": False, "qk_norm": "width"},
     gguf=GgufArchitecture(
-        "olmoe", keys=EXPERT_KEYS[:2], normalized=False, tied=False, full_width=True,
-        refused={"fewer KV heads than heads": lambda config: config.num_kv_heads != config.num_heads},
+        "olmoe",
+        keys=EXPERT_KEYS[:2],
+        normalized=False,
+        tied=False,
+        full_width=True,
+        refused={
+            "fewer KV heads than heads": lambda config: config.num_kv_heads != config.num_heads
+        },
     ),
-)  # fmt: skip
+)
 
 FAMILIES = (
-    _LLAMA, _MISTRAL, _MINISTRAL3, _MIXTRAL, _GRANITE, _SMOLLM3, _PHI3, _GLM, _GLM4, _OLMO2, _OLMO3, _OLMOE,
-)  # fmt: skip
+    _LLAMA,
+    _MISTRAL,
+    _MINISTRAL3,
+    _MIXTRAL,
+    _GRANITE,
+    _SMOLLM3,
+    _PHI3,
+    _GLM,
+    _GLM4,
+    _OLMO2,
+    _OLMO3,
+    _OLMOE,
+)

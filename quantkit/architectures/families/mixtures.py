@@ -6,25 +6,39 @@ from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, Limits
 from quantkit.architectures.families.family import Family, StackedExperts, with_default_rope
-from quantkit.architectures.families.keys import Keys, experts, flag, layer_count, number, windows_by_kind
+from quantkit.architectures.families.keys import (
+    Keys,
+    experts,
+    flag,
+    layer_count,
+    number,
+    windows_by_kind,
+)
 from quantkit.architectures.names import BLOCK
 from quantkit.json_values import Settings
 
-# gpt-oss (2508.10925): attention sinks, alternating windows, a clamped SwiGLU, stacked experts with biases.
-# Its experts' matrices have the inputs first, gate and up in alternate columns; since the down projection of the
-# published models is square, its shape does not show that. Defaults are those of transformers.
+# gpt-oss (2508.10925): attention sinks, alternating windows, a clamped SwiGLU, stacked experts with
+# biases. Its experts' matrices have the inputs first, gate and up in alternate columns; since the
+# down projection of the published models is square, its shape does not show that. Defaults are
+# those of transformers.
 _EXPERTS = BLOCK + "mlp.experts."
 _HEAD_DIM, _WINDOW, _ALPHA, _LIMIT = 64, 128, 1.702, 7.0
 _YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 _GPT_OSS = Family(
-    "gpt_oss", "GptOssForCausalLM",
+    "gpt_oss",
+    "GptOssForCausalLM",
     (
         Keys(lambda settings: {"head_dim": None if "head_dim" in settings.values else _HEAD_DIM}),
         flag("attention_bias", "qkv_bias", "output_bias", default=True),
-        windows_by_kind(2, default=_WINDOW), experts("num_local_experts", bias=True, router_bias=True),
+        windows_by_kind(2, default=_WINDOW),
+        experts("num_local_experts", bias=True, router_bias=True),
         number("swiglu_alpha", "activation_alpha", 1e-3, 1e6, _ALPHA, null=_ALPHA),
         number("swiglu_limit", "activation_limit", 1e-3, 1e6, _LIMIT, null=_LIMIT),
     ),
@@ -33,20 +47,29 @@ _GPT_OSS = Family(
     names={"router": BLOCK + "mlp.router"},
     stacked=(
         StackedExperts(
-            _EXPERTS + "gate_up_proj", ("expert.gate", "expert.up"), transposed=True, interleaved=True,
+            _EXPERTS + "gate_up_proj",
+            ("expert.gate", "expert.up"),
+            transposed=True,
+            interleaved=True,
             bias=_EXPERTS + "gate_up_proj_bias",
         ),
         StackedExperts(
-            _EXPERTS + "down_proj", ("expert.down",), transposed=True, bias=_EXPERTS + "down_proj_bias"
+            _EXPERTS + "down_proj",
+            ("expert.down",),
+            transposed=True,
+            bias=_EXPERTS + "down_proj_bias",
         ),
     ),
-)  # fmt: skip
+)
 
 
-# DeepSeek-V3 (2412.19437): latent attention; after some dense layers, experts, some of which get every token.
+# DeepSeek-V3 (2412.19437): latent attention; after some dense layers, experts, some of which get
+# every token.
 def _read(settings: Settings) -> dict[str, Any]:
     latent = LatentAttentionConfig(
-        query_rank=settings.integer("q_lora_rank", 1, Limits.width) if settings.has("q_lora_rank") else None,
+        query_rank=settings.integer("q_lora_rank", 1, Limits.width)
+        if settings.has("q_lora_rank")
+        else None,
         kv_rank=settings.integer("kv_lora_rank", 1, Limits.width),
         rope_dim=settings.integer("qk_rope_head_dim", 2, Limits.heads),
         plain_dim=settings.integer("qk_nope_head_dim", 1, Limits.heads),
@@ -54,17 +77,27 @@ def _read(settings: Settings) -> dict[str, Any]:
     )
     size = settings.integer("moe_intermediate_size", 1, Limits.width)
     found = ExpertsConfig(
-        count=settings.integer("n_routed_experts", 1, Limits.experts), size=size,
+        count=settings.integer("n_routed_experts", 1, Limits.experts),
+        size=size,
         per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
-        shared_size=size * settings.integer("n_shared_experts", 0, Limits.experts), score_correction=True,
-    )  # fmt: skip
+        shared_size=size * settings.integer("n_shared_experts", 0, Limits.experts),
+        score_correction=True,
+    )
     dense = settings.integer("first_k_dense_replace", 0, Limits.layers)
     sparse = [layer >= dense for layer in range(layer_count(settings))]
-    return {"sparse": sparse, "head_dim": latent.rope_dim, "experts": found, "latent_attention": latent}
+    return {
+        "sparse": sparse,
+        "head_dim": latent.rope_dim,
+        "experts": found,
+        "latent_attention": latent,
+    }
 
 
 _DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", (flag("attention_bias", "output_bias"), Keys(_read)), runs=False
-)  # fmt: skip
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (flag("attention_bias", "output_bias"), Keys(_read)),
+    runs=False,
+)
 
 FAMILIES = (_GPT_OSS, _DEEPSEEK_V3)

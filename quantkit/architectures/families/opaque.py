@@ -1,6 +1,8 @@
-"""Models of unknown architecture: their tensors are copied and their linears quantized, but they are not run.
+"""Models of unknown architecture: their tensors are copied and their linears quantized, but they
+are not run.
 
-transformers identifies a linear layer if it knows the model's class, otherwise its name does: see `named_roles`.
+transformers identifies a linear layer if it knows the model's class, otherwise its name does: see
+`named_roles`.
 """
 
 from __future__ import annotations
@@ -15,19 +17,69 @@ from typing import Any
 from quantkit.architectures.config import LayerConfig, Limits, ModelConfig, OpaqueTensor
 from quantkit.architectures.rope import RopeConfig
 
-LINEARS = frozenset({
-    # attention
-    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "W_pack", "Wqkv", "wq", "wk", "wv", "wo",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "query_key_value", "query", "key", "value",
-    "q_lin", "k_lin", "v_lin", "out_lin", "qkv", "q", "k", "v", "o",
-    # feed-forward, those of experts among them
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out",
-    "dense", "dense_h_to_4h", "dense_4h_to_h", "wi", "wi_0", "wi_1", "lin1", "lin2", "linear_fc1", "linear_fc2",
-    # states
-    "in_proj", "x_proj",
-})  # fmt: skip
+LINEARS = frozenset(
+    {
+        # attention
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "out_proj",
+        "qkv_proj",
+        "W_pack",
+        "Wqkv",
+        "wq",
+        "wk",
+        "wv",
+        "wo",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "query_key_value",
+        "query",
+        "key",
+        "value",
+        "q_lin",
+        "k_lin",
+        "v_lin",
+        "out_lin",
+        "qkv",
+        "q",
+        "k",
+        "v",
+        "o",
+        # feed-forward, those of experts among them
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "gate_up_proj",
+        "w1",
+        "w2",
+        "w3",
+        "fc1",
+        "fc2",
+        "fc_in",
+        "fc_out",
+        "dense",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+        "wi",
+        "wi_0",
+        "wi_1",
+        "lin1",
+        "lin2",
+        "linear_fc1",
+        "linear_fc2",
+        # states
+        "in_proj",
+        "x_proj",
+    }
+)
 """The last parts of the names of linear layers, if transformers does not identify them."""
-HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"})
+HEADS = frozenset(
+    {"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"}
+)
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 _ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
 NEVER = frozenset({"dt_proj"})  # not read through its module
@@ -38,42 +90,78 @@ _TOWER = re.compile(
 )
 """Names of parts for images and sound, and of what leads from them to the language model."""
 _TABLE = re.compile(
-    r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
+    r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$",
+    re.IGNORECASE,
 )
 _EXTRA = ("mtp", "nextn")  # how the names of modules begin that predict further tokens
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
-_MAX_DIGITS = 9  # of the number of a layer; longer ones are no numbers, and Python refuses to parse some
+_MAX_DIGITS = (
+    9  # of the number of a layer; longer ones are no numbers, and Python refuses to parse some
+)
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _EXPERTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts", "n_experts",
-)  # fmt: skip
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "n_experts",
+)
 
-_STATE_MARKS = frozenset({
-    "A_log", "dt_bias", "in_proj_ba", "in_proj_qkvz",  # Mamba, gated delta nets
-    "time_decay", "x_r", "recurrent_param", "rglru",  # RWKV, RG-LRU
-    "learnable_ttt_lr_weight", "short_filter",  # TTT, Hyena
-    "igate_preact", "fgate_preact",  # xLSTM
-    "slope_rate", "output_gate", "g_norm", "g_norm_swish_gate", "gk_proj",  # lightning attention and its like
-})  # fmt: skip
+_STATE_MARKS = frozenset(
+    {
+        "A_log",
+        "dt_bias",
+        "in_proj_ba",
+        "in_proj_qkvz",  # Mamba, gated delta nets
+        "time_decay",
+        "x_r",
+        "recurrent_param",
+        "rglru",  # RWKV, RG-LRU
+        "learnable_ttt_lr_weight",
+        "short_filter",  # TTT, Hyena
+        "igate_preact",
+        "fgate_preact",  # xLSTM
+        "slope_rate",
+        "output_gate",
+        "g_norm",
+        "g_norm_swish_gate",
+        "gk_proj",  # lightning attention and its like
+    }
+)
 """Tensors and modules that are only in modules with a state."""
-_STATE_NAMES = frozenset({
-    "linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer",
-    "retention",
-})  # fmt: skip
+_STATE_NAMES = frozenset(
+    {
+        "linear_attn",
+        "linear_attention",
+        "mamba",
+        "mamba2",
+        "ssm",
+        "delta_net",
+        "mlstm_layer",
+        "slstm_layer",
+        "retention",
+    }
+)
 """Names of such modules within a layer, for files without their marks."""
 
 _NUM_SHORT = 4  # inputs of a convolution over tokens; those over sound have more
-_SHORT_FILTERS = frozenset(shape for size in range(1, _NUM_SHORT + 1) for shape in ((1, size), (size, 1)))
+_SHORT_FILTERS = frozenset(
+    shape for size in range(1, _NUM_SHORT + 1) for shape in ((1, size), (size, 1))
+)
 """Shapes of one channel, in the layouts of torch and MLX."""
 
 
-def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> ModelConfig:
-    """A model that is described by its tensors, in the order of the output: shape and type of each by name. Of the
-    config.json only the values that `inspect` shows are used, and the float type."""
+def opaque_config(
+    raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]
+) -> ModelConfig:
+    """A model that is described by its tensors, in the order of the output: shape and type of each
+    by name. Of the config.json only the values that `inspect` shows are used, and the float type.
+    """
     text = _language(raw)
     layers: dict[str, int] = {}
     found = []
@@ -84,24 +172,38 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
     heads = _size(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(text, "hidden_size", "d_model", "n_embd")
     return ModelConfig(
-        architecture=_architecture(raw), vocab_size=_size(text, "vocab_size"), hidden_size=hidden,
+        architecture=_architecture(raw),
+        vocab_size=_size(text, "vocab_size"),
+        hidden_size=hidden,
         intermediate_size=_size(text, "intermediate_size", "d_ff", "n_inner"),
-        layers=(LayerConfig(),) * max(1, len(layers)), num_heads=heads,
+        layers=(LayerConfig(),) * max(1, len(layers)),
+        num_heads=heads,
         num_kv_heads=_size(text, "num_key_value_heads") or heads,
-        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0), norm_eps=0.0, rope=RopeConfig(),
+        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0),
+        norm_eps=0.0,
+        rope=RopeConfig(),
         max_context=_size(text, "max_position_embeddings", "n_positions", "max_target_positions"),
         tied_embeddings=False,  # each stored tensor is separate
-        dtype=_dtype(raw, text, tensors), bos_token_id=None, eos_token_ids=(), tensors=tuple(found),
-    )  # fmt: skip
+        dtype=_dtype(raw, text, tensors),
+        bos_token_id=None,
+        eos_token_ids=(),
+        tensors=tuple(found),
+    )
 
 
 def with_roles(
-    config: ModelConfig, roles: Mapping[str, tuple[str, str | None]], unstored: tuple[str, ...] | None = None
-) -> ModelConfig:  # fmt: skip
-    """The same model with the roles of its linears' weights: role and alias, see `OpaqueTensor`, by tensor name."""
+    config: ModelConfig,
+    roles: Mapping[str, tuple[str, str | None]],
+    unstored: tuple[str, ...] | None = None,
+) -> ModelConfig:
+    """The same model with the roles of its linears' weights: role and alias, see `OpaqueTensor`,
+    by tensor name.
+    """
     assert config.tensors is not None
     tensors = (
-        replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1]) if tensor.name in roles else tensor
+        replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1])
+        if tensor.name in roles
+        else tensor
         for tensor in config.tensors
     )
     return replace(config, tensors=tuple(tensors), unstored=unstored)
@@ -128,33 +230,56 @@ class Hints:
         """From a config.json, and the shapes of all tensors by name."""
         values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
         experts = frozenset(one for one in values if type(one) is int and one > 1)
-        multimodal = any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
+        multimodal = any(
+            isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config")
+        )
         return cls(experts, is_tied(raw), multimodal, recurrent_modules(shapes))
 
     def is_recurrent(self, module: str) -> bool:
-        """Whether a linear is in a module that carries a state; vision and audio parts process all tokens at once."""
+        """Whether a linear is in a module that carries a state; vision and audio parts process
+        all tokens at once.
+        """
         return is_within(module, self.recurrent) and not self.is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
-        """The role of the weight of a linear, whose `module` is on disk or in readers; None for a plain linear."""
+        """The role of the weight of a linear, whose `module` is on disk or in readers; None for
+        a plain linear.
+        """
         *parents, last = module.split(".")
-        routes = tensor.shape[0] in self.experts and last not in LINEARS and any(word in last for word in _ROUTING)
-        if last in ROUTERS or last.endswith("_router") or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
+        routes = (
+            tensor.shape[0] in self.experts
+            and last not in LINEARS
+            and any(word in last for word in _ROUTING)
+        )
+        if (
+            last in ROUTERS
+            or last.endswith("_router")
+            or last in NEVER
+            or routes
+            or not ROUTERS.isdisjoint(parents)
+        ):
             return "float"
         if last == "lm_head":
             return "float" if self.tied else "head"
         if self.is_tower(module):
             return "tower"
-        return "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
+        return (
+            "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
+        )
 
     def is_tower(self, module: str) -> bool:
-        """Whether a module is in a part for images or sound, or leads from one to the language model."""
+        """Whether a module is in a part for images or sound, or leads from one to the language
+        model.
+        """
         return self.multimodal and any(_TOWER.fullmatch(part) for part in module.split("."))
 
 
-def named_roles(raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:
-    """The roles of tensors that follow from their names: of matrices with a name in `LINEARS`, and of those in modules
-    that carry a state. Those of layers that predict further tokens have none."""
+def named_roles(
+    raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]
+) -> dict[str, tuple[str, str | None]]:
+    """The roles of tensors that follow from their names: of matrices with a name in `LINEARS`, and
+    of those in modules that carry a state. Those of layers that predict further tokens have none.
+    """
     found: dict[str, tuple[str, str | None]] = {}
     hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     for tensor in tensors:
@@ -180,30 +305,50 @@ def may_be_linear(tensor: OpaqueTensor) -> bool:
 
 
 def carried_modules(config: ModelConfig) -> list[str]:
-    """The modules whose weights are copied although they may be linears in some readers, such as layers that predict
-    further tokens, or experts in one tensor; none for a model that runs."""
-    return [module for tensor in config.tensors or () if not tensor.role for module in possible_linears(tensor)]
+    """The modules whose weights are copied although they may be linears in some readers, such as
+    layers that predict further tokens, or experts in one tensor; none for a model that runs.
+    """
+    return [
+        module
+        for tensor in config.tensors or ()
+        if not tensor.role
+        for module in possible_linears(tensor)
+    ]
 
 
 def possible_linears(tensor: OpaqueTensor) -> list[str]:
-    """The linears whose weights a tensor may hold, by the names of their modules in readers: one, or those of all
-    experts."""
+    """The linears whose weights a tensor may hold, by the names of their modules in readers: one,
+    or those of all experts.
+    """
     if may_be_linear(tensor):
         return [tensor.module]
-    stacked = _STACKED.fullmatch(tensor.name) if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES else None
+    stacked = (
+        _STACKED.fullmatch(tensor.name)
+        if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES
+        else None
+    )
     if stacked is None:
         return []
     linears = _SIDE_BY_SIDE.get(stacked[2], (stacked[2],))
-    return [f"{stacked[1]}.{expert}.{linear}" for expert in range(tensor.shape[0]) for linear in linears]
+    return [
+        f"{stacked[1]}.{expert}.{linear}" for expert in range(tensor.shape[0]) for linear in linears
+    ]
 
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
-    """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a config.json's layers."""
-    return any(part.startswith(_EXTRA) for part in name.split(".")) or layer_beyond(name, raw) is not None
+    """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a
+    config.json's layers.
+    """
+    return (
+        any(part.startswith(_EXTRA) for part in name.split("."))
+        or layer_beyond(name, raw) is not None
+    )
 
 
 def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
-    """The number of the layer that a tensor is in, if it is beyond those that a config.json counts."""
+    """The number of the layer that a tensor is in, if it is beyond those that a config.json
+    counts.
+    """
     count, parts = _num_layers(raw), name.split(".")
     at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
@@ -219,18 +364,20 @@ def _num_layers(raw: Mapping[str, Any]) -> int:
 
 
 def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
-    """How compressed-tensors states that the layers that predict further tokens are not quantized: the names of their
-    linears, and patterns.
+    """How compressed-tensors states that the layers that predict further tokens are not quantized:
+    the names of their linears, and patterns.
 
-    Runtimes build some of these modules under names that no tensor has: q, k and v as one linear, all experts as one
-    module (vllm#53387, sglang#35797). Unless they are ``mtp.layers``, vLLM counts such layers on from those of the
-    model, and SGLang has ``model.decoder`` for one.
+    Runtimes build some of these modules under names that no tensor has: q, k and v as one linear,
+    all experts as one module (vllm#53387, sglang#35797). Unless they are ``mtp.layers``, vLLM
+    counts such layers on from those of the model, and SGLang has ``model.decoder`` for one.
     """
     names: dict[str, None] = {}
     patterns: dict[str, None] = {}
     layers: dict[int, None] = {}
     for tensor in tensors:
-        linears = possible_linears(tensor) if not tensor.role and is_extra_layer(tensor.name, raw) else []
+        linears = (
+            possible_linears(tensor) if not tensor.role and is_extra_layer(tensor.name, raw) else []
+        )
         if not linears:
             continue
         names |= dict.fromkeys(linears)
@@ -247,12 +394,19 @@ def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]
     patterns |= dict.fromkeys(rf"re:^(({prefixes})\.)*layers\.{layer}\..*" for layer in layers)
     if layers and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
         patterns[r"re:^model\.decoder\..*"] = None
-    known = [tensor.module for tensor in tensors if tensor.role]  # a class may have more layers than its config counts
-    return [*names, *(one for one in patterns if not any(re.match(one[3:], module) for module in known))]
+    known = [
+        tensor.module for tensor in tensors if tensor.role
+    ]  # a class may have more layers than its config counts
+    return [
+        *names,
+        *(one for one in patterns if not any(re.match(one[3:], module) for module in known)),
+    ]
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor is an embedding, a norm, a convolution or a table of positions, by its name."""
+    """Whether a tensor is an embedding, a norm, a convolution or a table of positions, by its
+    name.
+    """
     return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
@@ -298,8 +452,10 @@ def _size(values: Mapping[str, Any], *keys: str) -> int:
 
 
 def _dtype(
-    raw: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]
-) -> str:  # fmt: skip
+    raw: Mapping[str, Any],
+    text: Mapping[str, Any],
+    tensors: Mapping[str, tuple[tuple[int, ...], str]],
+) -> str:
     """The float type that a config.json states; otherwise the one of most elements."""
     for values in (raw, text):
         for key in _DTYPE_KEYS:
@@ -313,11 +469,12 @@ def _dtype(
 
 
 def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """The names of all modules that carry a state from token to token: linear attention, state spaces and short
-    convolutions.
+    """The names of all modules that carry a state from token to token: linear attention, state
+    spaces and short convolutions.
 
     Rounding errors there accumulate in the state: published models with 4 bits in it write garbage
-    (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722). `shapes` are those of all tensors, in any layout.
+    (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722). `shapes` are those of all tensors,
+    in any layout.
     """
     found = set()
     for name, shape in shapes.items():
@@ -337,8 +494,9 @@ def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 
 def may_change_state(module: str) -> bool:
-    """Whether a linear of such a module may change its state: all but the output projection, which gets what was read
-    from it, so that its errors are not carried to the next token."""
+    """Whether a linear of such a module may change its state: all but the output projection, which
+    gets what was read from it, so that its errors are not carried to the next token.
+    """
     return module.rpartition(".")[2] not in _READ_OUT
 
 

@@ -29,22 +29,35 @@ def _windows(settings: Settings) -> list[int | None]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    first = next((i for i, window in enumerate(config.windows) if window is not None), config.num_layers)
+    first = next(
+        (i for i, window in enumerate(config.windows) if window is not None), config.num_layers
+    )
     return {_MAX_KEY: first, "layer_types": keys.written_layer_types(config)}
 
 
 _WINDOWS = keys.switched_windows(_windows, _write)
 _QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", (_WINDOWS,), {"qkv_bias": True}, gguf=GgufArchitecture("qwen2", biases=("qkv",))
-)  # fmt: skip
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (_WINDOWS,),
+    {"qkv_bias": True},
+    gguf=GgufArchitecture("qwen2", biases=("qkv",)),
+)
 
 
-# Qwen2-MoE, Qwen1.5-MoE (2407.10671): Qwen2 with many small experts, and a shared one with a separate gate.
+# Qwen2-MoE, Qwen1.5-MoE (2407.10671): Qwen2 with many small experts, and a shared one with a
+# separate gate.
 def _moe_windows(settings: Settings) -> list[int | None]:
-    """Windows in the layers that the config lists, or else in every other one up to a layer, as in transformers."""
+    """Windows in the layers that the config lists, or else in every other one up to a layer, as
+    in transformers.
+    """
     layers = keys.layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
-    last = settings.integer(_MAX_KEY, 0, Limits.context) if settings.has(_MAX_KEY) else _MAX_WINDOW_LAYERS
+    last = (
+        settings.integer(_MAX_KEY, 0, Limits.context)
+        if settings.has(_MAX_KEY)
+        else _MAX_WINDOW_LAYERS
+    )
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]
@@ -52,30 +65,44 @@ def _moe_windows(settings: Settings) -> list[int | None]:
 
 
 _MOE_WINDOWS = keys.switched_windows(
-    _moe_windows, lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.written_layer_types(config)}
+    _moe_windows,
+    lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.written_layer_types(config)},
 )
 _QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
     (
-        keys.flag("qkv_bias", "qkv_bias", default=True), _MOE_WINDOWS,
+        keys.flag("qkv_bias", "qkv_bias", default=True),
+        _MOE_WINDOWS,
         keys.experts(
-            size_key="moe_intermediate_size", shared_key="shared_expert_intermediate_size", norm_key="norm_topk_prob",
+            size_key="moe_intermediate_size",
+            shared_key="shared_expert_intermediate_size",
+            norm_key="norm_topk_prob",
             shared_gate=True,
         ),
         keys.SPARSE_LAYERS,
     ),
-    names={f"shared_expert.{part}": f"{BLOCK}mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    names={
+        f"shared_expert.{part}": f"{BLOCK}mlp.shared_expert.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
     gguf=GgufArchitecture(
-        "qwen2moe", keys=(*EXPERT_KEYS, "expert_shared_feed_forward_length"), biases=("qkv",), normalized=False,
+        "qwen2moe",
+        keys=(*EXPERT_KEYS, "expert_shared_feed_forward_length"),
+        biases=("qkv",),
+        normalized=False,
         tied=False,
     ),
-)  # fmt: skip
+)
 
 # Qwen3, dense (2505.09388): norms of each head's queries and keys, an independent head size.
 _QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", (keys.ATTENTION_BIAS, _WINDOWS), {"head_dim_required": True, "qk_norm": "head"},
+    "qwen3",
+    "Qwen3ForCausalLM",
+    (keys.ATTENTION_BIAS, _WINDOWS),
+    {"head_dim_required": True, "qk_norm": "head"},
     gguf=GgufArchitecture("qwen3"),
-)  # fmt: skip
+)
 
 
 # Qwen3-MoE (2505.09388): Qwen3 with many small experts, in all layers or some.
@@ -85,12 +112,16 @@ def _every_window(settings: Settings) -> list[int | None]:
 
 
 _QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
     (
-        keys.ATTENTION_BIAS, keys.switched_windows(_every_window, lambda config: {}),
-        keys.experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"), keys.SPARSE_LAYERS,
+        keys.ATTENTION_BIAS,
+        keys.switched_windows(_every_window, lambda config: {}),
+        keys.experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"),
+        keys.SPARSE_LAYERS,
     ),
-    options={"qk_norm": "head"}, gguf=GgufArchitecture("qwen3moe", keys=EXPERT_KEYS, normalized=True),
-)  # fmt: skip
+    options={"qk_norm": "head"},
+    gguf=GgufArchitecture("qwen3moe", keys=EXPERT_KEYS, normalized=True),
+)
 
 FAMILIES = (_QWEN2, _QWEN2_MOE, _QWEN3, _QWEN3_MOE)

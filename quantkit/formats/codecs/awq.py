@@ -1,9 +1,10 @@
-"""AWQ in its GEMM layout, as AutoAWQ, AutoRound and GPTQModel write it, and transformers, vLLM and SGLang read it.
+"""AWQ in its GEMM layout, as AutoAWQ, AutoRound and GPTQModel write it, and transformers, vLLM and
+SGLang read it.
 
-Per linear [O, I], of 4-bit codes: ``qweight`` int32 [I, O / 8] and ``qzeros`` int32 [G, O / 8], both packed along the
-outputs; ``scales`` [G, O] float16. Field i of word c, counted from the least significant, is that of output
-8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zero points are stored as they are; all 8 are those of a symmetric scheme.
-Source: the package autoawq, WQLinear_GEMM.
+Per linear [O, I], of 4-bit codes: ``qweight`` int32 [I, O / 8] and ``qzeros`` int32 [G, O / 8],
+both packed along the outputs; ``scales`` [G, O] float16. Field i of word c, counted from the least
+significant, is that of output 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zero points are stored as they
+are; all 8 are those of a symmetric scheme. Source: the package autoawq, WQLinear_GEMM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from quantkit.formats.codecs.codec import (
     unread,
 )
 from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
-from quantkit.formats.codecs.gptq_linear import packs_outputs, read_outputs, require_tensors, scales_dtype
+from quantkit.formats.codecs.gptq_linear import (
+    packs_outputs,
+    read_outputs,
+    require_tensors,
+    scales_dtype,
+)
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
@@ -45,15 +51,25 @@ _LEVELS_OF_8 = b"\x88"
 _READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
 
 
-def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     packed, groups = words(rows, bits), math.ceil(columns / (group_size or columns))
     return {QWEIGHT: [(columns, packed)], QZEROS: [(groups, packed)], SCALES: [(groups, rows)]}
 
 
 AWQ = Layout(
-    "codes of AWQ", QWEIGHT, (SCALES,), ((QZEROS,),), packed_outputs=QWEIGHT, zeros=QZEROS, floats=(SCALES,),
-    integers=(QWEIGHT, QZEROS, G_IDX), shapes=_shapes, is_evident=packs_outputs,
-)  # fmt: skip
+    "codes of AWQ",
+    QWEIGHT,
+    (SCALES,),
+    ((QZEROS,),),
+    packed_outputs=QWEIGHT,
+    zeros=QZEROS,
+    floats=(SCALES,),
+    integers=(QWEIGHT, QZEROS, G_IDX),
+    shapes=_shapes,
+    is_evident=packs_outputs,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,8 @@ class AwqLinear(GroupedCodec):
     """4-bit codes packed along the outputs.
 
     Attributes:
-        scheme: as the settings say; of what is read, the zero points decide whether it is symmetric.
+        scheme: as the settings say; of what is read, the zero points decide whether it is
+            symmetric.
     """
 
     scheme: QuantScheme
@@ -95,15 +112,25 @@ class AwqLinear(GroupedCodec):
         groups = (0, 1) if size is None else (columns[0] // size, columns[1] // size)
         scale = read_outputs(raw, SCALES, rows, groups)
         codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpacked)
-        zero = None if spec.scheme.symmetric else read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
+        zero = (
+            None
+            if spec.scheme.symmetric
+            else read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
+        )
         return qtensor.QuantTensor(codes, scale, zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         rows, columns = shape
         if rows % _PER_WORD:
-            return Reason("its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}")
+            return Reason(
+                "its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}"
+            )
         if self.scheme.group_size is not None and columns % self.scheme.group_size:
-            return Reason("the group size does not divide its row", found=f"{columns} columns", expected=self.scheme)
+            return Reason(
+                "the group size does not divide its row",
+                found=f"{columns} columns",
+                expected=self.scheme,
+            )
         return None
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
@@ -114,7 +141,11 @@ class AwqLinear(GroupedCodec):
         if isinstance(scale, Reason):
             return scale
         groups = self.scheme.groups(columns)
-        zero = value.zero.t() if value.zero is not None else torch.full((groups, rows), 8, dtype=torch.uint8)
+        zero = (
+            value.zero.t()
+            if value.zero is not None
+            else torch.full((groups, rows), 8, dtype=torch.uint8)
+        )
         return [_packed(value.codes.t()), _packed(zero), scale.t().contiguous()]
 
     def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
@@ -123,7 +154,9 @@ class AwqLinear(GroupedCodec):
 
 
 class Awq(QuantMethod):
-    """``quant_method: awq``: one group size for all modules that are quantized; 4 bits in the GEMM layout are read."""
+    """``quant_method: awq``: one group size for all modules that are quantized; 4 bits in the
+    GEMM layout are read.
+    """
 
     name = "awq"
     layouts = (AWQ,)
@@ -133,43 +166,69 @@ class Awq(QuantMethod):
     runtimes = ("vllm", "transformers", "mlx")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        return claims_by_rows(settings, AWQ, not settings.values.get("zero_point", True), modules, coded)
+        return claims_by_rows(
+            settings, AWQ, not settings.values.get("zero_point", True), modules, coded
+        )
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, AwqLinear]:
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.string(key).lower() != "gemm":
-                raise unread(settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm")
+                raise unread(
+                    settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm"
+                )
         bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
             raise unread(settings, "AWQ of these bits is not read", bits, _BITS)
-        size = settings.integer("q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS)
+        size = settings.integer(
+            "q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS
+        )
         if size > 0 and size % 8:
             raise unread(settings, "group size is not supported", size, "a multiple of 8")
-        codec = AwqLinear(QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True)))
-        kept = settings.strings("modules_to_not_convert") if settings.has("modules_to_not_convert") else []
+        codec = AwqLinear(
+            QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True))
+        )
+        kept = (
+            settings.strings("modules_to_not_convert")
+            if settings.has("modules_to_not_convert")
+            else []
+        )
         kept += [] if settings.flag("lm_head", False) else ["lm_head"]
         found = quantized_modules(modules, stored, settings)
-        return {module: codec for module in found if stored or not any(name in module for name in kept)}
+        return {
+            module: codec for module in found if stored or not any(name in module for name in kept)
+        }
 
-    def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
-        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names,
-        and for gptqmodel, which does not look there, under ``dynamic``."""
+    def write_settings(
+        self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
+        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take
+        for parts of names, and for gptqmodel, which does not look there, under ``dynamic``.
+        """
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
             found = " and ".join(map(str, sizes))
-            raise UnsupportedError("AWQ has one group size for a folder", found=found, hint="write another format")
+            raise UnsupportedError(
+                "AWQ has one group size for a folder", found=found, hint="write another format"
+            )
         floats = [module for module in modules if module not in schemes]
         for module in floats:
             if other := next((one for one in schemes if module in one), None):
                 why = f"since '{module}', which is, is a part of its name"
                 raise UnsupportedError(f"AWQ's readers take '{other}' for floats, {why}")
-        dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        dynamic: dict[str, Any] = {
+            f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"
+        }
         settings = {
-            "quant_method": self.name, "bits": _BITS, "group_size": sizes[0], "zero_point": True, "version": "gemm",
-            "lm_head": "lm_head" in schemes, "modules_to_not_convert": floats or None,
-        }  # fmt: skip
+            "quant_method": self.name,
+            "bits": _BITS,
+            "group_size": sizes[0],
+            "zero_point": True,
+            "version": "gemm",
+            "lm_head": "lm_head" in schemes,
+            "modules_to_not_convert": floats or None,
+        }
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> AwqLinear | Reason:
@@ -179,7 +238,9 @@ class Awq(QuantMethod):
             return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
         return AwqLinear(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
         if not sizes <= _READ_SIZES:
             return "what reads AWQ in such groups"

@@ -1,11 +1,11 @@
 """bitsandbytes' NF4, FP4 and LLM.int8(): read only, as floats.
 
-4 bits: ``T`` uint8 [ceil(n / 2), 1], two codes a byte, the high half first; ``T.quant_map`` float32 [16], what each
-code means; ``T.absmax``, by which the values of a block are multiplied; ``T.quant_state.bitsandbytes__nf4``, the
-shape, the size of a block and more as the bytes of a JSON object. With double quantization ``T.absmax`` is uint8,
-``absmax = nested_quant_map[code] * nested_absmax[block] + nested_offset``. 8 bits: ``M.weight`` int8 [O, I] and
-``M.SCB`` [O], ``w = q * SCB / 127``.
-Source: bitsandbytes' `QuantState`, `dequantize_4bit` and `int8_vectorwise_dequant`.
+4 bits: ``T`` uint8 [ceil(n / 2), 1], two codes a byte, the high half first; ``T.quant_map`` float32
+[16], what each code means; ``T.absmax``, by which the values of a block are multiplied;
+``T.quant_state.bitsandbytes__nf4``, the shape, the size of a block and more as the bytes of a JSON
+object. With double quantization ``T.absmax`` is uint8, ``absmax = nested_quant_map[code] *
+nested_absmax[block] + nested_offset``. 8 bits: ``M.weight`` int8 [O, I] and ``M.SCB`` [O], ``w = q
+* SCB / 127``. Source: bitsandbytes' `QuantState`, `dequantize_4bit` and `int8_vectorwise_dequant`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,60 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 METHOD = "bitsandbytes"
 _STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
-_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = (
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+)
 _SCB, _FORMAT = "SCB", "weight_format"
 FOUR_BITS = Layout(
-    "4-bit codes of bitsandbytes", "weight", ("weight" + _ABSMAX,),
-    (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())), code_types=(DType.UINT8,), bits=4,
-    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP), prefixes=("weight.quant_state.",),
-)  # fmt: skip
+    "4-bit codes of bitsandbytes",
+    "weight",
+    ("weight" + _ABSMAX,),
+    (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())),
+    code_types=(DType.UINT8,),
+    bits=4,
+    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
+    prefixes=("weight.quant_state.",),
+)
 EIGHT_BITS = Layout(
-    "int8 of bitsandbytes", "weight", (_SCB,), code_types=(DType.INT8,), bits=8, others=(_FORMAT,), unpacked=True,
+    "int8 of bitsandbytes",
+    "weight",
+    (_SCB,),
+    code_types=(DType.INT8,),
+    bits=8,
+    others=(_FORMAT,),
+    unpacked=True,
     is_evident=lambda tensors: _SCB in tensors,
-)  # fmt: skip
+)
 _STATE_BYTES = 1 << 16
 _MAX_BLOCK = 1 << 20
 _LARGEST_OFFSET = 1e30
 _NESTED_CODES = 256
 _VALUES = {
     "NF4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
     ),
-    "FP4": tuple(sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)),
-}  # fmt: skip
+    "FP4": tuple(
+        sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)
+    ),
+}
 _CLOSE = 1e-6  # as closely as two programs spell them
 _STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
 
@@ -59,35 +90,53 @@ class FourBitWeight(DequantizedTensor):
     """A weight in NF4 or FP4."""
 
     def __init__(
-        self, kind: str, weight: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
+        self,
+        kind: str,
+        weight: StoredTensor,
+        stored: Mapping[str, StoredTensor],
+        homes: Mapping[str, TensorFile],
         dtype: DType,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             kind: ``NF4`` or ``FP4``.
             stored: the tensors of the folder.
 
         Raises:
-            CheckpointError: if its state is damaged, or tensors are missing or of other sizes than it says.
+            CheckpointError: if its state is damaged, or tensors are missing or of other sizes than
+                it says.
             UnsupportedError: for other types, or a transposed weight.
         """
         self.kind = self.stored_as = kind
         self._name, self._homes, self.source = weight.name, homes, homes[weight.name].source
         state = self._state(stored[weight.name + _STATES[kind]])
-        tensor, self._block = StoredTensor(weight.name, dtype, self._shape(state)), self._even(state, "blocksize")
+        tensor, self._block = (
+            StoredTensor(weight.name, dtype, self._shape(state)),
+            self._even(state, "blocksize"),
+        )
         self._nested_block, self._offset = 0, 0.0
-        blocks, absmax = -(-math.prod(tensor.shape) // self._block), stored.get(weight.name + _ABSMAX)
+        blocks, absmax = (
+            -(-math.prod(tensor.shape) // self._block),
+            stored.get(weight.name + _ABSMAX),
+        )
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
-            self._nested_block, self._offset = self._even(state, "nested_blocksize"), self._nested_offset(state)
+            self._nested_block, self._offset = (
+                self._even(state, "nested_blocksize"),
+                self._nested_offset(state),
+            )
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
             expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
         self._codes = self._bytes(weight, (math.prod(tensor.shape) + 1) // 2)
         found = [self._found(stored, suffix, *expected[suffix]) for suffix in expected]
         super().__init__(tensor, (weight, *found, stored[weight.name + _STATES[kind]]), homes)
-        values = struct.unpack(f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP))
-        if not all(abs(one - own) <= _CLOSE for one, own in zip(values, _VALUES[kind], strict=True)):
+        values = struct.unpack(
+            f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP)
+        )
+        if not all(
+            abs(one - own) <= _CLOSE for one, own in zip(values, _VALUES[kind], strict=True)
+        ):
             # bitsandbytes ignores the map
             self._refuse("has a 'quant_map' of other values than its type's", shown(list(values)))
 
@@ -104,23 +153,32 @@ class FourBitWeight(DequantizedTensor):
                 filled += len(chunk)
         return out
 
-    def _rows(self, start: int, stop: int, values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    def _rows(
+        self, start: int, stop: int, values: torch.Tensor, absmax: torch.Tensor
+    ) -> torch.Tensor:
         """Rows in float32, cut out of their blocks."""
         columns, size = self.tensor.shape[1], self._block
         first, last = start * columns // size, -(-stop * columns // size)
         low, high = first * size // 2, min(last * size // 2, self._codes.shape[0])
         codes = self._homes[self._name].read_view(self._codes, TensorSlice(0, ((low, high),)))
         halves = torch.stack((codes >> 4, codes & 0xF), dim=-1).flatten()
-        blocks = torch.nn.functional.pad(values[halves.int()], (0, (last - first) * size - len(halves)))
+        blocks = torch.nn.functional.pad(
+            values[halves.int()], (0, (last - first) * size - len(halves))
+        )
         wide = blocks.view(-1, size) * absmax[first:last, None]
-        return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(-1, columns)
+        return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(
+            -1, columns
+        )
 
     def _absmax(self) -> torch.Tensor:
         absmax = self._part(_ABSMAX)
         if not self._nested_block:
             return absmax.float()
         blocks = torch.div(torch.arange(len(absmax)), self._nested_block, rounding_mode="floor")
-        return self._part(_NESTED_MAP)[absmax.int()] * self._part(_NESTED_ABSMAX)[blocks] + self._offset
+        return (
+            self._part(_NESTED_MAP)[absmax.int()] * self._part(_NESTED_ABSMAX)[blocks]
+            + self._offset
+        )
 
     def _part(self, suffix: str) -> torch.Tensor:
         return self._homes[self._name + suffix].read(self._name + suffix).flatten()
@@ -129,13 +187,17 @@ class FourBitWeight(DequantizedTensor):
         file = self._homes[tensor.name]
         if tensor.dtype != DType.UINT8 or len(tensor.shape) != 1 or tensor.nbytes > _STATE_BYTES:
             raise CheckpointError(
-                f"tensor '{tensor.name}' is no JSON in bytes", path=file.path,
-                found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"uint8, at most {_STATE_BYTES}",
-            )  # fmt: skip
+                f"tensor '{tensor.name}' is no JSON in bytes",
+                path=file.path,
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+                expected=f"uint8, at most {_STATE_BYTES}",
+            )
         try:
             text = file.read_bytes(tensor.name).decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path) from error
+            raise CheckpointError(
+                f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path
+            ) from error
         state = Settings(parsed(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
         if (said := state.string("quant_type")) != self.kind.lower():
             self._refuse("is of another type than its name says", said, self.kind.lower())
@@ -167,14 +229,18 @@ class FourBitWeight(DequantizedTensor):
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             problem = f"tensor '{weight.name}' is stored in a layout that is not read"
-            raise UnsupportedError(problem, path=self.path, found=list(weight.shape), expected="one column")
+            raise UnsupportedError(
+                problem, path=self.path, found=list(weight.shape), expected="one column"
+            )
         if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
-            self._refuse("does not hold the codes of its shape", f"{weight.nbytes} bytes", f"{expected}")
+            self._refuse(
+                "does not hold the codes of its shape", f"{weight.nbytes} bytes", f"{expected}"
+            )
         return View(DType.UINT8, view.start, (expected,), (1,))
 
     def _found(
         self, stored: Mapping[str, StoredTensor], suffix: str, dtypes: tuple[DType, ...], count: int
-    ) -> StoredTensor:  # fmt: skip
+    ) -> StoredTensor:
         tensor = stored.get(self._name + suffix)
         if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
             described = "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
@@ -183,7 +249,9 @@ class FourBitWeight(DequantizedTensor):
         return tensor
 
     def _refuse(self, problem: str, found: object, expected: object = None) -> NoReturn:
-        raise damaged_file(f"tensor '{self._name}', in {self.kind}, {problem}", self.path, found, expected)
+        raise damaged_file(
+            f"tensor '{self._name}', in {self.kind}, {problem}", self.path, found, expected
+        )
 
 
 class EightBitWeight(DequantizedTensor):
@@ -192,9 +260,13 @@ class EightBitWeight(DequantizedTensor):
     kind = stored_as = "LLM.int8()"
 
     def __init__(
-        self, weight: StoredTensor, scale: StoredTensor, form: StoredTensor | None, homes: Mapping[str, TensorFile],
+        self,
+        weight: StoredTensor,
+        scale: StoredTensor,
+        form: StoredTensor | None,
+        homes: Mapping[str, TensorFile],
         dtype: DType,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             scale: the largest magnitude of each row.
@@ -206,17 +278,33 @@ class EightBitWeight(DequantizedTensor):
         """
         parts = (weight, scale) if form is None else (weight, scale, form)
         super().__init__(StoredTensor(weight.name, dtype, weight.shape), parts, homes)
-        if len(weight.shape) != 2 or 0 in weight.shape or scale.dtype not in FLOATS or scale.shape != weight.shape[:1]:
+        if (
+            len(weight.shape) != 2
+            or 0 in weight.shape
+            or scale.dtype not in FLOATS
+            or scale.shape != weight.shape[:1]
+        ):
             raise CheckpointError(
-                f"the scales of '{weight.name}' do not fit it", path=self.path,
-                found=f"{scale.dtype} {list(scale.shape)}", expected=f"one a row of {list(weight.shape)}",
-            )  # fmt: skip
-        said = b"" if form is None else homes[form.name].read_bytes(form.name) if form.nbytes <= 8 else b"?"
+                f"the scales of '{weight.name}' do not fit it",
+                path=self.path,
+                found=f"{scale.dtype} {list(scale.shape)}",
+                expected=f"one a row of {list(weight.shape)}",
+            )
+        said = (
+            b""
+            if form is None
+            else homes[form.name].read_bytes(form.name)
+            if form.nbytes <= 8
+            else b"?"
+        )
         if any(said):
             raise UnsupportedError(
-                f"tensor '{weight.name}' is stored in a layout for one kind of GPU", path=self.path,
-                found=f"{_FORMAT} {list(said)}", expected="0, row by row", hint="save it with a current bitsandbytes",
-            )  # fmt: skip
+                f"tensor '{weight.name}' is stored in a layout for one kind of GPU",
+                path=self.path,
+                found=f"{_FORMAT} {list(said)}",
+                expected="0, row by row",
+                hint="save it with a current bitsandbytes",
+            )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts[:2]
@@ -231,11 +319,12 @@ class EightBitWeight(DequantizedTensor):
 
 def found_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
-) -> FourBitWeight | EightBitWeight | None:  # fmt: skip
+) -> FourBitWeight | EightBitWeight | None:
     """The weight whose codes a tensor of a folder has; None for floats, and for scales and states.
 
     Raises:
-        CheckpointError, UnsupportedError: as the weights' classes do; also for codes without scales.
+        CheckpointError, UnsupportedError: as the weights' classes do; also for codes without
+            scales.
     """
     tensor = stored[name]
     kinds = [kind for kind, suffix in _STATES.items() if name + suffix in stored]
@@ -247,8 +336,10 @@ def found_weight(
         return EightBitWeight(tensor, scale, stored.get(f"{module}.{_FORMAT}"), homes, dtype)
     if leaf == "weight" and tensor.dtype in (DType.INT8, DType.UINT8):
         raise CheckpointError(
-            f"tensor '{name}' lacks what says its values", path=homes[name].path,
-            found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"one of {METHOD}'s states, or {_SCB}",
+            f"tensor '{name}' lacks what says its values",
+            path=homes[name].path,
+            found=f"{tensor.dtype} {list(tensor.shape)}",
+            expected=f"one of {METHOD}'s states, or {_SCB}",
             hint=DAMAGED_FILE,
-        )  # fmt: skip
+        )
     return None

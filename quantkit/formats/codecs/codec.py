@@ -1,4 +1,6 @@
-"""The interfaces of codecs: how one quantized linear is stored, and what the settings of a folder say of it."""
+"""The interfaces of codecs: how one quantized linear is stored, and what the settings of a
+folder say of it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class Reason:
     """Why a tensor cannot be stored exactly: the text of an error.
 
     Attributes:
-        scale_types: the float types to which its scales can be rounded, one after the other, so that it can be stored;
-            none if the reason is not its scales.
+        scale_types: the float types to which its scales can be rounded, one after the other, so
+            that it can be stored; none if the reason is not its scales.
     """
 
     problem: str
@@ -42,12 +44,17 @@ class Reason:
 
     def error(self, name: str, method: str) -> NotRepresentableError:
         return NotRepresentableError(
-            f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected, hint="choose another format or scheme", by_scales=bool(self.scale_types),
-        )  # fmt: skip
+            f"tensor '{name}' cannot be held exactly as {method}: {self.problem}",
+            found=self.found,
+            expected=self.expected,
+            hint="choose another format or scheme",
+            by_scales=bool(self.scale_types),
+        )
 
 
-NO_EMBEDDING = Reason("it has codes of linears only, and this is the embedding", expected="an embedding of floats")
+NO_EMBEDDING = Reason(
+    "it has codes of linears only, and this is the embedding", expected="an embedding of floats"
+)
 
 
 def exact_scale(scale: torch.Tensor, dtype: DType) -> torch.Tensor | Reason:
@@ -61,7 +68,11 @@ def exact_scale(scale: torch.Tensor, dtype: DType) -> torch.Tensor | Reason:
 
 
 def unread(
-    settings: Settings, problem: str, found: object = None, expected: object = None, hint: str | None = None
+    settings: Settings,
+    problem: str,
+    found: object = None,
+    expected: object = None,
+    hint: str | None = None,
 ) -> UnsupportedError:
     """The error for settings that quantkit does not read."""
     return UnsupportedError(problem, path=settings.path, found=found, expected=expected, hint=hint)
@@ -70,7 +81,9 @@ def unread(
 class RawModule:
     """The stored tensors of one module, by suffix: what their names have after the module's."""
 
-    def __init__(self, name: str, files: Mapping[str, TensorFile], path: Path, notes: list[str] | None = None) -> None:
+    def __init__(
+        self, name: str, files: Mapping[str, TensorFile], path: Path, notes: list[str] | None = None
+    ) -> None:
         """
         Args:
             files: the file of each tensor, by its whole name; others may be among them.
@@ -124,8 +137,14 @@ class RawModule:
         return self._files[name].read_bytes(name, part)
 
     def require(self, expected: StoredTensor, scheme: object) -> None:
-        """Raise `CheckpointError` if a tensor, by its whole name, does not exist in the type and shape of a scheme."""
-        found = self._files[expected.name].tensors[expected.name] if expected.name in self._files else None
+        """Raise `CheckpointError` if a tensor, by its whole name, does not exist in the type and
+        shape of a scheme.
+        """
+        found = (
+            self._files[expected.name].tensors[expected.name]
+            if expected.name in self._files
+            else None
+        )
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
             raise self.damaged(
                 f"tensor '{expected.name}' does not fit scheme {scheme}",
@@ -155,15 +174,16 @@ class ReadCodec(Protocol):
         ...
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """The weight of a module, from the headers of its tensors and from the small ones among them (zero points,
-        offsets, group indices): codes of a scheme, or floats.
+        """The weight of a module, from the headers of its tensors and from the small ones among
+        them (zero points, offsets, group indices): codes of a scheme, or floats.
 
         Args:
-            expected: the weight [O, I] of the architecture, in the model's float type; if the tensors differ, they
-                decide.
+            expected: the weight [O, I] of the architecture, in the model's float type; if the
+                tensors differ, they decide.
 
         Raises:
-            CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not fit the codec.
+            CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not fit the
+                codec.
         """
         ...
 
@@ -194,7 +214,9 @@ class Codec(ReadCodec, HoldsCodes, Protocol):
 
 
 class GroupedCodec:
-    """Decodes any part of a weight from rows, or from groups of columns that are stored together."""
+    """Decodes any part of a weight from rows, or from groups of columns that are stored
+    together.
+    """
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return None
@@ -215,18 +237,26 @@ class GroupedCodec:
         """How many columns are stored together: whole words, and whole groups."""
         raise NotImplementedError
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         """Some rows with all columns, or all rows with some groups of columns."""
         raise NotImplementedError
 
     @staticmethod
-    def columns_slice(rows: TensorSlice | None, start: int, stop: int, count: int) -> TensorSlice | None:
-        """What to read of a matrix with `count` columns: some rows, or some columns; None for all."""
+    def columns_slice(
+        rows: TensorSlice | None, start: int, stop: int, count: int
+    ) -> TensorSlice | None:
+        """What to read of a matrix with `count` columns: some rows, or some columns; None for
+        all.
+        """
         return rows if (start, stop) == (0, count) else TensorSlice(1, ((start, stop),))
 
 
 class ReadAsFloats:
-    """Decodes the codes of another codec to floats, for a tensor that models have in floats only, such as a router."""
+    """Decodes the codes of another codec to floats, for a tensor that models have in floats
+    only, such as a router.
+    """
 
     scheme = None
 
@@ -244,7 +274,9 @@ class ReadAsFloats:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self.codec.parts(raw, self._coded or spec)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> torch.Tensor:
+    def decode(
+        self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
+    ) -> torch.Tensor:
         value = self.codec.decode(raw, self._coded or spec, part)
         return value.floats(spec.dtype.torch) if isinstance(value, qtensor.QuantTensor) else value
 
@@ -254,7 +286,8 @@ class CodeFormat:
 
     Attributes:
         name: its name for ``--to``.
-        schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
+        schemes: to which weights can be rounded that it cannot store exactly; none if it is only
+            read.
         scale_dtype: the type of all scales; None if they may have the model's.
         scales: how scales may be held in what is quantized for it.
         embeddings: what an embedding may be quantized to, if it may be.
@@ -271,18 +304,30 @@ class CodeFormat:
     def other_scales(self, scheme: QuantScheme) -> Reason | None:
         """Why the format does not hold codes and scales as a scheme has them; None if it does."""
         if scheme.codes not in self.codes:
-            return Reason("its codes are small floats", found=scheme, expected=", ".join(map(str, self.schemes)))
+            return Reason(
+                "its codes are small floats",
+                found=scheme,
+                expected=", ".join(map(str, self.schemes)),
+            )
         if scheme.scales in self.scales:
             return None
-        return Reason("its scales are those of GGUF's blocks", found=scheme, expected=", ".join(map(str, self.schemes)))
+        return Reason(
+            "its scales are those of GGUF's blocks",
+            found=scheme,
+            expected=", ".join(map(str, self.schemes)),
+        )
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
         """The codec of linears in a scheme, or of an embedding."""
         return Reason("it is only read")
 
 
-def codec_of(codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-    """The codec of a format for linears in a scheme, or for an embedding; or why it holds no such codes or scales."""
+def codec_of(
+    codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False
+) -> HoldsCodes | Reason:
+    """The codec of a format for linears in a scheme, or for an embedding; or why it holds no
+    such codes or scales.
+    """
     return codes.other_scales(scheme) or codes.codec(scheme, embedding=embedding)
 
 
@@ -293,7 +338,8 @@ class QuantMethod(CodeFormat):
         name: ``quant_method`` in config.json.
         layouts: in which the weights of modules may lie.
         keys: of config.json under which its settings are written.
-        settings_file: a file that may hold the settings if config.json does not; empty if there is none.
+        settings_file: a file that may hold the settings if config.json does not; empty if there is
+            none.
         joins_experts: whether all experts of a layer are one module for each role.
         read_as_floats: whether all its weights are read as floats, see `dequantized`.
         runtimes: those of vLLM, transformers and mlx-lm that load it.
@@ -319,7 +365,9 @@ class QuantMethod(CodeFormat):
         return Claims()
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        """The name of the method that reads the settings, and the settings in its terms; see `read_settings`."""
+        """The name of the method that reads the settings, and the settings in its terms; see
+        `read_settings`.
+        """
         return self.name, settings
 
     def read_settings(
@@ -338,12 +386,15 @@ class QuantMethod(CodeFormat):
         """
         return {}
 
-    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
+    ) -> dict[str, Any]:
         """The settings of a folder.
 
         Args:
             schemes: of the modules that are quantized.
-            modules: all linear modules, and the number of inputs of each; 0 if unknown, for one without a scheme.
+            modules: all linear modules, and the number of inputs of each; 0 if unknown, for one
+                without a scheme.
             every: whether these are all linear modules that its readers know.
 
         Raises:
@@ -358,7 +409,9 @@ class QuantMethod(CodeFormat):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return Reason("it is only read")
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         """The other programs that load a folder, by commas; notes follow a semicolon.
 
         Args:

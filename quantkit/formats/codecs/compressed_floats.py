@@ -1,11 +1,11 @@
-"""How compressed-tensors stores one linear in small floats: ``float-quantized``, ``mxfp4-pack-quantized`` and
-``nvfp4-pack-quantized``.
+"""How compressed-tensors stores one linear in small floats: ``float-quantized``,
+``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``.
 
-``float-quantized``: ``weight`` float8_e4m3fn [O, I] and ``weight_scale``, a float for each row [O, 1] or for each tile
-[ceil(O / 128), ceil(I / 128)]; ``w = weight * weight_scale``. The others: ``weight_packed`` uint8 [O, I / 2], two codes
-e2m1 a byte, the low half first, and ``weight_scale`` [O, G]: of MXFP4 uint8, exponents of two plus 127, of NVFP4
-float8_e4m3fn, which are divided by ``weight_global_scale`` float32 [1].
-Source: the compressed-tensors package's compressors.
+``float-quantized``: ``weight`` float8_e4m3fn [O, I] and ``weight_scale``, a float for each row [O,
+1] or for each tile [ceil(O / 128), ceil(I / 128)]; ``w = weight * weight_scale``. The others:
+``weight_packed`` uint8 [O, I / 2], two codes e2m1 a byte, the low half first, and ``weight_scale``
+[O, G]: of MXFP4 uint8, exponents of two plus 127, of NVFP4 float8_e4m3fn, which are divided by
+``weight_global_scale`` float32 [1]. Source: the compressed-tensors package's compressors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from quantkit.tensors.scheme import FP8, FP8_BLOCK, TILE, Codes, QuantScheme, Sc
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-UNEQUAL_TILES = Reason("the rows of a tile have several scales: its tensor on disk joins or reorders rows")
+UNEQUAL_TILES = Reason(
+    "the rows of a tile have several scales: its tensor on disk joins or reorders rows"
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,19 @@ class SmallFloats(GroupedCodec):
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         codes, scale = raw.find(self.layout.codes), raw.find(SCALE)
         if codes is None or scale is None:
-            raise raw.damaged(f"the config quantizes '{raw.name}', but its codes or scales are missing")
+            raise raw.damaged(
+                f"the config quantizes '{raw.name}', but its codes or scales are missing"
+            )
         rows, columns = codes.shape if len(codes.shape) == len(expected.shape) else expected.shape
         shape = rows, columns * 2 if self.scheme.codes is Codes.E2M1 else columns
         if shape[1] % self.scheme.unit:
-            raise raw.unsupported(f"group size of '{raw.name}' does not divide its row", self.scheme)
+            raise raw.unsupported(
+                f"group size of '{raw.name}' does not divide its row", self.scheme
+            )
         by_scheme = self.scheme.scales in (Scales.POWERS, Scales.NESTED)
-        return TensorSpec(expected.name, shape, expected.dtype if by_scheme else scale.dtype, self.scheme)
+        return TensorSpec(
+            expected.name, shape, expected.dtype if by_scheme else scale.dtype, self.scheme
+        )
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         (rows, columns), module = spec.shape, spec.name.removesuffix(".weight")
@@ -72,7 +80,10 @@ class SmallFloats(GroupedCodec):
         else:
             powers = self.scheme.scales is Scales.POWERS
             of_scales = DType.UINT8 if powers else DType.FLOAT8_E4M3FN
-            found = [(PACKED, DType.UINT8, (rows, columns // 2)), (SCALE, of_scales, (rows, groups))]
+            found = [
+                (PACKED, DType.UINT8, (rows, columns // 2)),
+                (SCALE, of_scales, (rows, groups)),
+            ]
             found += [] if powers else [(GLOBAL_SCALE, DType.FLOAT32, (1,))]
         return [StoredTensor(f"{module}.{suffix}", dtype, shape) for suffix, dtype, shape in found]
 
@@ -82,7 +93,9 @@ class SmallFloats(GroupedCodec):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.unit
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         (start, stop), scheme, whole = columns, self.scheme, spec.shape[1]
         per_byte = 8 // scheme.bits
         part = self.columns_slice(rows, start // per_byte, stop // per_byte, whole // per_byte)
@@ -104,7 +117,11 @@ class SmallFloats(GroupedCodec):
             return (stored.float() - EXPONENT_BIAS).exp2()
         if self.scheme.scales is Scales.NESTED:
             return stored.half()
-        return stored.repeat_interleave(TILE, 0)[:rows] if self.scheme.scales is Scales.TILES else stored
+        return (
+            stored.repeat_interleave(TILE, 0)[:rows]
+            if self.scheme.scales is Scales.TILES
+            else stored
+        )
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         scale, scheme = value.scale, self.scheme
@@ -123,7 +140,9 @@ class SmallFloats(GroupedCodec):
 
 
 def float8_codes(weight: StoredTensor, scale: StoredTensor) -> SmallFloats | None:
-    """The codec of a weight in float8 and its scales; None where these are of other kinds than are written here."""
+    """The codec of a weight in float8 and its scales; None where these are of other kinds than
+    are written here.
+    """
     if weight.dtype != DType.FLOAT8_E4M3FN or scale.dtype not in FLOATS or len(weight.shape) != 2:
         return None
     for codec in (SmallFloats(FP8), SmallFloats(FP8_BLOCK)):

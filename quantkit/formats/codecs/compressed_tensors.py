@@ -1,4 +1,5 @@
-"""compressed-tensors' settings: the schemes and forms of modules; `compressed_weights` has the forms.
+"""compressed-tensors' settings: the schemes and forms of modules; `compressed_weights` has the
+forms.
 
 Source: the compressed-tensors package's `QuantizationConfig`.
 """
@@ -31,7 +32,17 @@ from quantkit.json_values import Settings, shown
 from quantkit.patterns import MatchTime
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.scheme import FLOAT_SCHEMES, FP8, MXFP4, NVFP4, SCHEMES, TILE, Codes, QuantScheme, Scales
+from quantkit.tensors.scheme import (
+    FLOAT_SCHEMES,
+    FP8,
+    MXFP4,
+    NVFP4,
+    SCHEMES,
+    TILE,
+    Codes,
+    QuantScheme,
+    Scales,
+)
 
 KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings with the scheme of a quantized key/value cache."""
@@ -41,14 +52,18 @@ _PACK, _INT, _DENSE, _MIXED = "pack-quantized", "int-quantized", "dense", "mixed
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
-_BY_INDEX = "group"  # an order that a tensor states; in all others, columns are in the order of the inputs
+# an order that a tensor states; in all others, columns are in the order of the inputs
+_BY_INDEX = "group"
 _FP4_SCHEMES = {SmallFloats(scheme).form: scheme for scheme in (MXFP4, NVFP4)}
 _STRATEGIES = ("group", "channel", "tensor")
 _ORDERS = ("weight", "static", _BY_INDEX)
 _LAYOUTS = {
-    _PACK: PACKED_CODES, _INT: INT8, "float-quantized": FLOAT8,
-    "nvfp4-pack-quantized": FP4, "mxfp4-pack-quantized": FP4,
-}  # fmt: skip
+    _PACK: PACKED_CODES,
+    _INT: INT8,
+    "float-quantized": FLOAT8,
+    "nvfp4-pack-quantized": FP4,
+    "mxfp4-pack-quantized": FP4,
+}
 _INT8 = QuantScheme(8, None)
 _GROUPED_BY = {Scales.TILES: "block", Scales.NESTED: "tensor_group"}
 _SMALL_FLOAT_SCALES = (Scales.TILES, Scales.POWERS, Scales.NESTED)
@@ -58,11 +73,12 @@ _VLLM_EMBEDDING = "vLLM does not load an embedding in this form (seen in 0.32)"
 
 
 class CompressedTensors(QuantMethod):
-    """``quant_method: compressed-tensors``: groups of modules, each of one scheme; integer weights of 4 or 8 bits, in
-    groups, per channel or per tensor, without transforms, are read as codes.
+    """``quant_method: compressed-tensors``: groups of modules, each of one scheme; integer weights
+    of 4 or 8 bits, in groups, per channel or per tensor, without transforms, are read as codes.
 
     Attributes:
-        activations: to which readers round the inputs of linears; None is what each scheme has by default.
+        activations: to which readers round the inputs of linears; None is what each scheme has by
+            default.
     """
 
     name = "compressed-tensors"
@@ -80,14 +96,21 @@ class CompressedTensors(QuantMethod):
         return InputRounding.of(self.activations or Activations.of(scheme)[0], scheme)
 
     def claims(
-        self, settings: Settings, modules: Iterable[str], coded: Collection[str],
+        self,
+        settings: Settings,
+        modules: Iterable[str],
+        coded: Collection[str],
         spelled: Callable[[str], list[str]] = spellings,
-    ) -> Claims:  # fmt: skip
-        """As `QuantMethod.claims`; `spelled` returns the names that a module may have in settings."""
+    ) -> Claims:
+        """As `QuantMethod.claims`; `spelled` returns the names that a module may have in
+        settings.
+        """
         groups, modules = stated_groups(settings), list(modules)
         matches = _matches(settings, groups, modules, spelled)
         stated = {name: group_claim(group, settings) for name, group in groups.items()}
-        targets = dict.fromkeys(name for group in groups.values() for name in group.strings("targets"))
+        targets = dict.fromkeys(
+            name for group in groups.values() for name in group.strings("targets")
+        )
         found, conflicts = dict[str, Claim](), {}
         for module, names in matches:
             if (claim := stated[names[0]]) is not None:
@@ -96,10 +119,14 @@ class CompressedTensors(QuantMethod):
                     conflicts[module] = " and ".join(names)
         known = {name for module in modules for name in spelled(module)}
         known |= _of_readers(targets, modules)
-        unmatched = (one for one in targets if "." in one and not one.startswith("re:") and one not in known)
+        unmatched = (
+            one for one in targets if "." in one and not one.startswith("re:") and one not in known
+        )
         return Claims(found, True, tuple(unmatched), conflicts)
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Codec]:
         """Two groups that match a module equally closely must have the same scheme."""
         if settings.values.get("transform_config"):
             raise unread(settings, "transforms are not supported")
@@ -110,16 +137,22 @@ class CompressedTensors(QuantMethod):
         for module, names in matches:
             codec = codecs[names[0]]
             if any(codecs[name] != codec for name in names):
-                schemes = ((name, "floats" if (one := codecs[name]) is None else one.scheme) for name in names)
+                schemes = (
+                    (name, "floats" if (one := codecs[name]) is None else one.scheme)
+                    for name in names
+                )
                 raise CheckpointError(
-                    f"{settings.name} gives '{module}' two schemes", path=settings.path,
+                    f"{settings.name} gives '{module}' two schemes",
+                    path=settings.path,
                     found=" and ".join(f"{scheme} in '{name}'" for name, scheme in schemes),
-                )  # fmt: skip
+                )
             if codec is not None:
                 found[module] = codec
         return found
 
-    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
+    ) -> dict[str, Any]:
         return _written(schemes, modules, self, every=every)
 
     def form(self, scheme: QuantScheme) -> str:
@@ -130,14 +163,24 @@ class CompressedTensors(QuantMethod):
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme.of_small_floats and scheme not in FLOAT_SCHEMES.values():
-            return Reason("no reader has such groups of small floats", scheme.group_size, ", ".join(FLOAT_SCHEMES))
-        if self.activations is not None and not embedding and self.activations not in Activations.of(scheme):
+            return Reason(
+                "no reader has such groups of small floats",
+                scheme.group_size,
+                ", ".join(FLOAT_SCHEMES),
+            )
+        if (
+            self.activations is not None
+            and not embedding
+            and self.activations not in Activations.of(scheme)
+        ):
             return _not_multiplied(scheme, self.activations)
         if scheme.of_small_floats:
             return _NO_FLOAT_EMBEDDING if embedding else SmallFloats(scheme)
         return IntQuantized(scheme) if self.form(scheme) == _INT else PackQuantized(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
         vllm = [] if "vllm" in without else [f"vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"]
         if has_embedding(schemes):
@@ -150,12 +193,18 @@ class CompressedTensors(QuantMethod):
         return ", ".join([*transformers, *vllm])
 
     def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
-        """The weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it has some for all."""
+        """The weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it has
+        some for all.
+        """
         for scheme in schemes:
             activations = self.activations or Activations.of(scheme)[0]
             fp8 = Activations.FP8
             if scheme.of_small_floats and (scheme, activations) != (FP8, fp8):
-                return f"{scheme}" if activations in Activations.of(scheme)[:1] else f"{scheme} with such inputs"
+                return (
+                    f"{scheme}"
+                    if activations in Activations.of(scheme)[:1]
+                    else f"{scheme} with such inputs"
+                )
             if scheme.bits == 8 and not scheme.of_small_floats and activations is Activations.NONE:
                 return "8-bit weights alone"
             if scheme.bits == 4 and activations is fp8:
@@ -163,27 +212,35 @@ class CompressedTensors(QuantMethod):
         return None
 
     def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
-        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is the head too; with
-        `here_alone`, no form that others load can be written."""
+        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is
+        the head too; with `here_alone`, no form that others load can be written.
+        """
         if here_alone:
             vllm = "vLLM 0.32" if tied else "vLLM 0.32 on CPUs"
-            return f"transformers does not load a packed embedding (seen in 5.23), nor does {vllm}; quantkit does"
+            return (
+                f"transformers does not load a packed embedding (seen in 5.23), nor does {vllm};"
+                " quantkit does"
+            )
         if tied:
             return (
-                "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
-                " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
+                "no other reader of compressed-tensors loads a quantized embedding that is the head"
+                " too (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp"
+                " and mlx-lm theirs (`to`)"
             )
         if self.form(_INT8) == _INT:
             return _VLLM_EMBEDDING
         return (
-            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on"
+            " CPUs; quantkit"
             f' does, and transformers that of `to="{_INT}"`'
         )
 
 
 class Int8Activations(CompressedTensors):
-    """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are rounded to int8 for each
-    token. Only written: such folders state `CompressedTensors` as their method."""
+    """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are
+    rounded to int8 for each token. Only written: such folders state `CompressedTensors` as their
+    method.
+    """
 
     name = _INT
     layouts = ()
@@ -200,7 +257,9 @@ class Int8Activations(CompressedTensors):
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         in_vllm = "vllm" not in without and not has_embedding(schemes)
         transformers = [] if "transformers" in without else ["transformers with compressed-tensors"]
         return ", ".join([*transformers, *(["vLLM"] if in_vllm else [])])
@@ -211,15 +270,19 @@ def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
     return any(scheme is not None and is_embedding(module) for module, scheme in schemes.items())
 
 
-def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool) -> bool:
-    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding is quantized, and the head
-    is tied to it."""
+def read_here_alone(
+    method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool
+) -> bool:
+    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding is
+    quantized, and the head is tied to it.
+    """
     return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
 
 
 def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
-    """The names in settings that readers may have for modules: they differ from those on disk, which are targets too,
-    in what comes before the layers."""
+    """The names in settings that readers may have for modules: they differ from those on disk,
+    which are targets too, in what comes before the layers.
+    """
     tails = {_in_layers(module) for module in modules if module in targets}
     return {one for one in targets if _in_layers(one) in tails}
 
@@ -231,19 +294,27 @@ def _in_layers(module: str) -> str:
 
 
 def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
-    able = [one for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values()) if activations in Activations.of(one)]
+    able = [
+        one
+        for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values())
+        if activations in Activations.of(one)
+    ]
     own = " or ".join(Activations.of(scheme))
     problem = f"no runtime multiplies it by activations in {activations} (by {own})"
     return Reason(problem, scheme, f"for activations in {activations}: {', '.join(map(str, able))}")
 
 
-def _written(schemes: Schemes, modules: Iterable[str], method: CompressedTensors, *, every: bool) -> dict[str, Any]:
-    """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups list their modules:
-    compressed-tensors warns of targets that follow ``Linear``, older vLLM prefers the class to the names that q, k and
-    v have before it fuses them, and vLLM's output head is no ``Linear``. Experts with one scheme are targeted by a
-    pattern: transformers looks for it, and vLLM has other names for experts. Linears without a scheme are listed under
-    ``ignore``. An embedding has a separate group, without activations to round, and is targeted by its class, because
-    vLLM's Llama has no name for it."""
+def _written(
+    schemes: Schemes, modules: Iterable[str], method: CompressedTensors, *, every: bool
+) -> dict[str, Any]:
+    """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups
+    list their modules: compressed-tensors warns of targets that follow ``Linear``, older vLLM
+    prefers the class to the names that q, k and v have before it fuses them, and vLLM's output head
+    is no ``Linear``. Experts with one scheme are targeted by a pattern: transformers looks for it,
+    and vLLM has other names for experts. Linears without a scheme are listed under ``ignore``. An
+    embedding has a separate group, without activations to round, and is targeted by its class,
+    because vLLM's Llama has no name for it.
+    """
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
     same = len({schemes.get(module) for module in experts}) == 1
     by_scheme: dict[QuantScheme, dict[str, None]] = {}
@@ -255,7 +326,12 @@ def _written(schemes: Schemes, modules: Iterable[str], method: CompressedTensors
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
     ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
     targets = [
-        (method.form(scheme), scheme, ["Linear"] if of_class else list(named), method.inputs(scheme))
+        (
+            method.form(scheme),
+            scheme,
+            ["Linear"] if of_class else list(named),
+            method.inputs(scheme),
+        )
         for scheme, named in ordered
     ]
     targets += [(method.form(scheme), scheme, ["Embedding"], None) for scheme in embedding.values()]
@@ -270,12 +346,18 @@ def _written(schemes: Schemes, modules: Iterable[str], method: CompressedTensors
     }
 
 
-def _group(form: str, scheme: QuantScheme, targets: list[str], inputs: InputRounding | None) -> dict[str, Any]:
+def _group(
+    form: str, scheme: QuantScheme, targets: list[str], inputs: InputRounding | None
+) -> dict[str, Any]:
     grouped = "channel" if scheme.group_size is None else _GROUPED_BY.get(scheme.scales, "group")
     weights: dict[str, Any] = {
-        "num_bits": scheme.bits, "type": "float" if scheme.of_small_floats else "int", "symmetric": scheme.symmetric,
-        "strategy": grouped, "group_size": scheme.group_size, "dynamic": False,
-    }  # fmt: skip
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.of_small_floats else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": grouped,
+        "group_size": scheme.group_size,
+        "dynamic": False,
+    }
     if scheme.scales is Scales.TILES:
         weights |= {"group_size": None, "block_structure": [TILE, TILE]}
     if (scale_type := _SCALE_TYPES.get(scheme.scales)) is not None:
@@ -291,14 +373,25 @@ def _group(form: str, scheme: QuantScheme, targets: list[str], inputs: InputRoun
 
 def _stated(inputs: InputRounding) -> dict[str, Any]:
     """What settings say of rounded inputs, with scales that are found when a model runs."""
-    by_token = {"num_bits": 8, "type": inputs.type, "symmetric": True, "strategy": "token", "dynamic": True}
-    return by_token if inputs.group_size is None else {**by_token, "strategy": "group", "group_size": inputs.group_size}
+    by_token = {
+        "num_bits": 8,
+        "type": inputs.type,
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    return (
+        by_token
+        if inputs.group_size is None
+        else {**by_token, "strategy": "group", "group_size": inputs.group_size}
+    )
 
 
 def packed_shapes(
     stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """The shapes of the weights of quantized modules, from their tensors; none for a folder in another method.
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of quantized modules, from their tensors; none for a folder in
+    another method.
 
     Args:
         stored, files: a folder's tensors, and their files.
@@ -311,13 +404,25 @@ def packed_shapes(
     for name in stored:
         module, _, leaf = name.rpartition(".")
         shape = stored.get(f"{module}.{SHAPE}")
-        if leaf == PACKED_CODES.codes and shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,)):
+        if (
+            leaf == PACKED_CODES.codes
+            and shape is not None
+            and (shape.dtype, shape.shape) == (DType.INT64, (2,))
+        ):
             rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 found[module] = rows, columns
-        elif leaf == FP4.codes and stored[name].dtype == DType.UINT8 and f"{module}.{SCALE}" in stored:
+        elif (
+            leaf == FP4.codes
+            and stored[name].dtype == DType.UINT8
+            and f"{module}.{SCALE}" in stored
+        ):
             found[module] = stored[name].shape[0], 2 * stored[name].shape[-1]
-        elif leaf == INT8.codes and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
+        elif (
+            leaf == INT8.codes
+            and stored[name].dtype == DType.INT8
+            and f"{module}.{SCALE}" in stored
+        ):
             found[module] = stored[name].shape
     return found
 
@@ -327,14 +432,20 @@ def stated_groups(settings: Settings) -> dict[str, Settings]:
     named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
         problem, expected = f"{settings.name} has too many groups", f"at most {_MAX_GROUPS}"
-        raise CheckpointError(problem, path=settings.path, found=len(named.values), expected=expected)
+        raise CheckpointError(
+            problem, path=settings.path, found=len(named.values), expected=expected
+        )
     return {name: named.inside(name) for name in named.values}
 
 
 def _matches(
-    settings: Settings, groups: Mapping[str, Settings], modules: Iterable[str], spelled: Callable[[str], list[str]]
+    settings: Settings,
+    groups: Mapping[str, Settings],
+    modules: Iterable[str],
+    spelled: Callable[[str], list[str]],
 ) -> list[tuple[str, list[str]]]:
-    """The modules that are not ignored, and the names of the groups whose targets match each of them most closely.
+    """The modules that are not ignored, and the names of the groups whose targets match each of
+    them most closely.
 
     Args:
         spelled: the names that a module may have in settings.
@@ -342,7 +453,9 @@ def _matches(
     match_time = MatchTime(settings.path)
     targets = {}
     for name, group in groups.items():
-        targets[name] = Targets(group.strings("targets"), key=f"{group.name}.targets", match_time=match_time)
+        targets[name] = Targets(
+            group.strings("targets"), key=f"{group.name}.targets", match_time=match_time
+        )
     ignored_names = settings.strings("ignore") if settings.has("ignore") else []
     ignored = Targets(ignored_names, key=f"{settings.name}.ignore", match_time=match_time)
     found = []
@@ -367,15 +480,19 @@ def group_claim(group: Settings, settings: Settings) -> Claim | None:
     if layout is None and stated == "naive-quantized":
         layout = FLOAT8 if weights.values.get("type") == "float" else INT8
     base = Claim(
-        layout, symmetric=weights.values.get("symmetric", True) is not False,
-        by_index=weights.values.get("actorder") == _BY_INDEX, activations=bool(group.values.get("input_activations")),
+        layout,
+        symmetric=weights.values.get("symmetric", True) is not False,
+        by_index=weights.values.get("actorder") == _BY_INDEX,
+        activations=bool(group.values.get("input_activations")),
         block=block_size(weights, "block_structure"),
-    )  # fmt: skip
+    )
     grouped = weights.values.get("strategy") in ("group", "tensor_group", None)
     return base.updated(weights, "num_bits", "group_size" if grouped else "")
 
 
-def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized | SmallFloats | None:
+def _codec(
+    group: Settings, settings: Settings
+) -> PackQuantized | IntQuantized | SmallFloats | None:
     """The codec of a group's modules; None if they are read as floats."""
     layout = group if group.has("format") else settings
     found = layout.string("format") if layout.has("format") else None
@@ -388,7 +505,11 @@ def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized 
         expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)), *_FP4_SCHEMES))
         raise unread(settings, "this compressed-tensors format is not read", found, expected)
     form = PackQuantized if found == _PACK else IntQuantized
-    return form(_scheme(weights), _strategy(weights) == "tensor", weights.values.get("actorder") == _BY_INDEX)
+    return form(
+        _scheme(weights),
+        _strategy(weights) == "tensor",
+        weights.values.get("actorder") == _BY_INDEX,
+    )
 
 
 def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
@@ -396,12 +517,16 @@ def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
     stated = [weights.values.get(key) for key in ("num_bits", "type", "group_size")]
     expected = [scheme.bits, "float", scheme.group_size]
     if stated != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
-        raise unread(weights, "this compressed-tensors scheme is not read", shown(stated), shown(expected))
+        raise unread(
+            weights, "this compressed-tensors scheme is not read", shown(stated), shown(expected)
+        )
     return SmallFloats(scheme)
 
 
 def _strategy(weights: Settings) -> str:
-    """The weights that share a scale; by default, this follows from the group size, as in compressed-tensors."""
+    """The weights that share a scale; by default, this follows from the group size, as in
+    compressed-tensors.
+    """
     if weights.has("strategy"):
         return weights.string("strategy")
     if not weights.has("group_size"):
@@ -415,11 +540,18 @@ def _scheme(weights: Settings) -> QuantScheme:
         raise unread(weights, "this order of columns is not read", shown(order))
     strategy, bits = _strategy(weights), weights.integer("num_bits", 1, 64)
     kind = weights.string("type") if weights.has("type") else "int"
-    if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES or weights.values.get("dynamic"):
+    if (
+        kind != "int"
+        or bits not in (4, 8)
+        or strategy not in _STRATEGIES
+        or weights.values.get("dynamic")
+    ):
         raise unread(
-            weights, "this compressed-tensors scheme is not read", f"{kind}{bits} per {strategy}",
+            weights,
+            "this compressed-tensors scheme is not read",
+            f"{kind}{bits} per {strategy}",
             "int4 or int8, per group, channel or tensor",
-        )  # fmt: skip
+        )
     group_size = weights.integer("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
     if group_size is not None and group_size % 8:
         raise unread(weights, "group size is not supported", group_size, "a multiple of 8")

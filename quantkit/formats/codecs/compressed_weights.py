@@ -1,13 +1,13 @@
-"""How compressed-tensors stores one linear: ``pack-quantized``, which quantkit writes and vLLM and transformers read,
-and ``int-quantized``, for products with activations in int8.
+"""How compressed-tensors stores one linear: ``pack-quantized``, which quantkit writes and vLLM and
+transformers read, and ``int-quantized``, for products with activations in int8.
 
-``pack-quantized``: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G], ``weight_shape`` int64
-[2] and, if asymmetric, ``weight_zero_point`` packed along the outputs, int32 [ceil(O * bits / 32), G]. Codes are
-unsigned, least significant bits first. ``int-quantized``: ``weight`` int8 [O, I], ``weight_scale`` and, if
-asymmetric, ``weight_zero_point`` int8 [O, G], all signed. Also read:
-one scale for a whole weight, zero points in int8 along with packed codes, zero points of zero along with symmetric
-ones, and ``weight_g_idx`` [I], the group of each column, from before compressed-tensors 0.20; if groups are not of
-adjacent columns, the weight is read as floats.
+``pack-quantized``: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G],
+``weight_shape`` int64 [2] and, if asymmetric, ``weight_zero_point`` packed along the outputs, int32
+[ceil(O * bits / 32), G]. Codes are unsigned, least significant bits first. ``int-quantized``:
+``weight`` int8 [O, I], ``weight_scale`` and, if asymmetric, ``weight_zero_point`` int8 [O, G], all
+signed. Also read: one scale for a whole weight, zero points in int8 along with packed codes, zero
+points of zero along with symmetric ones, and ``weight_g_idx`` [I], the group of each column, from
+before compressed-tensors 0.20; if groups are not of adjacent columns, the weight is read as floats.
 Source: the compressed-tensors package's compressors.
 """
 
@@ -32,40 +32,72 @@ PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "w
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
 
 
-def _packed_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _packed_shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     one_scale = [(1,), ()] if group_size is None else []
     return {
-        PACKED: [(rows, words(columns, bits))], SCALE: [(rows, groups), *one_scale], SHAPE: [(2,)],
-        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],  # in bytes before version 0.9
+        PACKED: [(rows, words(columns, bits))],
+        SCALE: [(rows, groups), *one_scale],
+        SHAPE: [(2,)],
+        _ZERO: [
+            (words(rows, bits), groups),
+            (rows, groups),
+            *one_scale,
+        ],  # in bytes before version 0.9
         _GROUPS: [(columns,)],
-    }  # fmt: skip
+    }
 
 
-def _plain_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _plain_shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     one_scale = [(1,), (), (rows,)] if group_size is None else []
     scales = [(rows, groups), *one_scale]
     return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
 
 
-def _fp4_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _fp4_shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     return {PACKED: [(rows, columns // 2)], SCALE: [(rows, groups)], GLOBAL_SCALE: [(1,), ()]}
 
 
 PACKED_CODES = Layout(
-    "packed integers of compressed-tensors", PACKED, (SCALE,), ((SHAPE,),), if_asymmetric=(_ZERO,), zeros=_ZERO,
-    floats=(SCALE,), integers=(PACKED, SHAPE, _ZERO, _GROUPS), shapes=_packed_shapes,
-)  # fmt: skip
+    "packed integers of compressed-tensors",
+    PACKED,
+    (SCALE,),
+    ((SHAPE,),),
+    if_asymmetric=(_ZERO,),
+    zeros=_ZERO,
+    floats=(SCALE,),
+    integers=(PACKED, SHAPE, _ZERO, _GROUPS),
+    shapes=_packed_shapes,
+)
 FP4 = Layout(
-    "packed small floats of compressed-tensors", PACKED, (SCALE,), code_types=(DType.UINT8,), bits=4,
-    others=(GLOBAL_SCALE, "input_global_scale"), shapes=_fp4_shapes,
-)  # fmt: skip
+    "packed small floats of compressed-tensors",
+    PACKED,
+    (SCALE,),
+    code_types=(DType.UINT8,),
+    bits=4,
+    others=(GLOBAL_SCALE, "input_global_scale"),
+    shapes=_fp4_shapes,
+)
 INT8 = Layout(
-    "int8", PLAIN, (SCALE, "weight_scale_inv"), code_types=(DType.INT8,), bits=8, floats=(SCALE,),
-    integers=(_ZERO, _GROUPS), shapes=_plain_shapes, unpacked=True, excluded="SCB",
-)  # fmt: skip
+    "int8",
+    PLAIN,
+    (SCALE, "weight_scale_inv"),
+    code_types=(DType.INT8,),
+    bits=8,
+    floats=(SCALE,),
+    integers=(_ZERO, _GROUPS),
+    shapes=_plain_shapes,
+    unpacked=True,
+    excluded="SCB",
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +119,9 @@ class CompressedLinear(GroupedCodec):
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         found, scale, scheme = raw.find(self.layout.codes), raw.find(SCALE), self.scheme
         if found is None or scale is None:
-            raise raw.damaged(f"the config quantizes '{raw.name}', but its codes or scales are missing")
+            raise raw.damaged(
+                f"the config quantizes '{raw.name}', but its codes or scales are missing"
+            )
         if scale.dtype not in FLOATS:
             raise raw.damaged(f"the scales of '{raw.name}' are no floats", scale.dtype)
         shape = (found.shape[0] if found.shape else expected.shape[0], expected.shape[1])
@@ -96,11 +130,14 @@ class CompressedLinear(GroupedCodec):
         zero = raw.find(_ZERO)
         if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
             raise raw.damaged(
-                f"the config calls '{raw.name}' symmetric, but it has zero points", f"{zero.dtype} {list(zero.shape)}"
+                f"the config calls '{raw.name}' symmetric, but it has zero points",
+                f"{zero.dtype} {list(zero.shape)}",
             )
         if self._in_order(raw, shape[1]):
             return TensorSpec(expected.name, shape, scale.dtype, scheme)
-        return TensorSpec(expected.name, shape, expected.dtype, None, "compressed-tensors with act-order")
+        return TensorSpec(
+            expected.name, shape, expected.dtype, None, "compressed-tensors with act-order"
+        )
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         dtypes = {self.layout.codes: self.code_type, SCALE: spec.dtype}
@@ -113,17 +150,24 @@ class CompressedLinear(GroupedCodec):
         stored, found = self.stored(spec), []
         shapes = [(1,), (1, 1), ()] if self.one_scale else [stored[1].shape]
         for tensor in stored:
-            there, forms = raw.find(tensor.name.removeprefix(f"{raw.name}.")), [(tensor.dtype, tensor.shape)]
+            there, forms = (
+                raw.find(tensor.name.removeprefix(f"{raw.name}.")),
+                [(tensor.dtype, tensor.shape)],
+            )
             if tensor.name.endswith(SCALE) and there is not None:
                 tensor = StoredTensor(tensor.name, there.dtype, shapes[0])
                 forms = [(there.dtype, shape) for shape in shapes]
             elif tensor.name.endswith(_ZERO):
                 forms += [(DType.INT8, shape) for shape in shapes]
-            found.append(there if there is not None and (there.dtype, there.shape) in forms else tensor)
+            found.append(
+                there if there is not None and (there.dtype, there.shape) in forms else tensor
+            )
         others = (raw.find(_GROUPS), raw.find(_ZERO) if self.scheme.symmetric else None)
         return [*found, *(tensor for tensor in others if tensor is not None)]
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         codes, (start, stop) = self.codes(raw, spec, rows, columns), columns
         scale = self.whole_rows(raw.read(SCALE), spec, rows)
         zero = None
@@ -142,24 +186,36 @@ class CompressedLinear(GroupedCodec):
         """Unsigned codes [R, C]."""
         raise NotImplementedError
 
-    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> torch.Tensor:
+    def zero_points(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
+    ) -> torch.Tensor:
         """Zero points [R, G] in bytes."""
         return self.whole_rows(self.unsigned(raw, raw.read(_ZERO)), spec, rows)
 
-    def whole_rows(self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None) -> torch.Tensor:
+    def whole_rows(
+        self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None
+    ) -> torch.Tensor:
         """One value for each group [O, G] of some rows; a single value is repeated."""
         rows, groups = spec.shape[0], self.scheme.groups(spec.shape[1])
-        found = value.reshape(1, 1).expand(rows, 1) if value.numel() == 1 else value.reshape(rows, groups)
+        found = (
+            value.reshape(1, 1).expand(rows, 1)
+            if value.numel() == 1
+            else value.reshape(rows, groups)
+        )
         return (found if part is None else part.of(found)).contiguous()
 
     def unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
-        """Unsigned codes or zero points from signed ones; any outside the scheme raises `CheckpointError`."""
+        """Unsigned codes or zero points from signed ones; any outside the scheme raises
+        `CheckpointError`.
+        """
         if self.scheme.bits == 8:
             return signed.view(torch.uint8) ^ 128
         half = self.scheme.levels // 2
         if signed.numel() and not -half <= int(signed.min()) <= int(signed.max()) < half:
             found = f"{int(signed.min())} to {int(signed.max())}"
-            raise raw.damaged(f"'{raw.name}' has codes outside its scheme", found, f"{-half} to {half - 1}")
+            raise raw.damaged(
+                f"'{raw.name}' has codes outside its scheme", found, f"{-half} to {half - 1}"
+            )
         return (signed + half).view(torch.uint8)
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
@@ -167,7 +223,8 @@ class CompressedLinear(GroupedCodec):
         index, groups = raw.find(_GROUPS), self.scheme.groups(columns)
         if index is None and self.by_index:
             raise raw.damaged(
-                f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is missing",
+                f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is"
+                " missing",
                 hint=DAMAGED_FILE,
             )
         if index is None:
@@ -180,8 +237,9 @@ class CompressedLinear(GroupedCodec):
         if not found or min(found) < 0 or max(found) >= groups:
             raise raw.damaged(
                 f"tensor '{raw.name}.{_GROUPS}' does not say the group of each column",
-                f"{index.dtype} {list(index.shape)}", f"[{columns}], each below {groups}",
-            )  # fmt: skip
+                f"{index.dtype} {list(index.shape)}",
+                f"[{columns}], each below {groups}",
+            )
         return found == tuple(column * groups // columns for column in range(columns))
 
     def _by_index(
@@ -193,12 +251,16 @@ class CompressedLinear(GroupedCodec):
         zero: torch.Tensor | None,
         start: int,
     ) -> torch.Tensor:
-        """The floats of columns from `start` on, each with the scale and zero point of its group."""
+        """The floats of columns from `start` on, each with the scale and zero point of its
+        group.
+        """
         index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
         out = spec.dtype.empty(codes.shape)
         for first, last in qtensor.row_chunks(*codes.shape):
             offset = self.scheme.levels // 2 if zero is None else zero[first:last].float()[:, index]
-            out[first:last] = (codes[first:last].float() - offset) * scale[first:last].float()[:, index]
+            out[first:last] = (codes[first:last].float() - offset) * scale[first:last].float()[
+                :, index
+            ]
         return out
 
 
@@ -215,11 +277,17 @@ class PackQuantized(CompressedLinear):
     ) -> torch.Tensor:
         (first, last), bits = columns, self.scheme.bits
         if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
-            raise raw.damaged(f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape))
-        part = self.columns_slice(rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits))
+            raise raw.damaged(
+                f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape)
+            )
+        part = self.columns_slice(
+            rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits)
+        )
         return qtensor.unpack_int32(raw.read(PACKED, part), bits, last - first)
 
-    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> torch.Tensor:
+    def zero_points(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
+    ) -> torch.Tensor:
         stored = raw.read(_ZERO)
         if DType.of(stored.dtype) == DType.INT8:
             return self.whole_rows(self.unsigned(raw, stored), spec, rows)
@@ -228,7 +296,11 @@ class PackQuantized(CompressedLinear):
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         bits = value.scheme.bits
-        tensors = [qtensor.pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
+        tensors = [
+            qtensor.pack_int32(value.codes, bits),
+            value.scale.contiguous(),
+            torch.tensor(value.shape),
+        ]
         if value.zero is not None:
             tensors.append(qtensor.pack_int32(value.zero.t(), bits).t().contiguous())
         return tensors
@@ -245,7 +317,9 @@ class IntQuantized(CompressedLinear):
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> torch.Tensor:
-        return self.unsigned(raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1])))
+        return self.unsigned(
+            raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1]))
+        )
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         half = self.scheme.levels // 2

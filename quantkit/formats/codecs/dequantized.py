@@ -11,7 +11,13 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, small_floats
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
-from quantkit.formats.codecs.small_floats import FLOAT8, MXFP4, DequantizedTensor, Float8Weight, Mxfp4Weight
+from quantkit.formats.codecs.small_floats import (
+    FLOAT8,
+    MXFP4,
+    DequantizedTensor,
+    Float8Weight,
+    Mxfp4Weight,
+)
 from quantkit.formats.codecs.targets import is_head, not_skipped
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
@@ -27,33 +33,54 @@ class SmallFloats(QuantMethod):
 
     read_as_floats = True
 
-    def __init__(self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = "") -> None:
-        self.name, self.layouts, self.runtimes, self.settings_file = name, layouts, runtimes, settings_file
+    def __init__(
+        self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = ""
+    ) -> None:
+        self.name, self.layouts, self.runtimes, self.settings_file = (
+            name,
+            layouts,
+            runtimes,
+            settings_file,
+        )
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         if self.name not in _STATED_FOR_ALL:
             return Claims()
         block = block_size(settings, "weight_block_size")
         claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
-        return Claims({one: claim for one in not_skipped(modules, settings) if not is_head(one)}, certain=True)
+        return Claims(
+            {one: claim for one in not_skipped(modules, settings) if not is_head(one)}, certain=True
+        )
 
 
 METHODS = (
-    SmallFloats(bitsandbytes.METHOD, (bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS), "transformers"),
-    SmallFloats("fbgemm_fp8", (FLOAT8,), "vllm", "transformers"), SmallFloats("fp8", (FLOAT8,), "vllm", "transformers"),
+    SmallFloats(
+        bitsandbytes.METHOD, (bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS), "transformers"
+    ),
+    SmallFloats("fbgemm_fp8", (FLOAT8,), "vllm", "transformers"),
+    SmallFloats("fp8", (FLOAT8,), "vllm", "transformers"),
     SmallFloats(MODEL_OPTIMIZER, (FLOAT8,), "vllm", "mlx", settings_file="hf_quant_config.json"),
     SmallFloats("mxfp4", (MXFP4,), "vllm", "transformers", "mlx"),
-)  # fmt: skip
+)
 """The methods whose weights are all read as floats."""
 _NAMES = frozenset(method.name for method in METHODS)
 _STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # settings that apply to all linears except the head
 _ALSO = "compressed-tensors"  # of which some formats are read so
-_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale", "input_scale_ub", "input_zero_point")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "input_scale_ub",
+    "input_zero_point",
+)
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 
 
 def dequantized(
-    stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], settings: Settings | None, dtype: DType
+    stored: Mapping[str, StoredTensor],
+    homes: Mapping[str, TensorFile],
+    settings: Settings | None,
+    dtype: DType,
 ) -> tuple[dict[str, StoredTensor], dict[str, TensorFile], list[str]]:
     """A folder's tensors, with floats in place of weights in small floats or bitsandbytes' codes.
 
@@ -75,7 +102,9 @@ def dequantized(
     _require_known_scales(stored, homes)
     stated = [block_size(settings, "weight_block_size")]
     for _, weights in _groups(settings.values):
-        stated.append(block_size(Settings(weights, settings.path, settings.name), "block_structure"))
+        stated.append(
+            block_size(Settings(weights, settings.path, settings.name), "block_structure")
+        )
     block, left_out = next((one for one in stated if one is not None), None), 0
     kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -83,7 +112,9 @@ def dequantized(
         if method == bitsandbytes.METHOD:
             weight = bitsandbytes.found_weight(name, stored, homes, dtype)
         else:
-            weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=method == "fbgemm_fp8")
+            weight = _weight(
+                name, tensor, stored, homes, block, dtype, by_columns=method == "fbgemm_fp8"
+            )
         leaf = name.rpartition(".")[2]
         coded = leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
         if weight is None and not coded:  # by compressed-tensors
@@ -99,8 +130,13 @@ def dequantized(
             tensors[means], found[means] = weight.tensor, weight
             kinds[weight.kind] += 1
     order = {name: place for place, name in enumerate(stored)}
-    ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0)))
-    notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
+    ordered = sorted(
+        tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0))
+    )
+    notes = [
+        f"{count} weights in {kind} are read as {dtype}, by their own scales"
+        for kind, count in kinds.items()
+    ]
     if method in _NAMES and not kinds:
         notes.append(f"the config names {method}, and no weight is stored so: all are floats")
     if _rounds_activations(settings):
@@ -109,28 +145,38 @@ def dequantized(
         notes.append(f"{left_out} scales of activations are left out: activations stay floats")
     if others := [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]:
         notes.append(
-            f"{len(others)} scales of activations or caches are copied, and their use is not stated: {others[0]}"
+            f"{len(others)} scales of activations or caches are copied, and their use is not"
+            f" stated: {others[0]}"
         )
     return {name: tensors[name] for name in ordered}, found, notes
 
 
-def _require_known_scales(stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile]) -> None:
+def _require_known_scales(
+    stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile]
+) -> None:
     """Refuse the layout that DeepSeek V4 is published in, by name.
 
-    Its linears are FP8, and its experts two codes e2m1 in an int8; ``M.scale`` has the scales of ``M.weight``. Source:
-    transformers' `Fp8Dequantize`, and its names of deepseek_v4.
+    Its linears are FP8, and its experts two codes e2m1 in an int8; ``M.scale`` has the scales of
+    ``M.weight``. Source: transformers' `Fp8Dequantize`, and its names of deepseek_v4.
     """
     for name, tensor in stored.items():
         scale = stored.get(f"{name.removesuffix('.weight')}.scale")
-        if scale is None or not name.endswith(".weight") or tensor.dtype not in (DType.INT8, *small_floats.TYPES):
+        if (
+            scale is None
+            or not name.endswith(".weight")
+            or tensor.dtype not in (DType.INT8, *small_floats.TYPES)
+        ):
             continue
         kind = "FP4, two codes in an int8" if tensor.dtype == DType.INT8 else "FP8"
         raise UnreadLayoutError(
             "weights whose scales are named '.scale' are not read: DeepSeek V4 is published so",
-            path=homes[name].path, found=f"'{name}' in {kind}, and '{scale.name}'",
-            hint="load the model with transformers and `FineGrainedFP8Config(dequantize=True)`, save it with"
-            " `save_pretrained()`, and start from that",
-        )  # fmt: skip
+            path=homes[name].path,
+            found=f"'{name}' in {kind}, and '{scale.name}'",
+            hint=(
+                "load the model with transformers and `FineGrainedFP8Config(dequantize=True)`, save"
+                " it with `save_pretrained()`, and start from that"
+            ),
+        )
 
 
 class Float64Tensor(DequantizedTensor):
@@ -146,7 +192,10 @@ class Float64Tensor(DequantizedTensor):
 
 
 def narrow_float64(
-    names: Iterable[str], stored: dict[str, StoredTensor], homes: dict[str, TensorFile], dtype: DType
+    names: Iterable[str],
+    stored: dict[str, StoredTensor],
+    homes: dict[str, TensorFile],
+    dtype: DType,
 ) -> list[str]:
     """Replace tensors of float64 by the same in another dtype, in both mappings.
 
@@ -166,9 +215,15 @@ def narrow_float64(
 
 
 def _weight(
-    name: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
-    block: tuple[int, int] | None, dtype: DType, *, by_columns: bool,
-) -> Float8Weight | Mxfp4Weight | None:  # fmt: skip
+    name: str,
+    tensor: StoredTensor,
+    stored: Mapping[str, StoredTensor],
+    homes: Mapping[str, TensorFile],
+    block: tuple[int, int] | None,
+    dtype: DType,
+    *,
+    by_columns: bool,
+) -> Float8Weight | Mxfp4Weight | None:
     """The weight of a tensor and its scales; None if it has none.
 
     Args:
@@ -205,7 +260,8 @@ def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Ma
 def _rounds_activations(settings: Settings) -> bool:
     """Whether integer weights are multiplied by quantized activations."""
     return any(
-        weights.get("type", "int") == "int" and (group.get("input_activations") or group.get("output_activations"))
+        weights.get("type", "int") == "int"
+        and (group.get("input_activations") or group.get("output_activations"))
         for group, weights in _groups(settings.values)
     )
 

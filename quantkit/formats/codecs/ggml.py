@@ -1,10 +1,10 @@
 """Rows of GGUF tensors: as codes, or as floats where there are no kernels for their type.
 
-A block of ``Q4_0`` or ``Q8_0`` is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes each, of which byte
-j holds those of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks
-run along rows, so a row of I weights has ``I / 32`` of them. Scales may be negative. `ggml_blocks` has the blocks of
-other types.
-Source: ggml's block_q4_0 and block_q8_0.
+A block of ``Q4_0`` or ``Q8_0`` is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes
+each, of which byte j holds those of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or
+32 signed bytes, ``w = d * code``. Blocks run along rows, so a row of I weights has ``I / 32`` of
+them. Scales may be negative. `ggml_blocks` has the blocks of other types. Source: ggml's block_q4_0
+and block_q8_0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,37 @@ FLOATS = {GgmlType.F32: DType.FLOAT32, GgmlType.F16: DType.FLOAT16, GgmlType.BF1
 """Types of floats, which are read as they are stored."""
 SMALL_FLOATS = frozenset({GgmlType.MXFP4, GgmlType.NVFP4})
 """Types of small floats with scales."""
-EXACT = frozenset({
-    GgmlType.Q4_0, GgmlType.Q5_0, GgmlType.Q8_0, GgmlType.Q3_K, GgmlType.Q6_K, GgmlType.IQ4_NL, GgmlType.IQ4_XS,
-    GgmlType.TQ1_0, GgmlType.TQ2_0,
-})  # fmt: skip
-"""Types of integers times scales that are exact in float32: 11 bits of a float16, 7 of a scale's factor and 5 of a
-code, or 7 of a code alone."""
-NOT_READ = frozenset({
-    GgmlType.Q8_1, GgmlType.Q8_K, GgmlType.Q1_0, GgmlType.I8, GgmlType.I16, GgmlType.I32, GgmlType.I64, GgmlType.F64,
-})  # fmt: skip
-"""Types that no published weights have: for activations, integers, and one that gguf cannot convert to floats."""
+EXACT = frozenset(
+    {
+        GgmlType.Q4_0,
+        GgmlType.Q5_0,
+        GgmlType.Q8_0,
+        GgmlType.Q3_K,
+        GgmlType.Q6_K,
+        GgmlType.IQ4_NL,
+        GgmlType.IQ4_XS,
+        GgmlType.TQ1_0,
+        GgmlType.TQ2_0,
+    }
+)
+"""Types of integers times scales that are exact in float32: 11 bits of a float16, 7 of a scale's
+factor and 5 of a code, or 7 of a code alone.
+"""
+NOT_READ = frozenset(
+    {
+        GgmlType.Q8_1,
+        GgmlType.Q8_K,
+        GgmlType.Q1_0,
+        GgmlType.I8,
+        GgmlType.I16,
+        GgmlType.I32,
+        GgmlType.I64,
+        GgmlType.F64,
+    }
+)
+"""Types that no published weights have: for activations, integers, and one that gguf cannot
+convert to floats.
+"""
 CHUNK_ELEMENTS = 1 << 21  # weights that are turned to floats at a time
 
 
@@ -70,22 +91,32 @@ class BlockType:
             codes, scales = self.layout.unpack(blocks.flatten(0, 1))
             scales = scales.map(lambda values: values.reshape(count, -1))
             return qtensor.QuantTensor.of_blocks(codes.reshape(count, -1), scales, self.scheme)
-        scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)  # floats need aligned bytes
+        scale = blocks[..., :_SCALE_BYTES].clone(
+            memory_format=torch.contiguous_format
+        )  # floats need aligned bytes
         data = blocks[..., _SCALE_BYTES:]
         codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
-        return qtensor.QuantTensor(codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme)
+        return qtensor.QuantTensor(
+            codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme
+        )
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return self.unsupported(self.scheme, shape[-1])
 
     def encode(self, value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-        """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are none."""
+        """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are
+        none.
+        """
         if (reason := self.unsupported(value.scheme, value.shape[1])) is not None:
             return reason
         rows, columns = value.shape
         if self.layout is not None and value.block_scales is not None:
             if value.scale.dtype != torch.float16:
-                return Reason("its scales are of another type", found=DType.of(value.scale.dtype), expected="float16")
+                return Reason(
+                    "its scales are of another type",
+                    found=DType.of(value.scale.dtype),
+                    expected="float16",
+                )
             count = rows * columns // self.type.block
             scales = value.block_scales.map(lambda values: values.reshape(count, -1))
             return self.layout.pack(value.codes.reshape(count, -1), scales).view(rows, -1)
@@ -100,7 +131,9 @@ class BlockType:
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
     def unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
-        """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None if they can."""
+        """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None
+        if they can.
+        """
         columns = self.type.block if columns is None else columns
         if self.layout is not None and scheme == self.scheme and columns % self.type.block == 0:
             return None
@@ -109,7 +142,9 @@ class BlockType:
         if scheme.scales != self.scheme.scales:
             return Reason("its scales are held otherwise", found=scheme, expected=self.scheme)
         if scheme.bits != self.scheme.bits:
-            return Reason("its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits")
+            return Reason(
+                "its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits"
+            )
         if not scheme.symmetric:
             return Reason("it has zero points", found=scheme, expected="a symmetric scheme")
         if scheme.group_size is not None and scheme.group_size % BLOCK:
@@ -124,7 +159,9 @@ Q8_0 = BlockType(GgmlType.Q8_0, QuantScheme(8, BLOCK))
 
 BLOCK_TYPES = {kind.type: kind for kind in (Q4_0, Q8_0)}
 """The types that are read as codes; weights in others are read as floats, but for proof."""
-CODED_TYPES = BLOCK_TYPES | {kind: BlockType(kind, layout.scheme, layout) for kind, layout in LAYOUTS.items()}
+CODED_TYPES = BLOCK_TYPES | {
+    kind: BlockType(kind, layout.scheme, layout) for kind, layout in LAYOUTS.items()
+}
 """All types that have codes."""
 _BY_SCHEME = {kind.scheme: kind for kind in CODED_TYPES.values() if kind.layout is not None}
 
@@ -176,7 +213,9 @@ class GgmlRows:
         if part is not None and part.axis == 1:  # complete blocks are read
             ((start, stop),), part = part.ranges, None
             first, last = start // self.type.block, -(-stop // self.type.block)
-            view = view.narrow(1, first * self.type.block_bytes, (last - first) * self.type.block_bytes)
+            view = view.narrow(
+                1, first * self.type.block_bytes, (last - first) * self.type.block_bytes
+            )
             left, right = start - first * self.type.block, stop - first * self.type.block
         if not self.coded:
             return self._floats(view, part, left, right)

@@ -1,12 +1,13 @@
 """The bytes of GGUF's blocks of integers: codes, scales and minima, packed and unpacked exactly.
 
-Blocks of 32 weights: a float16 scale ``d``, in asymmetric ones (``Q4_1``, ``Q5_1``) a float16 ``m``,
-``w = d * code + m``; in those of 5 bits the codes' highest bits; then two 4-bit codes a byte: byte j holds those of
-weights j (low) and j + 16.
+Blocks of 32 weights: a float16 scale ``d``, in asymmetric ones (``Q4_1``, ``Q5_1``) a float16
+``m``, ``w = d * code + m``; in those of 5 bits the codes' highest bits; then two 4-bit codes a
+byte: byte j holds those of weights j (low) and j + 16.
 
-K-quants, blocks of 256 weights: a float16 ``d`` and, in asymmetric ones, ``dmin``; integers for groups of 32 (``Q4_K``,
-``Q5_K``) or 16 weights; the codes' lower bits, which two or four weights share a byte for, and their higher bits apart.
-Sources: ggml's block_q4_1, block_q5_0, block_q5_1, block_q3_K, block_q4_K, block_q5_K, block_q6_K.
+K-quants, blocks of 256 weights: a float16 ``d`` and, in asymmetric ones, ``dmin``; integers for
+groups of 32 (``Q4_K``, ``Q5_K``) or 16 weights; the codes' lower bits, which two or four weights
+share a byte for, and their higher bits apart. Sources: ggml's block_q4_1, block_q5_0, block_q5_1,
+block_q3_K, block_q4_K, block_q5_K, block_q6_K.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class BlockLayout:
 
     Attributes:
         scheme: of the weights.
-        pack: takes codes [N, block] uint8 and scales with rows [N, ...], one for each block; returns bytes [N, ...].
+        pack: takes codes [N, block] uint8 and scales with rows [N, ...], one for each block;
+            returns bytes [N, ...].
         unpack: the inverse.
     """
 
@@ -46,13 +48,16 @@ class BlockLayout:
 
 def _bytes(values: Tensor) -> Tensor:
     """Float16 [N, K] as bytes [N, 2 K]."""
-    # `contiguous` keeps the strides of an axis of length 1, as rows with one block have, and a view of bytes needs 1.
+    # `contiguous` keeps the strides of an axis of length 1, as rows with one block have, and a view
+    # of bytes needs 1.
     return values.half().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _halves(data: Tensor) -> Tensor:
     """Bytes [N, 2 K] as float16 [N, K]."""
-    return data.clone(memory_format=torch.contiguous_format).view(torch.float16)  # floats need aligned bytes
+    return data.clone(memory_format=torch.contiguous_format).view(
+        torch.float16
+    )  # floats need aligned bytes
 
 
 def _negated(values: Tensor) -> Tensor:
@@ -61,7 +66,9 @@ def _negated(values: Tensor) -> Tensor:
 
 
 def _nibbles(codes: Tensor, size: int) -> Tensor:
-    """Codes [N, B] of 4 bits as bytes [N, B / 2]: in each run of two times `size`, the first with the low half."""
+    """Codes [N, B] of 4 bits as bytes [N, B / 2]: in each run of two times `size`, the first
+    with the low half.
+    """
     runs = codes.reshape(len(codes), -1, 2, size)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 
@@ -82,11 +89,16 @@ def _from_bits(data: Tensor) -> Tensor:
 
 
 def _planes(values: Tensor, bits: int, size: int) -> Tensor:
-    """Values [N, K * size] of some bits as bytes: byte j of each run of `size` has those of weights j, j + size, and so
-    on, the first lowest, as many as it has room for."""
+    """Values [N, K * size] of some bits as bytes: byte j of each run of `size` has those of weights
+    j, j + size, and so on, the first lowest, as many as it has room for.
+    """
     count = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
-    return (values.reshape(len(values), -1, count, size) << shifts).sum(2, dtype=torch.uint8).flatten(1)
+    return (
+        (values.reshape(len(values), -1, count, size) << shifts)
+        .sum(2, dtype=torch.uint8)
+        .flatten(1)
+    )
 
 
 def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
@@ -121,7 +133,9 @@ def _small(scheme: QuantScheme) -> BlockLayout:
 
 def _pack_minima(scales: BlockScales) -> Tensor:
     """``d``, ``dmin`` and eight pairs of 6 bits in 12 bytes."""
-    assert scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
+    assert (
+        scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
+    )
     first, last = torch.split(scales.scale.to(torch.uint8), 4, 1)
     low, high = torch.split(scales.minimum.to(torch.uint8), 4, 1)
     inner = (first | last >> 4 << 6, low | high >> 4 << 6, (last & 0xF) | high << 4)
@@ -145,7 +159,9 @@ def _unpack_q4(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 def _pack_q5(codes: Tensor, scales: BlockScales) -> Tensor:
-    return torch.cat((_pack_minima(scales), _planes(codes >> 4, 1, 32), _nibbles(codes & 0xF, 32)), 1)
+    return torch.cat(
+        (_pack_minima(scales), _planes(codes >> 4, 1, 32), _nibbles(codes & 0xF, 32)), 1
+    )
 
 
 def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
@@ -156,7 +172,9 @@ def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
 def _pack_q6(codes: Tensor, scales: BlockScales) -> Tensor:
     assert scales.outer is not None
     inner = scales.scale.to(torch.int8).view(torch.uint8)
-    return torch.cat((_nibbles(codes & 0xF, 64), _planes(codes >> 4, 2, 32), inner, _bytes(scales.outer)), 1)
+    return torch.cat(
+        (_nibbles(codes & 0xF, 64), _planes(codes >> 4, 2, 32), inner, _bytes(scales.outer)), 1
+    )
 
 
 def _unpack_q6(data: Tensor) -> tuple[Tensor, BlockScales]:
@@ -170,10 +188,16 @@ def _pack_q3(codes: Tensor, scales: BlockScales) -> Tensor:
     """Scales have an offset of 32: their low halves by eights, then the high two bits by fours."""
     assert scales.outer is not None
     inner = (scales.scale + 32).to(torch.uint8)
-    return torch.cat((
-        _planes(codes >> 2, 1, 32), _planes(codes & 3, 2, 32), _nibbles(inner & 0xF, 8), _planes(inner >> 4, 2, 4),
-        _bytes(scales.outer),
-    ), 1)  # fmt: skip
+    return torch.cat(
+        (
+            _planes(codes >> 2, 1, 32),
+            _planes(codes & 3, 2, 32),
+            _nibbles(inner & 0xF, 8),
+            _planes(inner >> 4, 2, 4),
+            _bytes(scales.outer),
+        ),
+        1,
+    )
 
 
 def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
@@ -184,10 +208,12 @@ def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 LAYOUTS = {
-    GgmlType.Q4_1: _small(schemes.Q4_1), GgmlType.Q5_0: _small(schemes.Q5_0), GgmlType.Q5_1: _small(schemes.Q5_1),
+    GgmlType.Q4_1: _small(schemes.Q4_1),
+    GgmlType.Q5_0: _small(schemes.Q5_0),
+    GgmlType.Q5_1: _small(schemes.Q5_1),
     GgmlType.Q3_K: BlockLayout(schemes.Q3_K, _pack_q3, _unpack_q3),
     GgmlType.Q4_K: BlockLayout(schemes.Q4_K, _pack_q4, _unpack_q4),
     GgmlType.Q5_K: BlockLayout(schemes.Q5_K, _pack_q5, _unpack_q5),
     GgmlType.Q6_K: BlockLayout(schemes.Q6_K, _pack_q6, _unpack_q6),
-}  # fmt: skip
+}
 """By type."""

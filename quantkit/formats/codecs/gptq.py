@@ -1,8 +1,9 @@
-"""The settings of GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM read it.
+"""The settings of GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM
+read it.
 
-The tensors decide which modules are quantized; see `gptq_linear` for the layout of one. AutoRound has a separate
-``quant_method`` for layouts of GPTQ and AWQ, with other keys. Source: the package auto_round, its export_to_autoround
-and inference.
+The tensors decide which modules are quantized; see `gptq_linear` for the layout of one. AutoRound
+has a separate ``quant_method`` for layouts of GPTQ and AWQ, with other keys. Source: the package
+auto_round, its export_to_autoround and inference.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from quantkit.version import __version__
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # the last differs only for 3 bits and others
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
-_MAX_PATTERNS = 4096  # that are compared with each module; names are looked up, there may be one for each module
+# that are compared with each module; names are looked up, there may be one for each module
+_MAX_PATTERNS = 4096
 _OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
 """Keys of early AWQ, and the same ones since."""
 _PACKINGS = {
@@ -53,8 +55,9 @@ _PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")  # what only patterns of modules ha
 
 
 class Gptq(QuantMethod):
-    """``quant_method: gptq``: one scheme for all modules, and patterns of others; 4 and 8 bits in GPTQ's own layout,
-    without adapters, are read."""
+    """``quant_method: gptq``: one scheme for all modules, and patterns of others; 4 and 8 bits in
+    GPTQ's own layout, without adapters, are read.
+    """
 
     name = "gptq"
     layouts = (GPTQ,)
@@ -64,11 +67,17 @@ class Gptq(QuantMethod):
     runtimes = ("vllm", "transformers", "mlx")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        return claims_by_rows(settings, GPTQ, settings.values.get("sym", True) is not False, modules, coded)
+        return claims_by_rows(
+            settings, GPTQ, settings.values.get("sym", True) is not False, modules, coded
+        )
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Codec]:
         version = _stated_version(settings)
-        base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
+        base = _linear(
+            Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size")
+        )
         overrides = Overrides(settings, base)
         read = [claim and _linear(claim, own) for claim, own in overrides.claims]
         found: dict[str, Claim] = {}
@@ -76,17 +85,28 @@ class Gptq(QuantMethod):
             place = overrides.find(module)
             claim = base if place is None else read[place]
             claim = claim or (base if stored else None)
-            if claim is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
+            if claim is not None and (
+                stored or module != "lm_head" or settings.flag("lm_head", False)
+            ):
                 found[module] = claim
-        stated = {module: Stated(one.bits or 0, one.group_size, bool(one.symmetric)) for module, one in found.items()}
+        stated = {
+            module: Stated(one.bits or 0, one.group_size, bool(one.symmetric))
+            for module, one in found.items()
+        }
         decided = Version(version, stated, writers(settings.values))
         return {name: GptqLinear(*one, decided) for name, one in stated.items()}
 
-    def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
-        """The most common bits and group size apply to the folder; other modules, and linears without a scheme, are
-        listed under ``dynamic``. A folder has one version of zero points, so schemes are all symmetric, or none."""
+    def write_settings(
+        self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
+        """The most common bits and group size apply to the folder; other modules, and linears
+        without a scheme, are listed under ``dynamic``. A folder has one version of zero points, so
+        schemes are all symmetric, or none.
+        """
         (common, _), *others = Counter(schemes.values()).most_common()
-        if other := next((scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None):
+        if other := next(
+            (scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None
+        ):
             problem = "GPTQ has symmetric schemes or asymmetric ones in a folder, not both"
             raise UnsupportedError(problem, found=f"{common} and {other}")
         dynamic: dict[str, dict[str, int]] = {}
@@ -95,13 +115,21 @@ class Gptq(QuantMethod):
             if scheme is None and module != "lm_head":
                 dynamic[f"-:^{name}$"] = {}
             elif scheme is not None and scheme != common:
-                dynamic[f"+:^{name}$"] = {"bits": scheme.bits, "group_size": scheme.group_size or -1}
+                dynamic[f"+:^{name}$"] = {
+                    "bits": scheme.bits,
+                    "group_size": scheme.group_size or -1,
+                }
         settings = {
-            "quant_method": self.name, "bits": common.bits, "group_size": common.group_size or -1,
-            "sym": common.symmetric, "desc_act": False,
-            "checkpoint_format": "gptq" if common.symmetric else "gptq_v2", "pack_dtype": "int32",
-            "lm_head": "lm_head" in schemes, "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
-        }  # fmt: skip
+            "quant_method": self.name,
+            "bits": common.bits,
+            "group_size": common.group_size or -1,
+            "sym": common.symmetric,
+            "desc_act": False,
+            "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
+            "pack_dtype": "int32",
+            "lm_head": "lm_head" in schemes,
+            "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
+        }
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
@@ -112,9 +140,12 @@ class Gptq(QuantMethod):
             return NO_EMBEDDING
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
-        """transformers calls gptqmodel with one scheme for all linears except the head, and ignores ``dynamic``; vLLM
-        0.32 has kernels for symmetric weights in order, on CPUs only for 4 bits."""
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
+        """transformers calls gptqmodel with one scheme for all linears except the head, and ignores
+        ``dynamic``; vLLM 0.32 has kernels for symmetric weights in order, on CPUs only for 4 bits.
+        """
         found = [scheme for scheme in schemes.values() if scheme is not None]
         if not {scheme.group_size for scheme in found} <= _READ_SIZES:
             return "what reads GPTQ in such groups"
@@ -127,7 +158,9 @@ class Gptq(QuantMethod):
         return ", ".join(readers)
 
 
-def quantized_modules(modules: Iterable[str], stored: Collection[str], settings: Settings) -> list[str]:
+def quantized_modules(
+    modules: Iterable[str], stored: Collection[str], settings: Settings
+) -> list[str]:
     """The modules whose tensors show that they are quantized; all of them if there are no tensors.
 
     Raises:
@@ -140,18 +173,29 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
         raise unread(settings, problem, f"rotation {shown(rotation)}", hint=hint)
     if not stored:
         return list(modules)
-    found = [module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)]
+    found = [
+        module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)
+    ]
     if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
-        problem = f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized"
+        problem = (
+            f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is"
+            " quantized"
+        )
         hint = f"if these are floats, take {settings.name} out of the config"
         raise CheckpointError(problem, path=settings.path, hint=hint)
     return found
 
 
 def claims_by_rows(
-    settings: Settings, layout: Layout, symmetric: bool, modules: Iterable[str], coded: Collection[str]
-) -> Claims:  # fmt: skip
-    """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with exceptions."""
+    settings: Settings,
+    layout: Layout,
+    symmetric: bool,
+    modules: Iterable[str],
+    coded: Collection[str],
+) -> Claims:
+    """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with
+    exceptions.
+    """
     base = base_claim(settings, layout, symmetric)
     head, overrides = bool(settings.values.get("lm_head")), Overrides(settings, base)
     found = {}
@@ -168,7 +212,9 @@ def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
     """What settings of GPTQ or AWQ state of the modules that no pattern names."""
     by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
     bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
-    bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
+    bits, size = (
+        None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128))
+    )
     return Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
 
 
@@ -176,7 +222,11 @@ def writers(settings: Mapping[str, Any]) -> set[str]:
     """The programs that quantized a folder, as GPTQModel lists them, without their versions."""
     meta = settings.get("meta")
     found = meta.get("quantizer") if isinstance(meta, dict) else None
-    return {one.split(":")[0].lower() for one in (found if isinstance(found, list) else [found]) if type(one) is str}
+    return {
+        one.split(":")[0].lower()
+        for one in (found if isinstance(found, list) else [found])
+        if type(one) is str
+    }
 
 
 def _stated_version(settings: Settings) -> int | None:
@@ -195,14 +245,18 @@ def _stated_version(settings: Settings) -> int | None:
 
 
 def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
-    """What settings, or an override in them, state of modules, if quantkit reads it; `claim` is the default."""
+    """What settings, or an override in them, state of modules, if quantkit reads it; `claim` is
+    the default.
+    """
     for key in required:
         settings.need(key)
     if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
         raise unread(settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL)
     claim = claim.updated(settings)
     if settings.has("pack_dtype") and (words := settings.string("pack_dtype")) != "int32":
-        raise unread(settings, "codes are packed into other words than are read", shown(words), "int32")
+        raise unread(
+            settings, "codes are packed into other words than are read", shown(words), "int32"
+        )
     if settings.values.get("adapter"):
         raise unread(settings, "adapters next to codes are not read")
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
@@ -212,14 +266,18 @@ class Overrides:
     """The patterns of modules in ``dynamic``, of which the first that matches decides.
 
     Attributes:
-        claims: for each pattern what holds for its modules, None if they are not quantized, and the settings that say
-            so.
+        claims: for each pattern what holds for its modules, None if they are not quantized, and the
+            settings that say so.
     """
 
     def __init__(self, settings: Settings, base: Claim) -> None:
-        """Read the patterns of settings, where `base` holds for all other modules; raises `CheckpointError`."""
+        """Read the patterns of settings, where `base` holds for all other modules; raises
+        `CheckpointError`.
+        """
         self.claims: list[tuple[Claim | None, Settings]] = []
-        self._names: dict[str, int] = {}  # of patterns that are names: there may be one for each linear
+        self._names: dict[
+            str, int
+        ] = {}  # of patterns that are names: there may be one for each linear
         self._patterns: list[tuple[int, Targets]] = []
         if not settings.has("dynamic"):
             return
@@ -229,11 +287,15 @@ class Overrides:
         names = [_escaped_name(pattern) for pattern in patterns]
         if names.count(None) > _MAX_PATTERNS:
             problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
-            raise CheckpointError(problem, path=settings.path, found=names.count(None), expected=expected)
+            raise CheckpointError(
+                problem, path=settings.path, found=names.count(None), expected=expected
+            )
         for place, (key, value) in enumerate(dynamic.values.items()):
             pattern, name = patterns[place], names[place]
             if name is None:
-                self._patterns.append((place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)))
+                self._patterns.append(
+                    (place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time))
+                )
             else:
                 self._names.setdefault(name, place)
             if key.startswith("-:") or value is False:
@@ -268,8 +330,9 @@ def _escaped_name(pattern: str) -> str | None:
 
 
 class AutoRound(QuantMethod):
-    """``quant_method: auto-round``: read as GPTQ or AWQ; other packings, values that are not integers, activations of
-    few bits, rotated weights, and several schemes in AWQ are not read."""
+    """``quant_method: auto-round``: read as GPTQ or AWQ; other packings, values that are not
+    integers, activations of few bits, rotated weights, and several schemes in AWQ are not read.
+    """
 
     name = "auto-round"
 
@@ -277,7 +340,11 @@ class AutoRound(QuantMethod):
         packing = settings.string("packing_format")
         if packing not in _PACKINGS:
             raise unread(
-                settings, "this packing of AutoRound is not read", shown(packing), ", ".join(_PACKINGS), _AS_GPTQ
+                settings,
+                "this packing of AutoRound is not read",
+                shown(packing),
+                ", ".join(_PACKINGS),
+                _AS_GPTQ,
             )
         _require_weights_only(settings)
         if settings.values.get("rotation_config"):
@@ -285,7 +352,11 @@ class AutoRound(QuantMethod):
         method, layout = _PACKINGS[packing]
         said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
         names, patterns = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
-        extra = settings.inside("extra_config") if settings.has("extra_config") else Settings({}, settings.path)
+        extra = (
+            settings.inside("extra_config")
+            if settings.has("extra_config")
+            else Settings({}, settings.path)
+        )
         for key in extra.values:
             one = extra.inside(key)
             if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
@@ -294,7 +365,10 @@ class AutoRound(QuantMethod):
                 _require_weights_only(one)
                 own, sign = {name: one.values[name] for name in said if one.has(name)}, "+"
                 if method == "awq" and any(own[name] != said[name] for name in own):
-                    problem, found = "AWQ of several schemes is not read", f"{shown(key)}: {shown(own)}"
+                    problem, found = (
+                        "AWQ of several schemes is not read",
+                        f"{shown(key)}: {shown(own)}",
+                    )
                     raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
             if _PATTERN.search(key):
                 patterns[f"{sign}:.*(?:{key})"] = own
@@ -310,7 +384,9 @@ class AutoRound(QuantMethod):
 
 def _require_weights_only(settings: Settings) -> None:
     if settings.has("data_type") and (kind := settings.string("data_type")) != "int":
-        raise unread(settings, "AutoRound's weights are of a type that is not read", shown(kind), "int")
+        raise unread(
+            settings, "AutoRound's weights are of a type that is not read", shown(kind), "int"
+        )
     if settings.has("act_bits") and (bits := settings.integer("act_bits", 1, 32)) < _FLOAT_BITS:
         problem = "AutoRound's activations of few bits are not read"
         raise unread(settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits")

@@ -1,10 +1,10 @@
 """The layout of one linear in GPTQ.
 
-A weight [O, I] of codes of 4 or 8 bits is ``qweight`` int32 [ceil(I * bits / 32), O], packed down the inputs;
-``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`); ``scales`` [G, O], float16 from
-most writers; ``g_idx`` int32 [I], the group of each input. Words are packed from their least significant bits.
-The tensors decide whether a weight is symmetric, and whether groups are of adjacent inputs.
-Sources: the packages auto_gptq and gptqmodel.
+A weight [O, I] of codes of 4 or 8 bits is ``qweight`` int32 [ceil(I * bits / 32), O], packed down
+the inputs; ``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`);
+``scales`` [G, O], float16 from most writers; ``g_idx`` int32 [I], the group of each input. Words
+are packed from their least significant bits. The tensors decide whether a weight is symmetric, and
+whether groups are of adjacent inputs. Sources: the packages auto_gptq and gptqmodel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Reason, Weight, exact_scale
-from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES, Packed, Version, ones, zero_points
+from quantkit.formats.codecs.codec import (
+    DAMAGED_FILE,
+    GroupedCodec,
+    RawModule,
+    Reason,
+    Weight,
+    exact_scale,
+)
+from quantkit.formats.codecs.gptq_zeros import (
+    G_IDX,
+    QWEIGHT,
+    QZEROS,
+    SCALES,
+    Packed,
+    Version,
+    ones,
+    zero_points,
+)
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -27,19 +43,30 @@ from quantkit.tensors.tensor_slice import TensorSlice
 SUFFIXES = (QWEIGHT, QZEROS, SCALES)
 
 
-def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     return {
-        QWEIGHT: [(words(columns, bits), rows)], QZEROS: [(groups, words(rows, bits))], SCALES: [(groups, rows)],
+        QWEIGHT: [(words(columns, bits), rows)],
+        QZEROS: [(groups, words(rows, bits))],
+        SCALES: [(groups, rows)],
         G_IDX: [(columns,)],
-    }  # fmt: skip
+    }
 
 
 GPTQ = Layout(
-    "codes of GPTQ", QWEIGHT, (SCALES,), ((QZEROS,),), packed_outputs=QZEROS, zeros=QZEROS, floats=(SCALES,),
-    integers=(QWEIGHT, QZEROS, G_IDX), shapes=_shapes,
+    "codes of GPTQ",
+    QWEIGHT,
+    (SCALES,),
+    ((QZEROS,),),
+    packed_outputs=QZEROS,
+    zeros=QZEROS,
+    floats=(SCALES,),
+    integers=(QWEIGHT, QZEROS, G_IDX),
+    shapes=_shapes,
     is_evident=lambda tensors: not packs_outputs(tensors),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +76,8 @@ class GptqLinear(GroupedCodec):
     Attributes:
         bits, group_size: as the settings state them; None for whole rows.
         symmetric: as the settings state it; if weights are read, the zero points decide.
-        version: of the folder's zero points; None if quantkit writes: 1 for symmetric weights, which all readers
-            support, and 2 for others, because 1 cannot store all zero points.
+        version: of the folder's zero points; None if quantkit writes: 1 for symmetric weights,
+            which all readers support, and 2 for others, because 1 cannot store all zero points.
     """
 
     bits: int
@@ -91,7 +118,9 @@ class GptqLinear(GroupedCodec):
         groups = None if spec.scheme is None else spec.scheme.group_size
         return groups or 32 // self.bits  # groups are whole words
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         packed, (first, last) = self._packed(spec.shape), columns
         inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
         words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
@@ -105,13 +134,19 @@ class GptqLinear(GroupedCodec):
         scale = read_outputs(raw, SCALES, rows, bounds)
         zero = None if symmetric else self._zeros(raw, packed, rows, bounds)
         within = [group - groups[0] for group in groups]
-        return qtensor.QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
+        return qtensor.QuantTensor(
+            codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme
+        )
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         per_word = 32 // self.bits
         for what, size in zip(("outputs", "inputs"), shape, strict=True):
             if size % per_word:
-                return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {per_word}")
+                return Reason(
+                    f"its {what} fill no whole words",
+                    found=size,
+                    expected=f"a multiple of {per_word}",
+                )
         return None
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
@@ -154,7 +189,9 @@ class GptqLinear(GroupedCodec):
             raise raw.damaged(problem, stray, f"0 to {packed.groups - 1}")
         return False
 
-    def _zeros(self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]) -> torch.Tensor:
+    def _zeros(
+        self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]
+    ) -> torch.Tensor:
         """The zero points [O, G] of some groups."""
         version = 2 if self.version is None else self.version.of(raw)
 
@@ -165,7 +202,13 @@ class GptqLinear(GroupedCodec):
         return read_outputs(raw, QZEROS, rows, groups, packed.per_word, unpack)
 
     def _floats(
-        self, raw: RawModule, packed: Packed, dtype: DType, codes: torch.Tensor, rows: TensorSlice | None, start: int
+        self,
+        raw: RawModule,
+        packed: Packed,
+        dtype: DType,
+        codes: torch.Tensor,
+        rows: TensorSlice | None,
+        start: int,
     ) -> torch.Tensor:
         """The weights of columns from `start` on, computed in float32 and rounded once."""
         stop = start + codes.shape[1]
@@ -173,7 +216,10 @@ class GptqLinear(GroupedCodec):
         if raw.find(G_IDX) is not None:
             group = raw.read(G_IDX, TensorSlice(0, ((start, stop),))).long()
         groups = int(group.min()), int(group.max()) + 1
-        scale, zero = read_outputs(raw, SCALES, rows, groups), self._zeros(raw, packed, rows, groups)
+        scale, zero = (
+            read_outputs(raw, SCALES, rows, groups),
+            self._zeros(raw, packed, rows, groups),
+        )
         group -= groups[0]
         out = dtype.empty(codes.shape)
         for first, last in qtensor.row_chunks(len(codes), stop - start):
@@ -183,10 +229,15 @@ class GptqLinear(GroupedCodec):
 
 
 def read_outputs(
-    raw: RawModule, suffix: str, rows: TensorSlice | None, lines: tuple[int, int], per_word: int = 1,
+    raw: RawModule,
+    suffix: str,
+    rows: TensorSlice | None,
+    lines: tuple[int, int],
+    per_word: int = 1,
     unpack: Callable[[torch.Tensor], torch.Tensor] = lambda words: words,
-) -> torch.Tensor:  # fmt: skip
-    """The transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into words.
+) -> torch.Tensor:
+    """The transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into
+    words.
 
     Args:
         rows: some outputs; None for all.
@@ -206,13 +257,17 @@ def read_outputs(
 
 
 def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether codes are packed along the outputs, as in AWQ: they have the width of their zero points."""
+    """Whether codes are packed along the outputs, as in AWQ: they have the width of their zero
+    points.
+    """
     codes, zeros = tensors[QWEIGHT], tensors.get(QZEROS)
     return zeros is not None and codes.shape[-1:] == zeros.shape[-1:]
 
 
 def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
-    """Raise an error if a weight is not a matrix, or if its codes, scales or zero points are missing."""
+    """Raise an error if a weight is not a matrix, or if its codes, scales or zero points are
+    missing.
+    """
     if len(expected.shape) != 2 or 0 in expected.shape:
         raise raw.unsupported(f"'{raw.name}' is no matrix, and has codes", list(expected.shape))
     if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
@@ -225,5 +280,7 @@ def scales_dtype(raw: RawModule) -> DType:
     found = raw.find(SCALES)
     assert found is not None
     if found.dtype not in FLOATS:
-        raise raw.unsupported(f"tensor '{found.name}' holds no floats", found.dtype, " or ".join(FLOATS))
+        raise raw.unsupported(
+            f"tensor '{found.name}' holds no floats", found.dtype, " or ".join(FLOATS)
+        )
     return found.dtype

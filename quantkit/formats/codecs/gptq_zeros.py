@@ -1,11 +1,12 @@
 """GPTQ's packed zero points: which of its two versions a folder has, inferred from the codes.
 
-Version 1 stores ``z - 1``, version 2 stores ``z``; settings are often wrong about it. Symmetric weights show it by
-their only zero point, ``2 ** (bits - 1)``. For others the codes show it: the weights of a group have a mean near zero,
-so the mean code is near the zero point. If it is not, the settings decide; for folders that quantkit wrote, always.
-GPTQModel makes version 1 by subtracting from whole words, so that z = 0 borrows from the next field; adding the same
-value undoes it. AutoGPTQ ORs the fields of a word, so that a -1 fills all fields above it.
-Sources: the packages gptqmodel and auto_gptq.
+Version 1 stores ``z - 1``, version 2 stores ``z``; settings are often wrong about it. Symmetric
+weights show it by their only zero point, ``2 ** (bits - 1)``. For others the codes show it: the
+weights of a group have a mean near zero, so the mean code is near the zero point. If it is not, the
+settings decide; for folders that quantkit wrote, always. GPTQModel makes version 1 by subtracting
+from whole words, so that z = 0 borrows from the next field; adding the same value undoes it.
+AutoGPTQ ORs the fields of a word, so that a -1 fills all fields above it. Sources: the packages
+gptqmodel and auto_gptq.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ _MAX_INPUTS = 4096
 _AT_ONCE = 128
 _MIN_OFFSETS = 6  # to estimate a standard error
 _ERRORS = 4  # standard errors
-_OF_MEDIAN = 1.86  # standard error of a median, times the root of the count, in median absolute deviations
-_OWN_MEAN = 1 / 512  # of the range of codes: the mean of one module's weights may differ from zero by this
+_OF_MEDIAN = (
+    1.86  # standard error of a median, times the root of the count, in median absolute deviations
+)
+_OWN_MEAN = (
+    1 / 512
+)  # of the range of codes: the mean of one module's weights may differ from zero by this
 _Offset = tuple[float, float]
 
 
@@ -89,7 +94,9 @@ def _require_whole(raw: RawModule, packed: Packed) -> bool:
     if not full.any():
         return False
     padding = -packed.rows % packed.per_word
-    words = torch.nn.functional.pad(full, (0, padding), value=True).view(len(full), -1, packed.per_word)
+    words = torch.nn.functional.pad(full, (0, padding), value=True).view(
+        len(full), -1, packed.per_word
+    )
     from_first = words.cumsum(-1) > 0
     inside = torch.arange(words.shape[1] * packed.per_word).view(words.shape[1:]) < packed.rows
     followed = (from_first[..., :-1] & inside[..., 1:]).any(-1)
@@ -97,9 +104,10 @@ def _require_whole(raw: RawModule, packed: Packed) -> bool:
     if destroyed.any() and not (followed & ~destroyed).any():
         group, word = destroyed.nonzero()[0].tolist()
         raise raw.unsupported(
-            f"the zero points of '{raw.name}' were destroyed when they were packed: a zero point of 0 has become -1 "
-            "and filled the word, as AutoGPTQ does",
-            f"{int(destroyed.sum())} such words, the first for group {group} of output {word * packed.per_word}",
+            f"the zero points of '{raw.name}' were destroyed when they were packed: a zero point of"
+            " 0 has become -1 and filled the word, as AutoGPTQ does",
+            f"{int(destroyed.sum())} such words, the first for group {group} of output"
+            f" {word * packed.per_word}",
             hint="quantize the float model again",
         )
     return bool(followed.any())
@@ -116,7 +124,9 @@ class Stated(NamedTuple):
 class Version:
     """The version of all zero points of a folder."""
 
-    def __init__(self, stated: int | None, modules: Mapping[str, Stated], writers: Collection[str] = ()) -> None:
+    def __init__(
+        self, stated: int | None, modules: Mapping[str, Stated], writers: Collection[str] = ()
+    ) -> None:
         """
         Args:
             stated: by the settings; None if they do not.
@@ -138,18 +148,24 @@ class Version:
         return self._found
 
     def symmetric(self, raw: RawModule) -> bool:
-        """Whether a module's zero points are those of a symmetric scheme, if the settings say so or all modules are
-        symmetric."""
+        """Whether a module's zero points are those of a symmetric scheme, if the settings say so or
+        all modules are symmetric.
+        """
         version = self.of(raw)
         if self._halfway is None:
-            halves = {name: 2 ** (self._modules[name].bits - 1) - (version == 1) for name in self._constants}
-            self._halfway = {name for name, value in self._constants.items() if value == halves[name]}
+            halves = {
+                name: 2 ** (self._modules[name].bits - 1) - (version == 1)
+                for name in self._constants
+            }
+            self._halfway = {
+                name for name, value in self._constants.items() if value == halves[name]
+            }
         everywhere = len(self._halfway) == len(self._constants)
         return raw.name in self._halfway and (everywhere or self._modules[raw.name].symmetric)
 
     def require_whole(self, raw: RawModule, packed: Packed) -> None:
-        """Check that zero points of version 1 were packed without loss. A note says, once, if some of 0 are read as
-        GPTQModel packs them, unless GPTQModel wrote them.
+        """Check that zero points of version 1 were packed without loss. A note says, once, if some
+        of 0 are read as GPTQModel packs them, unless GPTQModel wrote them.
 
         Raises:
             UnsupportedError: if every -1 that was packed fills all fields above it.
@@ -159,9 +175,9 @@ class Version:
             return
         self._borrow_noted = True
         raw.note(
-            f"zero points stored as {2**packed.bits - 1}, the first in '{raw.name}', are read as GPTQModel packs 0, "
-            "with a borrow from the next output's; if their writer packs each separately, it is 1 less, which is not "
-            "detectable"
+            f"zero points stored as {2**packed.bits - 1}, the first in '{raw.name}', are read as"
+            " GPTQModel packs 0, with a borrow from the next output's; if their writer packs each"
+            " separately, it is 1 less, which is not detectable"
         )
 
     def _decided(self, raw: RawModule) -> int:
@@ -171,7 +187,9 @@ class Version:
             if (packed := _packed(other, stated)) is not None:
                 there[name] = packed
                 self._constants[name] = _constant(other, packed)
-        inferred = self._of_constants(raw, [name for name in there if self._modules[name].symmetric])
+        inferred = self._of_constants(
+            raw, [name for name in there if self._modules[name].symmetric]
+        )
         if inferred is None:
             try:
                 inferred = _of_codes(raw, there)
@@ -189,7 +207,10 @@ class Version:
         assert inferred is not None
         lies = f"its settings say that zero points are of GPTQ's version {self._stated}, "
         if WRITER in self._writers:
-            raw.note(f"{lies}and are read so, as {WRITER} wrote them, but its codes fit version {inferred}")
+            raw.note(
+                f"{lies}and are read so, as {WRITER} wrote them, but its codes fit version"
+                f" {inferred}"
+            )
             return self._stated
         raw.note(f"{lies}but they are of version {inferred}, and are read so")
         return inferred
@@ -213,14 +234,21 @@ def _disagree(raw: RawModule, name: str) -> CheckpointError:
 
 
 def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
-    """The version that the codes of some modules show together; None if it is too uncertain. If most modules show one,
-    and not all the same, it raises `CheckpointError`."""
+    """The version that the codes of some modules show together; None if it is too uncertain. If
+    most modules show one, and not all the same, it raises `CheckpointError`.
+    """
     sampled = list(modules)[:: math.ceil(len(modules) / _MODULES) or 1]
     offsets = [_offsets(raw.other(name), modules[name]) for name in sampled]
-    own = {name: one for name, offset in zip(sampled, offsets, strict=True) if (one := _nearest(offset)) is not None}
+    own = {
+        name: one
+        for name, offset in zip(sampled, offsets, strict=True)
+        if (one := _nearest(offset)) is not None
+    }
     if len(set(own.values())) > 1 and 2 * len(own) > len(sampled):
         raise _disagree(raw, next(name for name, one in own.items() if one == 1))
-    return _nearest([_together(offset) for offset in zip(*offsets, strict=True)]) if offsets else None
+    return (
+        _nearest([_together(offset) for offset in zip(*offsets, strict=True)]) if offsets else None
+    )
 
 
 def _together(offsets: Sequence[_Offset]) -> _Offset:
@@ -234,8 +262,10 @@ def _together(offsets: Sequence[_Offset]) -> _Offset:
 
 
 def _nearest(offsets: Sequence[_Offset]) -> int | None:
-    """The version for which codes are near zero points, if they are not for the other; None if it is too uncertain, by
-    the mean offset of codes from zero points with version 1, and with version 2."""
+    """The version for which codes are near zero points, if they are not for the other; None if it
+    is too uncertain, by the mean offset of codes from zero points with version 1, and with version
+    2.
+    """
     (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
     sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
     return (1 if offsets[0] == (near, error) else 2) if sure else None
@@ -244,7 +274,9 @@ def _nearest(offsets: Sequence[_Offset]) -> int | None:
 def _packed(raw: RawModule, stated: Stated) -> Packed | None:
     """The packing of a module, from its headers; None if they contradict each other."""
     found, g_idx = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)], raw.find(G_IDX)
-    shapes = [one.shape for one in found if one is not None and len(one.shape) == 2 and 0 not in one.shape]
+    shapes = [
+        one.shape for one in found if one is not None and len(one.shape) == 2 and 0 not in one.shape
+    ]
     words_of = [one for one in (found[0], found[1], g_idx) if one is not None]
     if len(shapes) < 3 or any(one.dtype != DType.INT32 for one in words_of):
         return None
@@ -257,12 +289,17 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
     elif stated.group_size is not None:
         columns = min(columns, scales[0] * stated.group_size)
     packed = Packed(stated.bits, rows, columns, min(stated.group_size or columns, columns) or 1)
-    fits = scales == (packed.groups, rows) and zeros == (packed.groups, math.ceil(rows / packed.per_word))
+    fits = scales == (packed.groups, rows) and zeros == (
+        packed.groups,
+        math.ceil(rows / packed.per_word),
+    )
     return packed if fits and words == math.ceil(columns / packed.per_word) else None
 
 
 def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
-    """The mean of codes minus zero points for some inputs, with version 1 and with 2, and its standard error."""
+    """The mean of codes minus zero points for some inputs, with version 1 and with 2, and its
+    standard error.
+    """
     from quantkit.tensors.tensor_slice import TensorSlice
 
     inputs = min(packed.columns, max(_INPUTS, min(packed.group_size, _MAX_INPUTS)))
@@ -274,13 +311,17 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     totals, counts = torch.zeros(packed.rows, packed.groups), torch.zeros(packed.groups)
     for start in range(0, inputs, _AT_ONCE):
         stop = min(start + _AT_ONCE, inputs)
-        words = raw.read(QWEIGHT, TensorSlice(0, ((start // packed.per_word, -(-stop // packed.per_word)),)))
+        words = raw.read(
+            QWEIGHT, TensorSlice(0, ((start // packed.per_word, -(-stop // packed.per_word)),))
+        )
         codes = qtensor.unpack_int32(words.t(), packed.bits, stop - start)
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0
     stored = _stored_fields(raw, packed).t()[:, there]
-    inner = (stored > 0) & (stored < 2**packed.bits - 1)  # other groups may have weights of one sign
+    inner = (stored > 0) & (
+        stored < 2**packed.bits - 1
+    )  # other groups may have weights of one sign
     means, weights = totals[:, there] / counts[there], (counts[there] * inner).flatten().double()
     if not inner.any():
         return [(math.inf, math.inf)] * 2

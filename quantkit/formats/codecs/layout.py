@@ -1,4 +1,6 @@
-"""The layouts of weights: the tensors of a module and their shapes; and what was found of a module."""
+"""The layouts of weights: the tensors of a module and their shapes; and what was found of a
+module.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, list[Shape]]
-"""The shapes that each tensor of a module may have, by suffix; the first is the one that is written."""
+"""The shapes that each tensor of a module may have, by suffix; the first is the one that is
+written.
+"""
 
-_INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  # bytes may be exponents
+_INTEGERS = (
+    DType.INT8,
+    DType.INT16,
+    DType.INT32,
+    DType.INT64,
+    DType.UINT32,
+)  # bytes may be exponents
 _MAX_SHAPED_BITS = 8  # of codes whose shapes are known
 MAX_BITS = 16
 """Bits of a code that settings may state."""
@@ -29,7 +39,8 @@ MAX_COLUMNS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The tensors of one module in a format, by their suffixes: what their names have after the module's.
+    """The tensors of one module in a format, by their suffixes: what their names have after the
+    module's.
 
     Attributes:
         title: of the layout, for messages.
@@ -48,8 +59,10 @@ class Layout:
         floats, integers: the suffixes of tensors that must hold floats, or integers.
         shapes: the shapes of the tensors of a weight.
         unpacked: whether codes are stored one by one, in the shape of the weight.
-        problem: why the tensors of a weight [O, I] do not fit together, by their headers; None if they do.
-        is_evident: whether tensors with such codes are in this layout, if the config does not say so.
+        problem: why the tensors of a weight [O, I] do not fit together, by their headers; None if
+            they do.
+        is_evident: whether tensors with such codes are in this layout, if the config does not say
+            so.
     """
 
     title: str
@@ -79,19 +92,31 @@ class Layout:
         return {self.codes, *self.scales, *self.floats, *self.integers, *self.others, *also}
 
     def matches(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether tensors, by suffix, have its codes; scales are enough if no other layout has scales of that name."""
+        """Whether tensors, by suffix, have its codes; scales are enough if no other layout has
+        scales of that name.
+        """
         codes = tensors.get(self.codes)
         if codes is None:
             return not self.joint and any(suffix in tensors for suffix in self.scales)
-        return self.excluded not in tensors and (not self.code_types or codes.dtype in self.code_types)
+        return self.excluded not in tensors and (
+            not self.code_types or codes.dtype in self.code_types
+        )
 
     def stored(
         self, spec: TensorSpec, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
     ) -> list[StoredTensor]:
-        """The tensors of a weight [O, I] as they are written, in the order of their suffixes in `dtypes`."""
+        """The tensors of a weight [O, I] as they are written, in the order of their suffixes in
+        `dtypes`.
+        """
         rows, columns = spec.shape
-        module, shapes = spec.name.removesuffix(".weight"), self.shapes(rows, columns, bits, group_size, None)
-        return [StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0]) for suffix, dtype in dtypes.items()]
+        module, shapes = (
+            spec.name.removesuffix(".weight"),
+            self.shapes(rows, columns, bits, group_size, None),
+        )
+        return [
+            StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0])
+            for suffix, dtype in dtypes.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -116,16 +141,25 @@ class Claim:
     activations: bool = False
     block: tuple[int, int] | None = None
 
-    def updated(self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size") -> Claim:
-        """This claim with the bits and the group size that settings state, if they do; -1 and 0 stand for a row."""
+    def updated(
+        self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size"
+    ) -> Claim:
+        """This claim with the bits and the group size that settings state, if they do; -1 and 0
+        stand for a row.
+        """
         bits = settings.integer(bits_key, 1, MAX_BITS) if settings.has(bits_key) else self.bits
-        size = settings.integer(size_key, -1, MAX_COLUMNS) if settings.has(size_key) else self.group_size
+        size = (
+            settings.integer(size_key, -1, MAX_COLUMNS)
+            if settings.has(size_key)
+            else self.group_size
+        )
         return replace(self, bits=bits, group_size=size if size is not None and size > 0 else None)
 
 
 def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, as settings state them; None if they do not. Anything but a list of two
-    positive integers raises `CheckpointError`."""
+    """The rows and columns that share a scale, as settings state them; None if they do not.
+    Anything but a list of two positive integers raises `CheckpointError`.
+    """
     if not settings.has(key):
         return None
     sizes = settings.values[key] if isinstance(settings.values[key], list) else []
@@ -186,7 +220,11 @@ class Description:
     def unpacked_shape(self) -> Shape | None:
         """The shape of a weight whose codes are stored one by one; None of packed ones."""
         codes = self.codes
-        return codes.shape if codes is not None and self.layout is not None and self.layout.unpacked else None
+        return (
+            codes.shape
+            if codes is not None and self.layout is not None and self.layout.unpacked
+            else None
+        )
 
     @property
     def bits(self) -> int | None:
@@ -202,7 +240,9 @@ class Description:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal where modules are fused: layout, bits, number of groups, zero points."""
+        """What must be equal where modules are fused: layout, bits, number of groups, zero
+        points.
+        """
         scale = self.scale
         by_inputs = self.layout is not None and bool(self.layout.packed_outputs)
         groups = 0 if scale is None or len(scale.shape) < 2 else scale.shape[0 if by_inputs else -1]
@@ -222,7 +262,11 @@ class Description:
         if self.layout is None:
             return []
         known, prefixes = self.layout.suffixes, self.layout.prefixes
-        return [suffix for suffix in self.tensors if suffix not in known and not suffix.startswith(prefixes)]
+        return [
+            suffix
+            for suffix in self.tensors
+            if suffix not in known and not suffix.startswith(prefixes)
+        ]
 
     def tensor_name(self, suffix: str) -> str:
         """The whole name of a tensor, whether or not it is there."""
@@ -235,11 +279,16 @@ class Description:
         asymmetric = claim is not None and claim.symmetric is False
         needed = [(self.layout.codes,), self.layout.scales, *self.layout.also]
         needed += [(name,) for name in self.layout.if_asymmetric if asymmetric]
-        return [names[0] for names in needed if names and not any(name in self.tensors for name in names)]
+        return [
+            names[0]
+            for names in needed
+            if names and not any(name in self.tensors for name in names)
+        ]
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
-        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what they should hold, in
-        any of the layouts that are known."""
+        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what
+        they should hold, in any of the layouts that are known.
+        """
         if self.layout is None or not self.layout.floats:
             return
         integers = {suffix for layout in layouts for suffix in layout.integers}
@@ -251,7 +300,9 @@ class Description:
                 yield suffix, "floats"
 
     def wrong_shapes(self, shape: Shape, claim: Claim) -> Iterator[tuple[str, Shape]]:
-        """The suffixes of tensors whose shape is not that of a weight [O, I], and the shape that they should have."""
+        """The suffixes of tensors whose shape is not that of a weight [O, I], and the shape that
+        they should have.
+        """
         if self.layout is None or claim.bits is None or claim.bits > _MAX_SHAPED_BITS:
             return
         rows, columns = shape

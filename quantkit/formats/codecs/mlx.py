@@ -1,10 +1,12 @@
-"""MLX's affine codes, which mlx-lm reads and writes, and groups with an offset in floats in other formats.
+"""MLX's affine codes, which mlx-lm reads and writes, and groups with an offset in floats in other
+formats.
 
-Per module: ``weight`` uint32 [O, I * bits / 32], least significant bits first, ``scales`` and ``biases`` [O, I / G] in
-one float type; ``w = scale * code + bias``. All experts of a layer are one module [E, O, ...].
-Where every offset is an integer multiple of its scale, they are codes with zero points; otherwise they are read as
-floats, or as codes with minima where the same format is written again.
-Source: mlx's documentation of ``mlx.core.quantize``; mlx-lm's ``load_model`` for the settings.
+Per module: ``weight`` uint32 [O, I * bits / 32], least significant bits first, ``scales`` and
+``biases`` [O, I / G] in one float type; ``w = scale * code + bias``. All experts of a layer are one
+module [E, O, ...]. Where every offset is an integer multiple of its scale, they are codes with zero
+points; otherwise they are read as floats, or as codes with minima where the same format is written
+again. Source: mlx's documentation of ``mlx.core.quantize``; mlx-lm's ``load_model`` for the
+settings.
 """
 
 from __future__ import annotations
@@ -46,20 +48,34 @@ _GROUP_SIZES = (128, 64, 32)  # that MLX supports
 _BITS = (2, 3, 4, 5, 6, 8)
 _READ_BITS = (4, 8)  # as codes
 _EXACT_OFFSETS = {
-    DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
-}  # fmt: skip
-"""The types through which scales go so that float32 has each offset: 24 bits hold 11 of a scale times 8 of a zero
-point."""
+    DType.FLOAT16: (DType.FLOAT32,),
+    DType.BFLOAT16: (DType.FLOAT32,),
+    DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
+}
+"""The types through which scales go so that float32 has each offset: 24 bits hold 11 of a scale
+times 8 of a zero point.
+"""
 
 
-def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
-    return {_CODES: [(rows, words(columns, bits))], _SCALES: [(rows, groups)], _BIASES: [(rows, groups)]}
+    return {
+        _CODES: [(rows, words(columns, bits))],
+        _SCALES: [(rows, groups)],
+        _BIASES: [(rows, groups)],
+    }
 
 
 MLX = Layout(
-    "codes of MLX", _CODES, (_SCALES,), code_types=(DType.UINT32,), floats=(_SCALES, _BIASES), shapes=_shapes,
-)  # fmt: skip
+    "codes of MLX",
+    _CODES,
+    (_SCALES,),
+    code_types=(DType.UINT32,),
+    floats=(_SCALES, _BIASES),
+    shapes=_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +84,10 @@ class Affine(GroupedCodec):
 
     Attributes:
         scheme: of weights that are written; None for weights that are read, whose tensors decide.
-        bits, group_size: as the settings state them for a module by its name; None if the tensors decide, as in
-            mlx-lm.
-        minima: whether weights with offsets that are no multiples of their scales are codes with minima, not floats.
+        bits, group_size: as the settings state them for a module by its name; None if the tensors
+            decide, as in mlx-lm.
+        minima: whether weights with offsets that are no multiples of their scales are codes with
+            minima, not floats.
     """
 
     scheme: QuantScheme | None = None
@@ -108,13 +125,20 @@ class Affine(GroupedCodec):
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         scheme, group_size = spec.scheme, self._layout(raw, spec.shape)[1]
-        return math.lcm(32, group_size if scheme is None else scheme.group_size or 32)  # of whole words and groups
+        return math.lcm(
+            32, group_size if scheme is None else scheme.group_size or 32
+        )  # of whole words and groups
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         """Codes are [O, I], also those of one of several experts."""
         (first, last), count, scheme = columns, spec.shape[-1], spec.scheme
         bits, size = self._layout(raw, spec.shape)
-        packed = raw.read(_CODES, self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)))
+        packed = raw.read(
+            _CODES,
+            self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)),
+        )
         groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
         scale = raw.read(_SCALES, groups).flatten(0, -2)
         codes = _unpacked(packed.flatten(0, -2), bits, last - first)
@@ -143,15 +167,23 @@ class Affine(GroupedCodec):
         group_size = _written_group_size(scheme, columns)
         if isinstance(group_size, Reason):
             return group_size
-        scale, offset = value.scale, _exact_offsets(value) if value.minimum is None else value.minimum.neg()
+        scale, offset = (
+            value.scale,
+            _exact_offsets(value) if value.minimum is None else value.minimum.neg(),
+        )
         if isinstance(offset, Reason):
             return offset
         repeats = columns // group_size // scale.shape[1]
-        groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]
+        groups = [
+            one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous()
+            for one in (scale, offset)
+        ]
         return [qtensor.pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Bits and group size of a module with a weight of a shape, from its tensors, which are checked."""
+        """Bits and group size of a module with a weight of a shape, from its tensors, which are
+        checked.
+        """
         found = {leaf: raw.find(leaf) for leaf in _LEAVES}
         if missing := [leaf for leaf, tensor in found.items() if tensor is None]:
             expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
@@ -178,14 +210,19 @@ class Affine(GroupedCodec):
         layout = width * 32 // columns, columns // groups
         stated = self.bits or layout[0], self.group_size or layout[1]
         if layout != stated:
-            found_layout, stated_layout = (f"{bits} bits in groups of {size}" for bits, size in (layout, stated))
-            raise raw.damaged(f"the tensors of '{raw.name}' disagree with the config", found_layout, stated_layout)
+            found_layout, stated_layout = (
+                f"{bits} bits in groups of {size}" for bits, size in (layout, stated)
+            )
+            raise raw.damaged(
+                f"the tensors of '{raw.name}' disagree with the config", found_layout, stated_layout
+            )
         return layout
 
 
 class Mlx(QuantMethod):
-    """Settings without a ``quant_method``, under ``quantization``: bits, group size and mode of all modules that have
-    scales, and by their names those of some."""
+    """Settings without a ``quant_method``, under ``quantization``: bits, group size and mode of all
+    modules that have scales, and by their names those of some.
+    """
 
     name = "mlx"
     layouts = (MLX,)
@@ -203,10 +240,14 @@ class Mlx(QuantMethod):
                 stated = settings.inside(module) if module in own else settings
                 layout = MLX if stated.values.get("mode", _AFFINE) == _AFFINE else None
                 found[module] = Claim(layout, symmetric=False).updated(stated)
-        missing = (key for key, value in own.items() if isinstance(value, Mapping) and key not in coded)
+        missing = (
+            key for key, value in own.items() if isinstance(value, Mapping) and key not in coded
+        )
         return Claims(found, certain=True, unmatched=tuple(missing))
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Affine]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Affine]:
         _require_affine(settings)
         settings.integer("bits", 1, 32)
         settings.integer("group_size", 1, MAX_COLUMNS)
@@ -217,7 +258,9 @@ class Mlx(QuantMethod):
                 named = settings.inside(module)
                 _require_affine(named)
                 bits = named.integer("bits", 1, 32) if named.has("bits") else None
-                size = named.integer("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
+                size = (
+                    named.integer("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
+                )
                 codec = Affine(None, bits, size)
             elif own is None or isinstance(own, bool):
                 codec = Affine()
@@ -225,19 +268,25 @@ class Mlx(QuantMethod):
                 settings.wrong_type(module, "an object, true or false")
             if own is not None and stored and quantized != bool(own):
                 raise CheckpointError(
-                    f"{settings.name} says that '{module}' is {'' if own else 'not '}quantized", path=settings.path,
+                    f"{settings.name} says that '{module}' is {'' if own else 'not '}quantized",
+                    path=settings.path,
                     found=f"a tensor '{module}.{_SCALES}'" if quantized else "no scales",
-                )  # fmt: skip
+                )
             if quantized:
                 found[module] = codec
         for name in stored:
             module, _, leaf = name.rpartition(".")
             if leaf == _SCALES and module not in found and f"{module}.{_BIASES}" in stored:
-                problem = f"'{module}' is quantized by MLX, and is no module of an architecture that is read so"
+                problem = (
+                    f"'{module}' is quantized by MLX, and is no module of an architecture that is"
+                    " read so"
+                )
                 raise unread(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
         return found
 
-    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
+    ) -> dict[str, Any]:
         """The layout of most modules comes first; other modules are listed by name."""
         layouts = {}
         for module, scheme in schemes.items():
@@ -250,14 +299,26 @@ class Mlx(QuantMethod):
         return usual | {module: layout for module, layout in layouts.items() if layout != usual}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
-        if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):
+        if scheme.group_size is not None and isinstance(
+            none := _written_group_size(scheme, 0), Reason
+        ):
             return none
         minima = scheme.scales is Scales.BLOCKS and not scheme.symmetric
-        if scheme.bits not in _READ_BITS or not (minima or scheme.scales is Scales.FLOATS) or scheme.of_small_floats:
-            return Reason("MLX has no such codes and scales", found=scheme, expected=", ".join(map(str, self.schemes)))
+        if (
+            scheme.bits not in _READ_BITS
+            or not (minima or scheme.scales is Scales.FLOATS)
+            or scheme.of_small_floats
+        ):
+            return Reason(
+                "MLX has no such codes and scales",
+                found=scheme,
+                expected=", ".join(map(str, self.schemes)),
+            )
         return Affine(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         return "mlx-lm"
 
 
@@ -274,20 +335,31 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
     for group_size in _GROUP_SIZES:
         if not size % group_size:
             return group_size
-    return Reason("MLX has no groups that divide it", found=f"{scheme} of {size} columns", expected="32, 64 or 128")
+    return Reason(
+        "MLX has no groups that divide it",
+        found=f"{scheme} of {size} columns",
+        expected="32, 64 or 128",
+    )
 
 
 def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-    """The offsets [O, G] of a weight with zero points, in the type of its scales, which must hold them exactly."""
+    """The offsets [O, G] of a weight with zero points, in the type of its scales, which must
+    hold them exactly.
+    """
     scale = value.scale
     zero = torch.tensor(value.scheme.levels // 2) if value.zero is None else value.zero
     offset = (scale.double() * -zero.double()).to(scale.dtype)
     rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-    lost = ~scale.isfinite() | ((scale == 0) & (zero != value.scheme.levels // 2))  # which an offset cannot express
+    lost = ~scale.isfinite() | (
+        (scale == 0) & (zero != value.scheme.levels // 2)
+    )  # which an offset cannot express
     if (wrong := rounded | lost).any():
         step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
         dtype, expected = DType.of(scale.dtype), "an offset that is exact in the type of the scales"
-        problem, found = f"{dtype} does not hold the offset of a group", f"-{point} steps of {step:g}"
+        problem, found = (
+            f"{dtype} does not hold the offset of a group",
+            f"-{point} steps of {step:g}",
+        )
         return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
     return offset
 
@@ -307,7 +379,9 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return codes
 
 
-def zero_points(scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: int = 0) -> torch.Tensor | None:
+def zero_points(
+    scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: int = 0
+) -> torch.Tensor | None:
     """The zero points, uint8 in the shape of the scales; None if a group has none.
 
     A group whose scale and offset are zero gets the middle code.
@@ -318,17 +392,21 @@ def zero_points(scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: in
     """
     steps, offset = scale.double(), offset.double()
     zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
-    whole = (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
+    whole = (
+        (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
+    )
     whole |= (steps == 0) & (offset == 0)
     return zero.to(torch.uint8) if bool(whole.all()) else None
 
 
 def scheme_of(
     raw: RawModule, scales: str, offsets: str, bits: int, group_size: int, origin: int = 0
-) -> QuantScheme | None:  # fmt: skip
-    """The scheme of codes with such groups; None if some offset is not an integer multiple of its scale.
+) -> QuantScheme | None:
+    """The scheme of codes with such groups; None if some offset is not an integer multiple of its
+    scale.
 
-    Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in groups.
+    Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in
+    groups.
 
     Args:
         scales, offsets: the suffixes of tensors [..., G].

@@ -1,14 +1,15 @@
 """Weights in small floats with scales, FP8 and MXFP4: read only, as floats.
 
-FP8: a tensor ``T`` of float8 [..., O, I] has its scales in ``T_scale_inv`` or ``T_scale``: one for the whole
-tensor (or matrix), one for each row, or one for each block of rows and columns; ``w = q * scale`` whatever the name.
-Scales are floats, or exponents of two (float8_e8m0fnu, or its bytes).
-Sources: DeepSeek-V3's inference code, transformers' finegrained_fp8, compressed-tensors' float-quantized.
+FP8: a tensor ``T`` of float8 [..., O, I] has its scales in ``T_scale_inv`` or ``T_scale``: one for
+the whole tensor (or matrix), one for each row, or one for each block of rows and columns; ``w = q *
+scale`` whatever the name. Scales are floats, or exponents of two (float8_e8m0fnu, or its bytes).
+Sources: DeepSeek-V3's inference code, transformers' finegrained_fp8, compressed-tensors'
+float-quantized.
 
-MXFP4, of gpt-oss's experts: ``T_blocks`` uint8 [..., O, I / 32, 16] holds two codes e2m1 a byte, the low half first,
-``T_scales`` uint8 [..., O, I / 32] the exponents of two of each 32 of them, plus 127. In float folders of these models
-``T`` is [E, I, O]: inputs come before outputs.
-Sources: OCP Microscaling Formats 1.0, transformers' mxfp4.
+MXFP4, of gpt-oss's experts: ``T_blocks`` uint8 [..., O, I / 32, 16] holds two codes e2m1 a byte,
+the low half first, ``T_scales`` uint8 [..., O, I / 32] the exponents of two of each 32 of them,
+plus 127. In float folders of these models ``T`` is [E, I, O]: inputs come before outputs. Sources:
+OCP Microscaling Formats 1.0, transformers' mxfp4.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _BYTES = 16  # of the codes of MXFP4 that share a scale
 _SCALES_AT_ONCE = 1 << 14
 
 
-def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+def _shapes(
+    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
+) -> Shapes:
     one_scale = [(1,), ()] if group_size is None else []
     scales: list[Shape] = [(rows, 1), (rows,), *one_scale]
     if block is not None:
@@ -43,7 +46,13 @@ def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: S
 
 
 FLOAT8 = Layout(
-    "FP8", "weight", ("weight_scale", "weight_scale_inv"), code_types=TYPES, bits=8, shapes=_shapes, unpacked=True
+    "FP8",
+    "weight",
+    ("weight_scale", "weight_scale_inv"),
+    code_types=TYPES,
+    bits=8,
+    shapes=_shapes,
+    unpacked=True,
 )
 MXFP4 = Layout("MXFP4", BLOCKS, (EXPONENTS,), bits=4, joint="")
 
@@ -61,7 +70,9 @@ class DequantizedTensor(TensorFile):
     kind: str
     stored_as: str | None = None
 
-    def __init__(self, tensor: StoredTensor, parts: Sequence[StoredTensor], homes: Mapping[str, TensorFile]) -> None:
+    def __init__(
+        self, tensor: StoredTensor, parts: Sequence[StoredTensor], homes: Mapping[str, TensorFile]
+    ) -> None:
         """
         Args:
             homes: the files of the parts, by name; others may be among them.
@@ -102,24 +113,35 @@ class Float8Weight(DequantizedTensor):
     kind = "FP8"
 
     def __init__(
-        self, weight: StoredTensor, scale: StoredTensor, homes: Mapping[str, TensorFile],
-        block: tuple[int, int] | None, dtype: DType, *, by_columns: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        weight: StoredTensor,
+        scale: StoredTensor,
+        homes: Mapping[str, TensorFile],
+        block: tuple[int, int] | None,
+        dtype: DType,
+        *,
+        by_columns: bool = False,
+    ) -> None:
         """
         Args:
             block: rows and columns of a block, if the config states them.
-            by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's experts.
+            by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's
+                experts.
 
         Raises:
             UnsupportedError: if the shape or type of the scales does not fit the weight.
         """
         super().__init__(StoredTensor(weight.name, dtype, weight.shape), (weight, scale), homes)
-        self._grid, self._block = _grid(weight, scale, block, homes[scale.name].path, by_columns=by_columns)
+        self._grid, self._block = _grid(
+            weight, scale, block, homes[scale.name].path, by_columns=by_columns
+        )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts
         codes, stored = self._read(weight, part), self._read(scale)
-        scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(self._grid)
+        scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(
+            self._grid
+        )
         if len(weight.shape) > 2 and part is not None and part.axis == 0:
             scales = part.of(scales)
             part = None
@@ -128,7 +150,9 @@ class Float8Weight(DequantizedTensor):
             for axis, size in ((-2, self._block[0]), (-1, self._block[1]))
         )
         out = self.tensor.dtype.empty(codes.shape)
-        matrices = zip(codes.view(-1, *codes.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True)
+        matrices = zip(
+            codes.view(-1, *codes.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True
+        )
         for index, (matrix, target) in enumerate(matrices):
             own = scales.view(-1, *scales.shape[-2:])[index][:, columns]
             for start, stop in qtensor.row_chunks(*matrix.shape):
@@ -137,8 +161,13 @@ class Float8Weight(DequantizedTensor):
 
 
 def _grid(
-    weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, path: Path, *, by_columns: bool
-) -> tuple[tuple[int, ...], tuple[int, int]]:  # fmt: skip
+    weight: StoredTensor,
+    scale: StoredTensor,
+    block: tuple[int, int] | None,
+    path: Path,
+    *,
+    by_columns: bool,
+) -> tuple[tuple[int, ...], tuple[int, int]]:
     """The shape [..., R, C] of the scales, and the rows and columns that share one."""
     *lead, rows, columns = weight.shape
     if by_columns:
@@ -150,17 +179,26 @@ def _grid(
             return (*lead, 1, 1), (rows, columns)
         if scale.shape in ((*lead, rows, 1), (*lead, rows)):
             return (*lead, rows, 1), (1, columns)
-        if scale.shape[:-2] == tuple(lead) and len(scale.shape) == len(weight.shape) and 0 not in scale.shape:
+        if (
+            scale.shape[:-2] == tuple(lead)
+            and len(scale.shape) == len(weight.shape)
+            and 0 not in scale.shape
+        ):
             high, wide = scale.shape[-2:]
-            if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (high, wide):
+            if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (
+                high,
+                wide,
+            ):
                 return scale.shape, block
             if block is None and not rows % high and not columns % wide:
                 return scale.shape, (rows // high, columns // wide)
     size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
     raise UnsupportedError(
-        f"the scales of '{weight.name}' do not fit it", path=path, found=f"{scale.dtype} {list(scale.shape)}",
+        f"the scales of '{weight.name}' do not fit it",
+        path=path,
+        found=f"{scale.dtype} {list(scale.shape)}",
         expected=f"one for the tensor, one a row, or a grid, of {list(weight.shape)}{size}",
-    )  # fmt: skip
+    )
 
 
 def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> torch.Tensor:
@@ -181,17 +219,31 @@ class Mxfp4Weight(DequantizedTensor):
     kind = "MXFP4"
 
     def __init__(
-        self, blocks: StoredTensor, scales: StoredTensor, homes: Mapping[str, TensorFile], dtype: DType
+        self,
+        blocks: StoredTensor,
+        scales: StoredTensor,
+        homes: Mapping[str, TensorFile],
+        dtype: DType,
     ) -> None:
         """Raises `UnsupportedError` if codes and scales do not fit together."""
-        if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or scales.shape != blocks.shape[:-1]:
+        if (
+            len(blocks.shape) != 4
+            or blocks.shape[-1] != _BYTES
+            or scales.shape != blocks.shape[:-1]
+        ):
             raise UnsupportedError(
-                f"the scales of '{blocks.name}' do not fit it", path=homes[blocks.name].path, found=list(scales.shape),
-                expected=f"[experts, rows, groups] of {list(blocks.shape)}, each group of {_BYTES} bytes",
-            )  # fmt: skip
+                f"the scales of '{blocks.name}' do not fit it",
+                path=homes[blocks.name].path,
+                found=list(scales.shape),
+                expected=(
+                    f"[experts, rows, groups] of {list(blocks.shape)}, each group of {_BYTES} bytes"
+                ),
+            )
         experts, rows, groups, _ = blocks.shape
         shape = (experts, groups * 2 * _BYTES, rows)
-        super().__init__(StoredTensor(blocks.name.removesuffix(BLOCKS), dtype, shape), (blocks, scales), homes)
+        super().__init__(
+            StoredTensor(blocks.name.removesuffix(BLOCKS), dtype, shape), (blocks, scales), homes
+        )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         """Only the experts of the part are read."""

@@ -1,4 +1,6 @@
-"""The table of codecs: every method of quantization that folders name in config.json, and what it leaves on disk."""
+"""The table of codecs: every method of quantization that folders name in config.json, and what
+it leaves on disk.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,25 @@ NATIVE = CompressedTensors()
 
 METHODS: dict[str, QuantMethod] = {
     method.name: method
-    for method in (NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo(), AutoRound(), *READ_AS_FLOATS)
+    for method in (
+        NATIVE,
+        Int8Activations(),
+        Gptq(),
+        Awq(),
+        Mlx(),
+        TorchAo(),
+        AutoRound(),
+        *READ_AS_FLOATS,
+    )
 }
 """By ``quant_method`` in config.json."""
 
-SETTINGS_FILES = {method.settings_file: method.name for method in METHODS.values() if method.settings_file}
-"""The files that hold settings if config.json does not, and the method that they mean unless they name one."""
+SETTINGS_FILES = {
+    method.settings_file: method.name for method in METHODS.values() if method.settings_file
+}
+"""The files that hold settings if config.json does not, and the method that they mean unless
+they name one.
+"""
 
 _WEIGHT = "weight"
 LAYOUTS = tuple(dict.fromkeys(layout for method in METHODS.values() for layout in method.layouts))
@@ -35,24 +50,34 @@ _MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
 _GLUED = tuple(suffix for layout in LAYOUTS if not layout.joint for suffix in layout.suffixes)
 _PREFIXES = tuple(prefix for layout in LAYOUTS for prefix in layout.prefixes)
 _IN_BYTES = (DType.UINT8, DType.INT8)  # what tensors with these suffixes hold
-_CODE_TYPES = {dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types}
+_CODE_TYPES = {
+    dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types
+}
 _AMBIGUOUS = {
-    "weight", "scales", "biases", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
-    "_blocks", "_scales",
-}  # fmt: skip
+    "weight",
+    "scales",
+    "biases",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+    "_blocks",
+    "_scales",
+}
 """Suffixes that alone do not make a tensor part of a quantized weight."""
 _NOT_READ = {"W_q": "HQQ"}
 
 
 def describe_modules(
     stored: Mapping[str, StoredTensor], method: QuantMethod | None, *, named: bool
-) -> dict[str, Description]:  # fmt: skip
+) -> dict[str, Description]:
     """What lies on disk for each module whose weight is stored as codes.
 
     Args:
         stored: the tensors of a folder.
         method: by which the folder is quantized, if it is one of `METHODS`.
-        named: whether the folder names any method: only then scales without codes belong to a quantized weight.
+        named: whether the folder names any method: only then scales without codes belong to a
+            quantized weight.
     """
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -69,9 +94,18 @@ def describe_modules(
     candidates = sorted(LAYOUTS, key=lambda layout: (layout not in stated, layout.codes == _WEIGHT))
     found = {}
     for module, own in tensors.items():
-        if (weight := stored.get(f"{module}.{_WEIGHT}")) is not None and weight.dtype in _CODE_TYPES:
+        if (
+            weight := stored.get(f"{module}.{_WEIGHT}")
+        ) is not None and weight.dtype in _CODE_TYPES:
             own[_WEIGHT] = weight
-        layout = next((one for one in candidates if one.matches(own) and (one in stated or one.is_evident(own))), None)
+        layout = next(
+            (
+                one
+                for one in candidates
+                if one.matches(own) and (one in stated or one.is_evident(own))
+            ),
+            None,
+        )
         if layout is None and len(stated) == 1 and stated[0].suffixes & set(own):
             layout = stated[0]
         if layout is not None or named:
@@ -80,16 +114,24 @@ def describe_modules(
 
 
 def quantized_as(name: str) -> str | None:
-    """The methods of quantization to which a tensor of such a name belongs, for messages; None if to none."""
+    """The methods of quantization to which a tensor of such a name belongs, for messages; None
+    if to none.
+    """
     _, suffix = _split(name)
-    methods = [method.name for method in METHODS.values() if any(suffix in one.suffixes for one in method.layouts)]
+    methods = [
+        method.name
+        for method in METHODS.values()
+        if any(suffix in one.suffixes for one in method.layouts)
+    ]
     if suffix and suffix not in _AMBIGUOUS and methods:
         return " or ".join(methods)
     return _NOT_READ.get(name.rpartition(".")[2])
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The module of a tensor, and the suffix of its layout; an empty suffix if no layout has such a tensor."""
+    """The module of a tensor, and the suffix of its layout; an empty suffix if no layout has
+    such a tensor.
+    """
     parts = name.split(".")
     for count in range(_MAX_PARTS, 0, -1):
         suffix = ".".join(parts[-count:])

@@ -11,28 +11,45 @@ from quantkit.patterns import MatchTime, Pattern
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target matches a module."""
 
-_SKIPPED = ("modules_to_not_convert", "ignored_layers", "modules_in_block_to_skip", "llm_int8_skip_modules")
+_SKIPPED = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "modules_in_block_to_skip",
+    "llm_int8_skip_modules",
+)
 _HEADS = ("lm_head", "embed_out", "output")
 _PATTERN = "re:"
 
 
 class Targets:
-    """A list of targets; ``re:`` leads a pattern, ``Embedding`` is the class of embeddings, ``Linear`` that of all
-    other modules."""
+    """A list of targets; ``re:`` leads a pattern, ``Embedding`` is the class of embeddings,
+    ``Linear`` that of all other modules.
+    """
 
     def __init__(self, targets: Sequence[str], *, key: str, match_time: MatchTime) -> None:
-        """Compile the patterns of a list, which is the value of `key`; raises `CheckpointError` as `Pattern` does."""
+        """Compile the patterns of a list, which is the value of `key`; raises `CheckpointError`
+        as `Pattern` does.
+        """
         self._names = {target for target in targets if not target.startswith(_PATTERN)}
         spelled = dict.fromkeys(target for target in targets if target.startswith(_PATTERN))
-        self._patterns = [Pattern(target.removeprefix(_PATTERN), key=key, match_time=match_time) for target in spelled]
+        self._patterns = [
+            Pattern(target.removeprefix(_PATTERN), key=key, match_time=match_time)
+            for target in spelled
+        ]
 
     def closeness(self, module: str) -> int:
-        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`; raises `CheckpointError` as `Pattern.match` does."""
+        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`; raises `CheckpointError` as
+        `Pattern.match` does.
+        """
         if module in self._names:
             return BY_NAME
         if any(pattern.match(module) for pattern in self._patterns):
             return BY_PATTERN
-        return BY_CLASS if ("Embedding" if is_embedding(module) else "Linear") in self._names else NO_MATCH
+        return (
+            BY_CLASS
+            if ("Embedding" if is_embedding(module) else "Linear") in self._names
+            else NO_MATCH
+        )
 
 
 def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
@@ -50,4 +67,8 @@ def spellings(module: str) -> list[str]:
     """A module's name as configs may spell it: with and without the prefix before the layers."""
     nested, inner = "language_model.model.", "model.language_model."
     prefixes = (("", ""), ("model.", ""), (nested, inner), ("", "model."), (inner, nested))
-    return [after + module.removeprefix(before) for before, after in prefixes if module.startswith(before)]
+    return [
+        after + module.removeprefix(before)
+        for before, after in prefixes
+        if module.startswith(before)
+    ]

@@ -1,12 +1,13 @@
 """torchao's plain int8 and int4 tensors in safetensors: read only.
 
-A weight ``M.weight`` lies as ``M._weight_qdata``, ``M._weight_scale`` and mostly ``M._weight_zero_point``. Which class
-of tensor they make, and how large its blocks are, stands as JSON in the file's header, under ``M.weight``:
+A weight ``M.weight`` lies as ``M._weight_qdata``, ``M._weight_scale`` and mostly
+``M._weight_zero_point``. Which class of tensor they make, and how large its blocks are, stands as
+JSON in the file's header, under ``M.weight``:
 
 - ``Int8Tensor``: int8 [O, I], scale [O, G], zero point int8 [O, G]; ``w = scale * (q - zero)``.
 - ``IntxUnpackedToInt8Tensor``: the same with fewer bits; the zero point may be of floats.
-- ``Int4Tensor``: two signed codes a byte [O, I / 2], the low half first; scale and offset [G, O] of floats;
-  ``w = scale * q + offset``.
+- ``Int4Tensor``: two signed codes a byte [O, I / 2], the low half first; scale and offset [G, O] of
+  floats; ``w = scale * q + offset``.
 
 Source: torchao's safetensors_support, and the docstrings of these classes.
 """
@@ -36,7 +37,11 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-_OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
+_OF_ACTIVATIONS = (
+    "_weight_act_pre_scale",
+    "_weight_act_quant_scale",
+    "_weight_act_quant_zero_point",
+)
 _INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
 
 
@@ -51,9 +56,14 @@ def _problem(raw: RawModule, shape: Shape) -> str | None:
 
 
 TORCHAO = Layout(
-    "torchao", _CODES, (_SCALE, "_weight_scale_and_zero"), prefixes=("_weight_",), floats=(_SCALE,),
-    integers=(_CODES,), problem=_problem,
-)  # fmt: skip
+    "torchao",
+    _CODES,
+    (_SCALE, "_weight_scale_and_zero"),
+    prefixes=("_weight_",),
+    floats=(_SCALE,),
+    integers=(_CODES,),
+    problem=_problem,
+)
 
 
 class Plain(GroupedCodec):
@@ -65,7 +75,9 @@ class Plain(GroupedCodec):
         weight = _Weight.of(raw, expected.shape)
         scheme = weight.scheme()
         if scheme is None:
-            return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"torchao's {weight.kind}")
+            return TensorSpec(
+                expected.name, expected.shape, expected.dtype, stored_as=f"torchao's {weight.kind}"
+            )
         return TensorSpec(expected.name, expected.shape, weight.dtype, scheme)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
@@ -75,7 +87,9 @@ class Plain(GroupedCodec):
         weight = _Weight.of(raw, spec.shape)
         return 2 if weight.group_size == weight.columns else weight.group_size
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> Weight:
         weight, (first, last) = _Weight.of(raw, spec.shape), columns
         codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
@@ -122,10 +136,14 @@ class _Weight:
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
             problem = f"'{raw.name}' is a tensor of torchao that is not read"
-            raise raw.unsupported(problem, shown(kind), f"{_INT8}, {_INTX} or {_INT4}, which are plain", FLOAT_MODEL)
+            raise raw.unsupported(
+                problem, shown(kind), f"{_INT8}, {_INTX} or {_INT4}, which are plain", FLOAT_MODEL
+            )
         for leaf in _OF_ACTIVATIONS:
             if raw.find(leaf) is not None:
-                raise raw.unsupported("scales of activations are not supported", f"'{raw.name}.{leaf}'")
+                raise raw.unsupported(
+                    "scales of activations are not supported", f"'{raw.name}.{leaf}'"
+                )
         data = described.inside("_data")
         rows, columns = shape
         block = data.numbers("block_size", 1, MAX_COLUMNS)
@@ -170,13 +188,17 @@ class _Weight:
         symmetric = not zero.any()
         if not symmetric:
             self.points(zero, zero)
-        return QuantScheme(self.bits, None if self.group_size == self.columns else self.group_size, symmetric)
+        return QuantScheme(
+            self.bits, None if self.group_size == self.columns else self.group_size, symmetric
+        )
 
     def codes(self, part: TensorSlice | None) -> torch.Tensor:
         """Unsigned ones [R, C] uint8; codes beyond the bits raise `CheckpointError`."""
         if self.kind == _INT4:
             if part is not None and part.axis == 1:
-                part = TensorSlice(1, tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges))
+                part = TensorSlice(
+                    1, tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges)
+                )
             data = self.raw.read(_CODES, part).view(torch.uint8)
             return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
         codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle  # modulo 256
@@ -216,8 +238,12 @@ class TorchAo(QuantMethod):
     name = "torchao"
     layouts = (TORCHAO,)
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Plain]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Plain]:
         return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+    def readers(
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+    ) -> str:
         return "transformers with torchao"

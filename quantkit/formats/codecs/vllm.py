@@ -1,9 +1,9 @@
 """What vLLM cannot load of a folder's linears, and what settings must also name so that it does.
 
-vLLM looks for settings by the names that its modules have (`vllm_modules`), not by those of the linears on disk. Here
-its lookup is repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
-`CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig` and their helpers; `scripts/measure_vllm.py` compares the
-result with its loader.
+vLLM looks for settings by the names that its modules have (`vllm_modules`), not by those of the
+linears on disk. Here its lookup is repeated, and compared with what the settings say of the linears
+that a module holds. Source: vLLM 0.32's `CompressedTensorsConfig`, `AutoGPTQConfig`,
+`AutoAWQConfig` and their helpers; `scripts/measure_vllm.py` compares the result with its loader.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from quantkit.json_values import Settings, within
 from quantkit.patterns import MatchTime, Pattern
 
 Shape = tuple[int, ...]
-_HEAD_ROWS = 64  # to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are columns
+# to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are
+# columns
+_HEAD_ROWS = 64
 _UNREAD = {
     "bloom": ("query_key_value", "codes, and vLLM's BLOOM reorders its rows when it loads it"),
     "gpt_oss": (
         "experts",
-        "no codes of OpenAI's MXFP4, which are all that vLLM's gpt-oss loads next to quantized linears",
+        (
+            "no codes of OpenAI's MXFP4, which are all that vLLM's gpt-oss loads next to quantized"
+            " linears"
+        ),
     ),
 }
 """By `model_type` the modules that vLLM's own loader of a model does not take, and why not."""
@@ -47,19 +52,25 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class _Split:
-    """Stands for the settings of a fused module whose parts have different ones; equal to no claim."""
+    """Stands for the settings of a fused module whose parts have different ones; equal to no
+    claim.
+    """
 
 
 _SPLIT = _Split()
 
 
 class _Unnamed:
-    """Stands for the settings of a linear that no target names, as None does for those of a linear of floats."""
+    """Stands for the settings of a linear that no target names, as None does for those of a
+    linear of floats.
+    """
 
 
 _UNNAMED = _Unnamed()
 _Found = Claim | None | _Split
-"""What vLLM finds for a module: a claim, None for floats, or `_SPLIT`, for which it raises an error."""
+"""What vLLM finds for a module: a claim, None for floats, or `_SPLIT`, for which it raises an
+error.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,8 @@ class VllmProblem:
     """Why vLLM does not load a module.
 
     Attributes:
-        rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``, ``vllm-loader``,
-            ``vllm-tiles``, ``vllm-head``, ``vllm-settings`` or ``gptq-order``.
+        rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``,
+            ``vllm-loader``, ``vllm-tiles``, ``vllm-head``, ``vllm-settings`` or ``gptq-order``.
         where: the module by vLLM's name, or the settings.
         what: what was found.
     """
@@ -121,28 +132,38 @@ class Linears:
         )
 
     def compare(self) -> Iterator[tuple[VllmModule, list[Claim | None], _Found]]:
-        """Each module of vLLM, what the settings say of its parts, and what vLLM finds for it; nothing for a method
-        whose lookup is not known here."""
+        """Each module of vLLM, what the settings say of its parts, and what vLLM finds for it;
+        nothing for a method whose lookup is not known here.
+        """
         lookup = _lookup(self)
         if lookup is None:
             return
         claims = self.method.claims(self.settings, self.shapes, self.coded).modules
-        if isinstance(self.method, Gptq | Awq):  # whose settings need not name what is stored as floats
+        if isinstance(
+            self.method, Gptq | Awq
+        ):  # whose settings need not name what is stored as floats
             claims = {part: claim for part, claim in claims.items() if part in self.coded}
         else:  # no reader but vLLM quantizes routers: whatever the settings state, they mean floats
-            claims = {part: claim for part, claim in claims.items() if part in self.coded or not _is_router(part)}
+            claims = {
+                part: claim
+                for part, claim in claims.items()
+                if part in self.coded or not _is_router(part)
+            }
         for module in self.names.group(self.shapes):
             found = None if module.is_float else lookup.find(module)
             yield module, [claims.get(part) for part in module.parts], found
 
 
 def vllm_problems(linears: Linears) -> list[VllmProblem]:
-    """List what vLLM refuses in settings and, if these can be read, what it cannot load of some linears.
+    """List what vLLM refuses in settings and, if these can be read, what it cannot load of some
+    linears.
 
     Other checks report settings that cannot be read.
     """
     settings = linears.settings
-    problems = [VllmProblem(rule, settings.name, what) for rule, what in refused_settings(settings.values)]
+    problems = [
+        VllmProblem(rule, settings.name, what) for rule, what in refused_settings(settings.values)
+    ]
     of_modules = []
     try:
         for module, stated, found in linears.compare():
@@ -168,11 +189,13 @@ def stored_linears(
 ) -> dict[str, Shape | None]:
     """The shapes of all modules of a folder that vLLM may build as quantized linears.
 
-    Tables are not among them, nor most routers: settings need not name them, and vLLM does not quantize them.
+    Tables are not among them, nor most routers: settings need not name them, and vLLM does not
+    quantize them.
 
     Args:
         stored: all tensors.
-        coded: the shapes of the weights that are stored as codes, by module; None if they are not known.
+        coded: the shapes of the weights that are stored as codes, by module; None if they are not
+            known.
         model_type: of the model.
     """
     shapes: dict[str, Shape | None] = {}
@@ -193,10 +216,12 @@ def _is_router(name: str) -> bool:
 
 def _problem(
     linears: Linears, module: VllmModule, stated: Sequence[Claim | None], found: _Found
-) -> VllmProblem | None:  # fmt: skip
+) -> VllmProblem | None:
     other = next((index for index, claim in enumerate(stated) if claim != stated[0]), None)
     if other is not None:
-        first, second = (f"{_last(module.parts[index])}: {_describe(stated[index])}" for index in (0, other))
+        first, second = (
+            f"{_last(module.parts[index])}: {_describe(stated[index])}" for index in (0, other)
+        )
         rule = "expert-schemes" if module.is_experts else "fused-schemes"
         return VllmProblem(rule, module.name, f"{first}; {second}")
     claim = stated[0]
@@ -205,13 +230,21 @@ def _problem(
         what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
         return VllmProblem("vllm-names", module.name, what)
     unread = _UNREAD.get(linears.model_type)
-    if unread is not None and unread[0] == _last(module.name) and (claim is not None or module.is_experts):
+    if (
+        unread is not None
+        and unread[0] == _last(module.name)
+        and (claim is not None or module.is_experts)
+    ):
         return VllmProblem("vllm-loader", module.name, unread[1])
     shapes = [linears.shapes.get(part) for part in sorted(module.parts, key=_place)]
     rows = [shape[0] for shape in shapes if shape is not None and len(shape) == 2]
     if claim is None or len(rows) < len(shapes):
         return None
-    if claim.block is not None and not module.is_experts and any(count % claim.block[0] for count in rows[:-1]):
+    if (
+        claim.block is not None
+        and not module.is_experts
+        and any(count % claim.block[0] for count in rows[:-1])
+    ):
         sizes = " and ".join(map(str, rows))
         return VllmProblem("vllm-tiles", module.name, f"{sizes} rows, in tiles of {claim.block[0]}")
     if is_head(module.name) and claim.layout in (GPTQ, AWQ) and rows[0] % _HEAD_ROWS:
@@ -220,25 +253,35 @@ def _problem(
 
 
 def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
-    """Add to settings the names of vLLM's modules for which it would not find what the settings say of their parts."""
+    """Add to settings the names of vLLM's modules for which it would not find what the settings
+    say of their parts.
+    """
     modules: list[str] = []
     lacking: dict[Claim | None, list[str]] = {}
     for module, stated, found in linears.compare():
         modules.append(module.name)
         is_uniform = all(claim == stated[0] for claim in stated)
-        can_be_named = not module.is_float and not (isinstance(linears.method, Gptq) and found in (None, _SPLIT))
+        can_be_named = not module.is_float and not (
+            isinstance(linears.method, Gptq) and found in (None, _SPLIT)
+        )
         if is_uniform and found != stated[0] and can_be_named:
             lacking.setdefault(stated[0], []).append(module.name)
     for claim, names in lacking.items():
         patterns = _patterns(names, modules)
         if isinstance(linears.method, CompressedTensors):
-            patterns = [pattern.replace("experts$", r"experts\..*") for pattern in patterns]  # not looked up as a whole
-            _add_to_groups(settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns])
+            patterns = [
+                pattern.replace("experts$", r"experts\..*") for pattern in patterns
+            ]  # not looked up as a whole
+            _add_to_groups(
+                settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns]
+            )
         elif isinstance(linears.method, Gptq):
             sign, values = "-", {}
             if claim is not None:
                 sign, values = "+", {"bits": claim.bits, "group_size": claim.group_size or -1}
-            settings["dynamic"] = settings.get("dynamic", {}) | {f"{sign}:{pattern}": values for pattern in patterns}
+            settings["dynamic"] = settings.get("dynamic", {}) | {
+                f"{sign}:{pattern}": values for pattern in patterns
+            }
         elif claim is None and settings.get("modules_to_not_convert") is not None:
             others = [name for name in names if not any(name in coded for coded in linears.coded)]
             settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *others]
@@ -246,7 +289,7 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
 
 def _add_to_groups(
     settings: dict[str, Any], stated: Settings, claim: Claim | None, patterns: Iterable[str]
-) -> None:  # fmt: skip
+) -> None:
     if claim is None:
         settings["ignore"] = [*settings["ignore"], *patterns]
         return
@@ -257,7 +300,8 @@ def _add_to_groups(
 
 
 def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
-    """Patterns that match some modules alone: one for those that differ in their numbers, if it matches no others.
+    """Patterns that match some modules alone: one for those that differ in their numbers, if it
+    matches no others.
 
     Args:
         names: of the modules to match.
@@ -267,7 +311,9 @@ def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in names:
         template = _NUMBER.sub("*", name)
-        pattern = re.escape(name) if template in others else re.escape(template).replace(r"\*", r"\d+")
+        pattern = (
+            re.escape(name) if template in others else re.escape(template).replace(r"\*", r"\d+")
+        )
         found[f"^{pattern}$"] = None
     return list(found)
 
@@ -275,12 +321,16 @@ def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
 class _Listed:
     """Names and patterns in settings, as vLLM compares them with a name."""
 
-    def __init__(self, listed: Iterable[str], linears: Linears, match_time: MatchTime, key: str) -> None:
+    def __init__(
+        self, listed: Iterable[str], linears: Linears, match_time: MatchTime, key: str
+    ) -> None:
         self._names: set[str] = set()
         self._patterns: list[Pattern] = []
         for entry in listed:
             if entry.startswith("re:"):
-                self._patterns.append(Pattern(entry.removeprefix("re:"), key=key, match_time=match_time))
+                self._patterns.append(
+                    Pattern(entry.removeprefix("re:"), key=key, match_time=match_time)
+                )
             else:
                 self._names.add(linears.names.map_setting(entry))
 
@@ -308,7 +358,9 @@ class _CompressedTensorsLookup:
         if module.is_experts:
             found = [self._find(name, (), self._of_class) for name in _first_expert(module)]
             return found[0] if all(claim == found[0] for claim in found) else _SPLIT
-        return self._find(module.name, module.shards, None if is_head(module.name) else self._of_class)
+        return self._find(
+            module.name, module.shards, None if is_head(module.name) else self._of_class
+        )
 
     def _find(self, name: str, shards: Sequence[str], of_class: _Found) -> _Found:
         if self._ignored.matches(name):
@@ -334,8 +386,9 @@ class _CompressedTensorsLookup:
 
 
 class _GptqLookup:
-    """vLLM's lookup in settings of GPTQ: a list of parts of names, or the tensors, say which linears are quantized,
-    patterns how."""
+    """vLLM's lookup in settings of GPTQ: a list of parts of names, or the tensors, say which
+    linears are quantized, patterns how.
+    """
 
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
@@ -363,7 +416,9 @@ class _GptqLookup:
 
 
 class _AwqLookup:
-    """vLLM's lookup in settings of AWQ: modules that have one of the listed names in theirs are floats."""
+    """vLLM's lookup in settings of AWQ: modules that have one of the listed names in theirs are
+    floats.
+    """
 
     def __init__(self, linears: Linears) -> None:
         settings, key = linears.settings, "modules_to_not_convert"
@@ -399,8 +454,14 @@ def _place(part: str) -> int:
 
 
 def _first_expert(module: VllmModule) -> list[str]:
-    """The names of the linears of the first expert of a layer, by which vLLM looks for settings of all."""
-    within = [part.removeprefix(f"{expert_bank(part)}.") for part in module.parts if expert_bank(part) is not None]
+    """The names of the linears of the first expert of a layer, by which vLLM looks for settings
+    of all.
+    """
+    within = [
+        part.removeprefix(f"{expert_bank(part)}.")
+        for part in module.parts
+        if expert_bank(part) is not None
+    ]
     first = within[0].partition(".")[0]
     return [f"{module.name}.{name}" for name in within if name.partition(".")[0] == first]
 
@@ -415,4 +476,8 @@ def _describe(claim: Claim | None) -> str:
     bits = "codes" if claim.bits is None else f"{claim.bits} bits"
     if claim.block is not None:
         return f"{bits} in tiles of {claim.block[0]} x {claim.block[1]}"
-    return f"{bits} in groups of {claim.group_size}" if claim.group_size is not None else f"{bits} per row"
+    return (
+        f"{bits} in groups of {claim.group_size}"
+        if claim.group_size is not None
+        else f"{bits} per row"
+    )

@@ -1,8 +1,10 @@
-"""The modules of vLLM: which linears on disk each of them holds, and by which name vLLM looks for its settings.
+"""The modules of vLLM: which linears on disk each of them holds, and by which name vLLM looks for
+its settings.
 
-vLLM fuses q, k and v, and gate and up; all experts of a layer are one module; and some modules have other names than on
-disk. `vllm_modules.toml` has what differs from these rules for a `model_type`, as `scripts/vllm_modules.py` found it in
-vLLM 0.32. Its names have ``*`` for a number, and ``+`` for one that counts on from the number of layers.
+vLLM fuses q, k and v, and gate and up; all experts of a layer are one module; and some modules have
+other names than on disk. `vllm_modules.toml` has what differs from these rules for a `model_type`,
+as `scripts/vllm_modules.py` found it in vLLM 0.32. Its names have ``*`` for a number, and ``+`` for
+one that counts on from the number of layers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in part
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NUMBER_OR_SIGN = re.compile(r"(?<![^.])(?:\d+|[*+])(?![^.])")
 _MAX_DIGITS = 9
-_LAYER = re.compile(r".*?\blayers\.(\d{1,9})\.")  # Python refuses to parse numbers of thousands of digits
+_LAYER = re.compile(
+    r".*?\blayers\.(\d{1,9})\."
+)  # Python refuses to parse numbers of thousands of digits
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class VllmModule:
     Attributes:
         name: by which vLLM looks for its settings.
         parts: the linears on disk that it holds.
-        shards: the names that vLLM looks for if it does not find settings for `name`: those of its parts.
+        shards: the names that vLLM looks for if it does not find settings for `name`: those of its
+            parts.
         is_experts: whether it is all experts of a layer.
         is_float: whether vLLM never quantizes it.
     """
@@ -53,7 +58,8 @@ class VllmNames:
     """How vLLM names the linears of an architecture.
 
     Attributes:
-        mapped: how beginnings of names in settings are replaced before they are compared with those of modules.
+        mapped: how beginnings of names in settings are replaced before they are compared with those
+            of modules.
         modules: the beginnings of the names of modules, where they are not those in settings.
         unlisted: the names of fused linears for whose parts vLLM does not look.
         listed: other fused linears, and the names of their parts.
@@ -87,7 +93,9 @@ class VllmNames:
     def group(self, linears: Iterable[str]) -> list[VllmModule]:
         """The modules of vLLM that hold some linears on disk, in the order of these."""
         ordered = dict.fromkeys(linears)
-        layers = 1 + max((int(match[1]) for name in ordered if (match := _LAYER.match(name))), default=-1)
+        layers = 1 + max(
+            (int(match[1]) for name in ordered if (match := _LAYER.match(name))), default=-1
+        )
         parts: dict[str, list[str]] = {}
         for linear in ordered:
             parts.setdefault(self._name(linear, ordered, layers), []).append(linear)
@@ -99,18 +107,26 @@ class VllmNames:
         return VllmModule(name, parts, self._shards(name), is_experts=is_experts, is_float=is_float)
 
     def _name(self, linear: str, linears: Mapping[str, None], layers: int) -> str:
-        """The name of the module that holds a linear; the last part of a name that the table has whole stays."""
+        """The name of the module that holds a linear; the last part of a name that the table has
+        whole stays.
+        """
         template = _template(linear)
         if template in self.modules:
             return _fill(self.modules[template], linear, layers)
-        replaced = _replace_beginning(template, self.modules) or _replace_beginning(template, self.mapped) or template
+        replaced = (
+            _replace_beginning(template, self.modules)
+            or _replace_beginning(template, self.mapped)
+            or template
+        )
         name = _fill(replaced, linear, layers)
         if (bank := expert_bank(name)) is not None:
             return bank
         parent, _, last = name.rpartition(".")
         fused = _FUSED_BY_PART.get(last)
         directory = linear.removesuffix(last)
-        if fused is None or not any(part != last and f"{directory}{part}" in linears for part in FUSED[fused]):
+        if fused is None or not any(
+            part != last and f"{directory}{part}" in linears for part in FUSED[fused]
+        ):
             return name
         return f"{parent}.{fused}" if parent else fused
 
@@ -133,7 +149,9 @@ def _template(name: str) -> str:
 
 
 def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | None:
-    """A template with its longest beginning that has a replacement replaced; None if none has one."""
+    """A template with its longest beginning that has a replacement replaced; None if none has
+    one.
+    """
     beginning = template
     while beginning:
         if beginning in replacements:
@@ -143,7 +161,8 @@ def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | 
 
 
 def _fill(template: str, name: str, layers: int = 0) -> str:
-    """A template with the numbers of a name; those in place of ``+`` count on from the number of layers.
+    """A template with the numbers of a name; those in place of ``+`` count on from the number of
+    layers.
 
     A name may have these signs too, as globs in settings do; they stay.
     """

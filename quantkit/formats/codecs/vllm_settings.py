@@ -33,8 +33,9 @@ def refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _act_order(settings: Mapping[str, Any]) -> str | None:
-    """Where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM does not look at
-    ``static_groups``, nor at whether a pattern matches anything."""
+    """Where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM does
+    not look at ``static_groups``, nor at whether a pattern matches anything.
+    """
     base_order, base_size = settings.get("desc_act"), settings.get("group_size")
     if base_order and base_size != -1:
         return "desc_act is true"

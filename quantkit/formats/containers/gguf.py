@@ -17,7 +17,13 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
-from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, has_merged_qkv, keeps_float32, stored_offset
+from quantkit.architectures.gguf import (
+    ROPE_TENSORS,
+    gguf_tensors,
+    has_merged_qkv,
+    keeps_float32,
+    stored_offset,
+)
 from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
@@ -63,7 +69,9 @@ _DEFAULT = DType.BFLOAT16  # of a model without float matrices
 
 
 class Gguf(Container):
-    """The container of llama.cpp: config, tokenizer and weights are in one file, or in its parts."""
+    """The container of llama.cpp: config, tokenizer and weights are in one file, or in its
+    parts.
+    """
 
     name = "gguf"
     title = "GGUF"
@@ -78,7 +86,7 @@ class Gguf(Container):
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> GgufCheckpoint:  # fmt: skip
+    ) -> GgufCheckpoint:
         file = gguf_file(path)
         assert file is not None, path
         return GgufCheckpoint(file, floats_as)
@@ -88,13 +96,17 @@ class Gguf(Container):
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
-    ) -> list[Parameter]:  # fmt: skip
+    ) -> list[Parameter]:
         known = {parameter.name: parameter for parameter in parameters(config)}
-        return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
+        return [
+            known[name]
+            for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)
+        ]
 
     def encoder(self, output: Output) -> Encoder:
-        """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model differently, and a
-        `CheckpointError` if the source's tokenizer is damaged."""
+        """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model
+        differently, and a `CheckpointError` if the source's tokenizer is damaged.
+        """
         from quantkit.formats.containers.gguf_encoder import GgufEncoder
 
         config = output.config
@@ -110,7 +122,9 @@ class Gguf(Container):
             metadata[ENDS] = list(ends)
         if output.mix is not None:  # the fallback of short rows may be the type of most numbers
             metadata["general.file_type"] = output.mix.file_type
-        return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
+        return GgufEncoder(
+            output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem
+        )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         return {} if output.alone else present(text_folder(output.source.path), LICENSES)
@@ -121,12 +135,16 @@ class Gguf(Container):
         return in_metadata if dst.suffix == f".{self.name}" else (*in_metadata, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
-        return [*_text_metadata(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+        return [
+            *_text_metadata(output)[1],
+            *(f"{output.source.path}: {note}" for note in notes_of(output.config)),
+        ]
 
 
 def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
-    """A model's name with which llama.cpp tokenizes like its tokenizer: by the name it recognizes Phi-3, whose special
-    tokens remove the spaces after them."""
+    """A model's name with which llama.cpp tokenizes like its tokenizer: by the name it recognizes
+    Phi-3, whose special tokens remove the spaces after them.
+    """
     named = re.search(_PHI3, name, re.IGNORECASE)
     if not {*tokens} >= _PHI3_TOKENS:
         return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
@@ -136,7 +154,9 @@ def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
 def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
     """The metadata of the tokenizer and the chat templates, and notes on them; computed once."""
     if _TEXTS not in output.found:
-        output.found[_TEXTS] = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
+        output.found[_TEXTS] = tokenizer_metadata(
+            output.source.path, output.config.vocab_size, output.templates
+        )
     found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
     return found
 
@@ -144,9 +164,9 @@ def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
 class GgufCheckpoint:
     """A model in GGUF, read lazily.
 
-    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers stay float32. Integers
-    that are no codes here are read as floats: an embedding or a head as float32 if that is exact, others in the model's
-    type.
+    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers
+    stay float32. Integers that are no codes here are read as floats: an embedding or a head as
+    float32 if that is exact, others in the model's type.
     """
 
     format = "gguf"
@@ -166,16 +186,22 @@ class GgufCheckpoint:
         self._codes = BLOCK_TYPES
         self.path = self._headers[0].path
         self.notes: list[str] = []
-        self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
+        self._stored = {
+            name: tensor for header in self._headers for name, tensor in header.tensors.items()
+        }
         self._files: dict[str, TensorFile] = {}  # by tensor
         for header in self._headers:
-            file = TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+            file = TensorFile(
+                header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()}
+            )
             self._files.update(dict.fromkeys(header.tensors, file))
         metadata = self._headers[0].metadata
         self._require_types(metadata)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
-        config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
+        config = config_of(
+            metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value
+        )
         padding = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
         known = bool(padding) and padding[0] < config.vocab_size
         # null if it is unknown: without the key, transformers uses its own default.
@@ -208,7 +234,11 @@ class GgufCheckpoint:
 
     @property
     def method(self) -> str | None:
-        return self.format if any(self._spec(tensor).scheme for tensor in self._disk.values()) else None
+        return (
+            self.format
+            if any(self._spec(tensor).scheme for tensor in self._disk.values())
+            else None
+        )
 
     @property
     def layout(self) -> str:
@@ -217,7 +247,9 @@ class GgufCheckpoint:
         return f"{self.format} ({name}{parts})"
 
     def _file_type_name(self) -> str | None:
-        """Return llama.cpp's name of the file, such as Q4_K_M; None if the file states none that its tensors allow."""
+        """Return llama.cpp's name of the file, such as Q4_K_M; None if the file states none that
+        its tensors allow.
+        """
         stated = self._headers[0].metadata.get("general.file_type")
         name = FILE_TYPES.get(stated) if isinstance(stated, int) else None
         claims_floats = name in {kind.value for kind in FLOATS}
@@ -253,13 +285,17 @@ class GgufCheckpoint:
         tensor, place = self._places[name]
         stored, spec = self._stored[tensor.name], self._spec(tensor)
         file, view = self._files[tensor.name], self._view(tensor)
-        return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
+        return read_place(
+            file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part
+        )
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
-        if kind in self._codes and (tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING):
+        if kind in self._codes and (
+            tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
+        ):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
@@ -267,7 +303,9 @@ class GgufCheckpoint:
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
-        """Whether a tensor is the embedding or the head in integers that are no codes, and float32 is exact."""
+        """Whether a tensor is the embedding or the head in integers that are no codes, and
+        float32 is exact.
+        """
         kind = self._stored[tensor.name].type
         return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
 
@@ -284,13 +322,25 @@ class GgufCheckpoint:
                 problem = f"tensor '{name}' is of a type that is not read"
                 raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
-                problem, found = "is quantized by unknown rules", f"general.quantization_version {shown(version)}"
-                raise UnsupportedError(problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION)
+                problem, found = (
+                    "is quantized by unknown rules",
+                    f"general.quantization_version {shown(version)}",
+                )
+                raise UnsupportedError(
+                    problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION
+                )
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._stored[name]
-        if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
-            problem, found = f"tensor '{name}' is not a list of factors", f"{tensor.type} {list(tensor.shape)}"
+        if (
+            tensor.type is not GgmlType.F32
+            or len(tensor.shape) != 1
+            or tensor.shape[0] > _MAX_FACTORS
+        ):
+            problem, found = (
+                f"tensor '{name}' is not a list of factors",
+                f"{tensor.type} {list(tensor.shape)}",
+            )
             raise CheckpointError(problem, path=self._files[name].path, found=found)
         return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
 
@@ -314,7 +364,9 @@ class GgufCheckpoint:
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
         found = {}
         for name, tensor in self._stored.items():
-            if name not in ROPE_TENSORS and (name != _HEAD or name in expected or not self.config.tied_embeddings):
+            if name not in ROPE_TENSORS and (
+                name != _HEAD or name in expected or not self.config.tied_embeddings
+            ):
                 dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
                 found[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
         if self.config.tied_embeddings and _HEAD not in found:
@@ -323,9 +375,15 @@ class GgufCheckpoint:
 
 
 def read_place(
-    file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
+    file: TensorFile,
+    view: View,
+    kind: GgmlType,
+    spec: TensorSpec,
+    tensor: DiskTensor,
+    place: Place,
+    offset: float,
     part: TensorSlice | None = None,
-) -> Weight:  # fmt: skip
+) -> Weight:
     """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
 
     Args:
@@ -339,7 +397,9 @@ def read_place(
     if place.expert is None:
         return decode(rows, None, spec, tensor, place, part)
     own = replace(spec, shape=spec.shape[1:])
-    return decode(rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part)
+    return decode(
+        rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part
+    )
 
 
 def view_of(tensor: GgufTensor) -> View:
@@ -353,4 +413,6 @@ def view_of(tensor: GgufTensor) -> View:
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
     """A tensor's shape, without leading sizes of 1 that are not expected."""
     padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
-    return shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape
+    return (
+        shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape
+    )

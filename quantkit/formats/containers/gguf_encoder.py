@@ -35,15 +35,27 @@ _TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
 _LISTED = 24
 """Bytes of a tensor in the header, besides its name and sizes."""
 _FILE_TYPES = {
-    GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q4_1: 3, GgmlType.Q8_0: 7, GgmlType.Q5_0: 8,
-    GgmlType.Q5_1: 9, GgmlType.Q3_K: 12, GgmlType.Q4_K: 15, GgmlType.Q5_K: 17, GgmlType.Q6_K: 18, GgmlType.BF16: 32,
-}  # fmt: skip
+    GgmlType.F32: 0,
+    GgmlType.F16: 1,
+    GgmlType.Q4_0: 2,
+    GgmlType.Q4_1: 3,
+    GgmlType.Q8_0: 7,
+    GgmlType.Q5_0: 8,
+    GgmlType.Q5_1: 9,
+    GgmlType.Q3_K: 12,
+    GgmlType.Q4_K: 15,
+    GgmlType.Q5_K: 17,
+    GgmlType.Q6_K: 18,
+    GgmlType.BF16: 32,
+}
 """``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""
 
 
 @dataclass(frozen=True)
 class _Written(Unit):
-    """A unit as the header lists it; `value` is that of a tensor that the config determines, which has no parts."""
+    """A unit as the header lists it; `value` is that of a tensor that the config determines,
+    which has no parts.
+    """
 
     stored: GgufTensor
     value: Tensor | None = None
@@ -59,25 +71,33 @@ class _Written(Unit):
 
 
 class GgufEncoder(ShardedEncoder[_Written]):
-    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they are, as Q4_0,
-    Q8_0 or the type of their blocks; norms, biases and routers in float32, as llama.cpp expects them; other floats in
-    their own type."""
+    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they
+    are, as Q4_0, Q8_0 or the type of their blocks; norms, biases and routers in float32, as
+    llama.cpp expects them; other floats in their own type.
+    """
 
     rearranges = True
 
     def __init__(
-        self, planned: Sequence[TensorSpec], config: ModelConfig, metadata: Mapping[str, Any],
-        extra: Mapping[str, Sequence[float]], shard_bytes: int, stem: str,
-    ) -> None:  # fmt: skip
+        self,
+        planned: Sequence[TensorSpec],
+        config: ModelConfig,
+        metadata: Mapping[str, Any],
+        extra: Mapping[str, Sequence[float]],
+        shard_bytes: int,
+        stem: str,
+    ) -> None:
         """
         Args:
             planned: canonical tensors, in the order of `gguf_tensors`.
-            metadata: of the model; ``general.file_type`` is that of most numbers, unless it is stated.
+            metadata: of the model; ``general.file_type`` is that of most numbers, unless it is
+                stated.
             extra: vectors that the config determines, by name.
             stem: the first part of the names of the files.
 
         Raises:
-            UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it is.
+            UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it
+                is.
         """
         self._config = config
         units = [_extra(name, value) for name, value in extra.items()]
@@ -87,12 +107,19 @@ class GgufEncoder(ShardedEncoder[_Written]):
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}
-        empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT for more in (self._metadata, {})]
+        empty = [
+            len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT
+            for more in (self._metadata, {})
+        ]
         sizes = [unit.listed_bytes for unit in units]
         numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
         super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
         count = numbers[-1] + 1
-        self._names = [stem + GGUF] if count == 1 else [split_name(stem, index, count) for index in range(count)]
+        self._names = (
+            [stem + GGUF]
+            if count == 1
+            else [split_name(stem, index, count) for index in range(count)]
+        )
         self._headers = [self._header(index, count) for index in range(count)]
         self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
 
@@ -116,9 +143,14 @@ class GgufEncoder(ShardedEncoder[_Written]):
         unit, shard = self._units[number], self._shard_of[number]
         stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
         value = read_place(
-            TensorFile(SourceFile(folder / self._names[shard]), {}), view_of(stored), stored.type, unit.spec,
-            unit.tensor, unit.tensor.places[index - unit.first], stored_offset(self._config, unit.tensor),
-        )  # fmt: skip
+            TensorFile(SourceFile(folder / self._names[shard]), {}),
+            view_of(stored),
+            stored.type,
+            unit.spec,
+            unit.tensor,
+            unit.tensor.places[index - unit.first],
+            stored_offset(self._config, unit.tensor),
+        )
         if isinstance(value, Tensor):
             return value.to(unit.spec.dtype.torch)
         scheme = self.planned[index].scheme
@@ -126,18 +158,28 @@ class GgufEncoder(ShardedEncoder[_Written]):
         if value.scheme.scales is not Scales.FLOATS:
             return value
         times = value.scale.shape[1] // scheme.groups(value.shape[1])
-        return QuantTensor(value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme)
+        return QuantTensor(
+            value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme
+        )
 
     def state(self) -> Any:
         return self._headers_hash
 
     def restore(self, state: Any) -> None:
-        """Raise a `ResumeError` if the headers of the files so far differ from those of this run."""
+        """Raise a `ResumeError` if the headers of the files so far differ from those of this
+        run.
+        """
         if state is not None and state != self.state():
-            problem = "the interrupted run had another tokenizer, chat template or name of the model"
-            raise ResumeError(problem, hint="repeat its command, or remove what it left and start anew")
+            problem = (
+                "the interrupted run had another tokenizer, chat template or name of the model"
+            )
+            raise ResumeError(
+                problem, hint="repeat its command, or remove what it left and start anew"
+            )
 
-    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor) -> Iterator[bytes | memoryview]:
+    def _encoded(
+        self, unit: _Written, part: int, value: Tensor | QuantTensor
+    ) -> Iterator[bytes | memoryview]:
         """The padding follows the last part."""
         stored = unit.stored
         shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]

@@ -1,10 +1,10 @@
-"""gpt-fast's folders: ``model.pth`` in floats or ``model_int8.pth``, with a Hugging Face config and tokenizer; read
-only.
+"""gpt-fast's folders: ``model.pth`` in floats or ``model_int8.pth``, with a Hugging Face config and
+tokenizer; read only.
 
-Names are Meta's. Rows of queries and keys are in Meta's order; ``wqkv`` has them and the values' rows. In int8 each
-linear, also the head, has ``weight`` int8 [N, K] and ``scales`` [N], ``w = weight * scales``; the embedding and the
-norms are floats.
-Source: gpt-fast's ``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py``.
+Names are Meta's. Rows of queries and keys are in Meta's order; ``wqkv`` has them and the values'
+rows. In int8 each linear, also the head, has ``weight`` int8 [N, K] and ``scales`` [N], ``w =
+weight * scales``; the embedding and the norms are floats. Source: gpt-fast's
+``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,24 @@ class GptFast(Container):
     read_only = True
 
     def present(self, path: Path) -> list[str]:
-        return [kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))]
+        return [
+            kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))
+        ]
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> GptFastCheckpoint:  # fmt: skip
-        """See `Container.open`; int4 files, whose layout depends on the kernel of one kind of GPU, are not read."""
+    ) -> GptFastCheckpoint:
+        """See `Container.open`; int4 files, whose layout depends on the kernel of one kind of
+        GPU, are not read.
+        """
         if kind == _INT4:
-            problem = "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
-            found, expected = next(path.glob(_FILES[kind])).name, " or ".join(list(_FILES.values())[:2])
+            problem = (
+                "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
+            )
+            found, expected = (
+                next(path.glob(_FILES[kind])).name,
+                " or ".join(list(_FILES.values())[:2]),
+            )
             raise UnsupportedError(problem, path=path, found=found, expected=expected)
         return GptFastCheckpoint(path, path / _FILES[kind])
 
@@ -80,7 +89,8 @@ class GptFastCheckpoint:
 
         Raises:
             CheckpointError: if a file is missing or damaged, or they contradict each other.
-            UnsupportedError: for models that gpt-fast has no names for, and linears in other integers.
+            UnsupportedError: for models that gpt-fast has no names for, and linears in other
+                integers.
         """
         self.path = path
         config_path = path / "config.json"
@@ -88,14 +98,22 @@ class GptFastCheckpoint:
         self._file = pth_io.open_file(weights)
         self._config_file = SourceFile(config_path)
         self.notes = list(self._file.notes)
-        self._stored = {name: one for name, one in self._file.tensors.items() if not is_derived_buffer(name)}
+        self._stored = {
+            name: one for name, one in self._file.tensors.items() if not is_derived_buffer(name)
+        }
         self.config = self._read_config(raw, config_path)
         owned = set(config_to_hf(self.config)) | NOT_CARRIED
-        self.extra_config: Mapping[str, Any] = {key: value for key, value in raw.items() if key not in owned}
+        self.extra_config: Mapping[str, Any] = {
+            key: value for key, value in raw.items() if key not in owned
+        }
         tensors = _disk_tensors(self.config, path)
         self._specs = self._join_scales(tensors)
-        require_tensors(self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights)
-        self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
+        require_tensors(
+            self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights
+        )
+        self._places = {
+            place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places
+        }
 
     @property
     def layout(self) -> str:
@@ -128,7 +146,9 @@ class GptFastCheckpoint:
         if spec.scheme is None:
             return read_floats(self._file, self._file.view(tensor.name), tensor, place, part)
         homes = dict.fromkeys(self._file.tensors, self._file)
-        return decode(_Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, tensor, place, part)
+        return decode(
+            _Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, tensor, place, part
+        )
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         """The config of the download, with the float type of the file; the head may be untied."""
@@ -144,7 +164,10 @@ class GptFastCheckpoint:
         if same_tensor(self._file, _EMBEDDING, self._file, _HEAD):
             del self._stored[_HEAD]
             return config
-        self.notes.append(f"{self._file.path}: the head is {head.dtype} and no longer the embedding; it is kept apart")
+        self.notes.append(
+            f"{self._file.path}: the head is {head.dtype} and no longer the embedding; it is kept"
+            " apart"
+        )
         return replace(config, tied_embeddings=False)
 
     def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
@@ -154,24 +177,36 @@ class GptFastCheckpoint:
             scales = self._stored.get(_scales_of(name))
             if scales is None or name not in tensors or tensors[name].linear is None:
                 continue
-            if weight.dtype != DType.INT8 or scales.dtype not in FLOATS or scales.shape != weight.shape[:1]:
+            if (
+                weight.dtype != DType.INT8
+                or scales.dtype not in FLOATS
+                or scales.shape != weight.shape[:1]
+            ):
                 problem = f"the scales of '{name}' do not go with it"
-                stated = f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}"
-                raise CheckpointError(problem, path=self._file.path, found=stated, expected="one per row of int8")
+                stated = (
+                    f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}"
+                )
+                raise CheckpointError(
+                    problem, path=self._file.path, found=stated, expected="one per row of int8"
+                )
             found[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
             del found[scales.name]
         return found
 
 
 class _Int8Rows:
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> qtensor.QuantTensor:
+    def decode(
+        self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
+    ) -> qtensor.QuantTensor:
         codes = raw.read(_WEIGHT, part).view(torch.uint8) ^ 128
         scales = raw.read(_SCALES, part if part is not None and part.axis == 0 else None)
         return qtensor.QuantTensor(codes, scales.unsqueeze(1), None, _SCHEME)
 
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
-    """The tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no name for one."""
+    """The tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no
+    name for one.
+    """
 
     def held(parameter: Parameter) -> tuple[str, None]:
         module = GPT_FAST.get(parameter.role)

@@ -15,7 +15,11 @@ from quantkit.architectures.families.opaque import carried_modules, ignored_extr
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
+from quantkit.formats.codecs.compressed_tensors import (
+    KV_CACHE_SCHEME,
+    CompressedTensors,
+    Int8Activations,
+)
 from quantkit.formats.codecs.vllm import Linears, VllmProblem, name_for_vllm, vllm_problems
 from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
@@ -40,7 +44,9 @@ class HuggingFace(Container):
     native: QuantMethod
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
-        """`methods` are those that are read, by ``quant_method``; `native` is written by default."""
+        """`methods` are those that are read, by ``quant_method``; `native` is written by
+        default.
+        """
         self.methods, self.native = methods, native
 
     def present(self, path: Path) -> list[str]:
@@ -51,23 +57,31 @@ class HuggingFace(Container):
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> HFCheckpoint:  # fmt: skip
-        return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
+    ) -> HFCheckpoint:
+        return HFCheckpoint(
+            path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as
+        )
 
     def open_text_part(self, path: Path, kind: str, floats_as: DType | None) -> HFCheckpoint:
-        """`open`; of a model that also reads images or sound, the text part alone, if its family is known."""
+        """`open`; of a model that also reads images or sound, the text part alone, if its family
+        is known.
+        """
         return HFCheckpoint(path, kind, self.methods, text_part=True, floats_as=floats_as)
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
         return checkpoint.with_codes() if isinstance(checkpoint, HFCheckpoint) else checkpoint
 
-    def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
+    def schemes(
+        self, raw: Mapping[str, Any], config: ModelConfig, path: Path
+    ) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes; weights are not needed.
 
         Raises:
             CheckpointError, UnsupportedError: see `read_codecs`.
         """
-        experts = {parameter.module for parameter in parameters(config) if parameter.expert is not None}
+        experts = {
+            parameter.module for parameter in parameters(config) if parameter.expert is not None
+        }
         apart = disk_tensors(config, experts)  # each expert has its own modules
         tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}
         _, codecs = read_codecs(raw, tensors, path, self.methods)
@@ -80,7 +94,7 @@ class HuggingFace(Container):
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
-    ) -> list[Parameter]:  # fmt: skip
+    ) -> list[Parameter]:
         joins = bool(quantized) and (method or self.native).joins_experts
         return parameters_as_written(config, quantized, joins_experts=joins)
 
@@ -105,13 +119,18 @@ class HuggingFace(Container):
         if source.format != self.name:
             files.update(_exported_tokenizer(text_folder(source.path)))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
-            files.setdefault("generation_config.json", json_bytes({k: v for k, v in ids.items() if v is not None}))
+            files.setdefault(
+                "generation_config.json",
+                json_bytes({k: v for k, v in ids.items() if v is not None}),
+            )
         return with_templates(files, output.templates, in_settings=True)
 
     def vllm_problems(
         self, source: Checkpoint, schemes: Mapping[str, QuantScheme], method: QuantMethod | None
-    ) -> list[VllmProblem]:  # fmt: skip
-        """What vLLM could not load of a folder with these schemes, given by canonical names of modules."""
+    ) -> list[VllmProblem]:
+        """What vLLM could not load of a folder with these schemes, given by canonical names of
+        modules.
+        """
         raw = _config(source, source.config)
         return vllm_problems(_settings(schemes, source.config, method or self.native, raw))
 
@@ -122,7 +141,10 @@ class HuggingFace(Container):
     def notes(self, output: Output) -> list[str]:
         if not isinstance(output.method, Int8Activations):
             return []
-        return [f"readers of {output.method.name} round activations to int8 too; figures here are of the weights alone"]
+        return [
+            f"readers of {output.method.name} round activations to int8 too; figures here are of"
+            " the weights alone"
+        ]
 
 
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
@@ -133,11 +155,20 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
 
 
 def _settings(
-    schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod, raw: Mapping[str, Any]
+    schemes: Mapping[str, QuantScheme],
+    config: ModelConfig,
+    method: QuantMethod,
+    raw: Mapping[str, Any],
 ) -> Linears:
-    """The linears of a folder with these schemes, and the settings that state them, for vLLM too."""
+    """The linears of a folder with these schemes, and the settings that state them, for vLLM
+    too.
+    """
     on_disk, shapes = _on_disk(schemes, config, method)
-    extra = ignored_extra_layers(config.tensors or (), raw) if isinstance(method, CompressedTensors) else []
+    extra = (
+        ignored_extra_layers(config.tensors or (), raw)
+        if isinstance(method, CompressedTensors)
+        else []
+    )
     apart = set(extra)  # or experts there would keep the model's from sharing a target
     shapes = {module: shape for module, shape in shapes.items() if module not in apart}
     inputs = {module: 0 if shape is None else shape[-1] for module, shape in shapes.items()}
@@ -151,30 +182,43 @@ def _settings(
 
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
-) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and the shapes of all linears, with a tied head and routers, None
-    if unknown; a module with another name for readers is listed by both."""
+) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:
+    """The schemes by the names of modules on disk, and the shapes of all linears, with a tied head
+    and routers, None if unknown; a module with another name for readers is listed by both.
+    """
     untied = replace(config, tied_embeddings=False)
     every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
     named = [(tensor, tensor.parts[0].removesuffix(".weight")) for tensor in every]
     tensors = [tensor for tensor, module in named if tensor.linear is not None or module in schemes]
-    found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
-    aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
+    found = {
+        tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors
+    }
+    aliases = {
+        tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None
+    }
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
-    if config.tensors is not None:  # readers may have a module for each linear of experts that are one tensor here
+    if (
+        config.tensors is not None
+    ):  # readers may have a module for each linear of experts that are one tensor here
         stacked = (
-            part.removesuffix(".weight") for tensor in every if tensor.stacked is not None for part in tensor.parts
+            part.removesuffix(".weight")
+            for tensor in every
+            if tensor.stacked is not None
+            for part in tensor.parts
         )
         found |= dict.fromkeys(aliases.get(module, module) for module in stacked)
-    shapes = {name: t.shape for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
+    shapes = {
+        name: t.shape for t in tensors for name in (t.module, aliases.get(t.module, t.module))
+    }
     quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
     return quantized, {module: shapes.get(module) for module in found}
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:
-    """A tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the settings with which
-    transformers reads the original."""
+    """A tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the
+    settings with which transformers reads the original.
+    """
     path = folder / "tokenizer.model"
     if not path.is_file() or (folder / "tokenizer.json").is_file():
         return {}
@@ -182,4 +226,8 @@ def _exported_tokenizer(folder: Path) -> dict[str, bytes]:
         exported = export_json(path, Path(scratch))
     if exported is not None:
         return exported
-    return {"tokenizer_config.json": json_bytes({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True})}
+    return {
+        "tokenizer_config.json": json_bytes(
+            {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+        )
+    }

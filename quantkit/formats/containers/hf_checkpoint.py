@@ -1,5 +1,6 @@
-"""Reading Hugging Face folders: canonical tensors from those that the family has on disk; codecs read quantized
-modules."""
+"""Reading Hugging Face folders: canonical tensors from those that the family has on disk; codecs
+read quantized modules.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +16,52 @@ from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, un
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_embedding
-from quantkit.architectures.text_part import TextNames, is_tied, media_tokens, text_family, text_settings
+from quantkit.architectures.text_part import (
+    TextNames,
+    is_tied,
+    media_tokens,
+    text_family,
+    text_settings,
+)
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Runtime, Weight
+from quantkit.formats.codecs.codec import (
+    QuantMethod,
+    RawModule,
+    ReadAsFloats,
+    ReadCodec,
+    Runtime,
+    Weight,
+)
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
+from quantkit.formats.codecs.compressed_tensors import (
+    CompressedTensors,
+    packed_shapes,
+    read_here_alone,
+)
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized, narrow_float64
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
-from quantkit.formats.codecs.vllm import Linears, VllmProblem, describe_problems, stored_linears, vllm_problems
+from quantkit.formats.codecs.vllm import (
+    Linears,
+    VllmProblem,
+    describe_problems,
+    stored_linears,
+    vllm_problems,
+)
 from quantkit.formats.containers.hf_files import read_headers
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
-from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
+from quantkit.formats.containers.hf_settings import (
+    NOT_CARRIED,
+    SETTINGS,
+    read_codecs,
+    settings_in,
+    without_settings,
+)
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
 from quantkit.json_values import Settings, read_settings, shown
@@ -46,9 +76,15 @@ class HFCheckpoint:
     format = layout = "hf"
 
     def __init__(
-        self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False,
-        text_part: bool = False, floats_as: DType | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        kind: str,
+        methods: Mapping[str, QuantMethod],
+        *,
+        tensors_only: bool = False,
+        text_part: bool = False,
+        floats_as: DType | None = None,
+    ) -> None:
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
 
         Args:
@@ -92,7 +128,12 @@ class HFCheckpoint:
                 self._take_head_for_embedding()
                 self._take_kv_cache(raw)
             dtypes = {tensor.dtype for tensor in self._stored.values()}
-            if raw.get("dtype") is None and raw.get("torch_dtype") is None and len(dtypes) == 1 and dtypes <= {*FLOATS}:
+            if (
+                raw.get("dtype") is None
+                and raw.get("torch_dtype") is None
+                and len(dtypes) == 1
+                and dtypes <= {*FLOATS}
+            ):
                 self.config = self.config.with_dtype(dtypes.pop().value)
             self._dequantize(raw)
         tensors = {tensor.name: tensor for tensor in self._found_tensors()}
@@ -100,7 +141,9 @@ class HFCheckpoint:
             notes = narrow_float64(tensors, self._stored, self._home, self._floats_as)
             self.notes += [f"{self.path}: {note}" for note in notes]
         self._modules = {name.rpartition(".")[0] for name in self._stored}
-        modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
+        modules = {
+            tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)
+        }
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
         if self.kv_cache is not None:
             as_stored = not any(isinstance(home, DequantizedTensor) for home in self._home.values())
@@ -111,14 +154,18 @@ class HFCheckpoint:
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
             kept |= is_embedding(module)
-            kept &= codec.scheme is None or not codec.scheme.of_small_floats  # for which there are no kernels
+            kept &= (
+                codec.scheme is None or not codec.scheme.of_small_floats
+            )  # for which there are no kernels
             self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
         if tensors_only:
             self._require_unquantized(raw.get(SETTINGS))
         else:
-            require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
+            require_tensors(
+                self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path
+            )
         self._place(tensors.values())
 
     def _found_tensors(self) -> list[DiskTensor]:
@@ -126,7 +173,9 @@ class HFCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         if (text := self._text) is None:
             return found_tensors(self.config, shapes, self.path)
-        plain = {own: shape for name, shape in shapes.items() if (own := text.plain(name)) is not None}
+        plain = {
+            own: shape for name, shape in shapes.items() if (own := text.plain(name)) is not None
+        }
         return [text.on_disk(tensor) for tensor in found_tensors(self.config, plain, self.path)]
 
     def _take_text_part(self, raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -141,11 +190,17 @@ class HFCheckpoint:
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def with_codes(self) -> HFCheckpoint:
-        """The same with all codes of compressed-tensors and of MLX read as such; see `Container.with_codes`."""
+        """The same with all codes of compressed-tensors and of MLX read as such; see
+        `Container.with_codes`.
+        """
         if isinstance(self._method, CompressedTensors):
             coded: dict[str, ReadCodec] = dict(self.small_floats())
         elif isinstance(self._method, Mlx):
-            coded = {name: replace(own, minima=True) for name, own in self._codecs.items() if isinstance(own, Affine)}
+            coded = {
+                name: replace(own, minima=True)
+                for name, own in self._codecs.items()
+                if isinstance(own, Affine)
+            }
         else:
             return self
         found = copy.copy(self)
@@ -158,12 +213,16 @@ class HFCheckpoint:
                 found._codecs[tensor.name] = codec
                 expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
                 found._disk_specs[tensor.name] = codec.spec(found._raw(tensor), expected)
-        no_more = set(self._float_notes(self._disk_specs)) - set(self._float_notes(found._disk_specs))
+        no_more = set(self._float_notes(self._disk_specs)) - set(
+            self._float_notes(found._disk_specs)
+        )
         found.notes = [note for note in self.notes if note not in no_more]
         return found
 
     def small_floats(self) -> Iterator[tuple[str, SmallFloats]]:
-        """The codecs of weights that are stored in small floats and read as floats, by name on disk."""
+        """The codecs of weights that are stored in small floats and read as floats, by name on
+        disk.
+        """
         for name, codec in self._codecs.items():
             if isinstance(codec, ReadAsFloats) and isinstance(codec.codec, SmallFloats):
                 yield name, codec.codec
@@ -174,14 +233,17 @@ class HFCheckpoint:
                 yield name, found
 
     def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
-        """Let a model that is known by its tensors have other ones of the same values on disk: for one that holds all
-        experts each of their linears, see `Stack`."""
+        """Let a model that is known by its tensors have other ones of the same values on disk: for
+        one that holds all experts each of their linears, see `Stack`.
+        """
         self.config = replace(self.config, tensors=tensors)
         shapes = {name: spec.shape for name, spec in self._disk_specs.items()}
         self._place(found_tensors(self.config, shapes, self.path))
 
     def _place(self, tensors: Iterable[DiskTensor]) -> None:
-        self._places = {place.name: (tensor, place) for tensor in tensors for place in tensor.places}
+        self._places = {
+            place.name: (tensor, place) for tensor in tensors for place in tensor.places
+        }
         self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:
@@ -201,9 +263,13 @@ class HFCheckpoint:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
         home = self._home.get(tensor.name)
-        codec = self._codecs.get(tensor.name) or (home if isinstance(home, DequantizedTensor) else None)
+        codec = self._codecs.get(tensor.name) or (
+            home if isinstance(home, DequantizedTensor) else None
+        )
         if codec is not None:
-            return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], tensor, place, part)
+            return decode(
+                codec, self._raw(tensor), self._disk_specs[tensor.name], tensor, place, part
+            )
         file = self._files[tensor.name]
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 
@@ -225,12 +291,20 @@ class HFCheckpoint:
     def readers(self) -> str:
         coded = self.with_codes()
         if self._method is None or not coded._codecs:
-            return "quantkit, transformers, vLLM" if self.config.runnable else "what runs this architecture"
+            return (
+                "quantkit, transformers, vLLM"
+                if self.config.runnable
+                else "what runs this architecture"
+            )
         problem = describe_problems(coded._vllm_problems())
         note = "" if problem is None else f"; {problem}"
         if not self.config.runnable:
             return f"what runs this architecture and {self._method.name}{note}"
-        linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in coded._codecs)
+        linears = (
+            tensor
+            for tensor, _ in self._places.values()
+            if tensor.quantizable or tensor.name in coded._codecs
+        )
         found = {one.module: coded._disk_specs[one.name].scheme for one in linears}
         if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
             return "quantkit"
@@ -251,7 +325,9 @@ class HFCheckpoint:
         }
         config = self._stated_config
         shapes = stored_linears(self._stored, coded, str(config.get("model_type")))
-        return vllm_problems(Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config))
+        return vllm_problems(
+            Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
+        )
 
     @property
     def _floats_as(self) -> DType:
@@ -260,32 +336,43 @@ class HFCheckpoint:
 
     def _float_notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """A note for each kind of codes that are read as floats."""
-        kinds = Counter(specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None)
+        kinds = Counter(
+            specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None
+        )
         return [
-            f"{self.path}: {count} weights in {kind} are read as {self._floats_as}" for kind, count in kinds.items()
+            f"{self.path}: {count} weights in {kind} are read as {self._floats_as}"
+            for kind, count in kinds.items()
         ]
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
-        """Whether a codec may decode a tensor: a linear's weight, or one that is not stored as floats, such as all
-        experts, an embedding or a router."""
+        """Whether a codec may decode a tensor: a linear's weight, or one that is not stored as
+        floats, such as all experts, an embedding or a router.
+        """
         found = self._stored.get(tensor.name)
         if not self.config.runnable:
             return found is None or f"{tensor.module}.{SCALE}" in self._stored
         if tensor.quantizable:
             return True
         if found is None:
-            return tensor.stacked is not None or (len(tensor.shape) == 2 and tensor.module in self._modules)
+            return tensor.stacked is not None or (
+                len(tensor.shape) == 2 and tensor.module in self._modules
+            )
         return found.dtype not in FLOATS
 
     def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
-        """Accept all tensors as the model's: floats, those that codecs may decode, and others; `stated` is the
-        config.json as it is, `raw` what `settings_in` makes of it."""
-        self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
+        """Accept all tensors as the model's: floats, those that codecs may decode, and others;
+        `stated` is the config.json as it is, `raw` what `settings_in` makes of it.
+        """
+        self.config = opaque_config(
+            raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}
+        )
         settings = self._stated_settings(raw)
-        if settings is not None and states_scheme(settings):  # in other folders such names mean anything
+        if settings is not None and states_scheme(
+            settings
+        ):  # in other folders such names mean anything
             self._take_kv_cache(raw)
         self._dequantize(raw)
         shapes = packed_shapes(self._stored, self._files, raw)
@@ -300,7 +387,9 @@ class HFCheckpoint:
         self.extra_config = stated if shapes else without_settings(stated)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
-        self.kv_cache = take_kv_cache(self._stored, self._files, self._stated_settings(raw), self.config, self.path)
+        self.kv_cache = take_kv_cache(
+            self._stored, self._files, self._stated_settings(raw), self.config, self.path
+        )
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: {self.kv_cache.note(run_here=self.config.runnable)}")
 
@@ -311,11 +400,15 @@ class HFCheckpoint:
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
         settings = self._stated_settings(raw)
-        self._stored, self._home, notes = dequantized(self._stored, self._files, settings, self._floats_as)
+        self._stored, self._home, notes = dequantized(
+            self._stored, self._files, settings, self._floats_as
+        )
         self.notes += [f"{self.path}: {note}" for note in notes]
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
-        """Refuse remains of a quantization, with settings in the config or elsewhere; see `require_unquantized`."""
+        """Refuse remains of a quantization, with settings in the config or elsewhere; see
+        `require_unquantized`.
+        """
         method = None if settings is None else str(settings.get("quant_method"))
         floats = settings is not None and by_small_floats(settings)
         require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
@@ -326,16 +419,20 @@ class HFCheckpoint:
             raise UnsupportedError(problem, path=self.path, found=elsewhere[0], hint=hint)
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
-        """Open all files of weights; `derived` is whether to include buffers that the config determines."""
+        """Open all files of weights; `derived` is whether to include buffers that the config
+        determines.
+        """
         found = read_headers(self.path, kind, derived=derived)
         self._stored, self._files = found.tensors, found.files
         self._settings = [*found.settings, *self._settings]
         self.notes += found.notes
 
     def _take_head_for_embedding(self) -> None:
-        """Read a tied model's embedding from its head if only the head is stored, as transformers does.
+        """Read a tied model's embedding from its head if only the head is stored, as transformers
+        does.
 
-        Writers that store a shared tensor once, such as safetensors' ``save_model``, may keep the name of the head.
+        Writers that store a shared tensor once, such as safetensors' ``save_model``, may keep the
+        name of the head.
         """
         if not self.config.tied_embeddings:
             return
@@ -346,7 +443,9 @@ class HFCheckpoint:
         file = self._files.pop(head)
         del self._stored[head]
         self._stored[embedding], self._files[embedding] = file.add_name(head, embedding), file
-        self.notes.append(f"{self.path}: the embedding is stored as {head}, to which the config ties it")
+        self.notes.append(
+            f"{self.path}: the embedding is stored as {head}, to which the config ties it"
+        )
 
     def _drop_tied_head(self) -> None:
         """Drop a tied model's stored head, which must equal the embedding."""
@@ -372,14 +471,19 @@ class HFCheckpoint:
                 raw.require(part, spec.scheme or spec.stored_as)
                 stored.pop(part.name, None)
             if name in stored:
-                problem, expected = f"'{raw.name}' is there in floats and quantized", "only its codes and scales"
+                problem, expected = (
+                    f"'{raw.name}' is there in floats and quantized",
+                    "only its codes and scales",
+                )
                 raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
         self.notes += self._float_notes(joined)
         biases = [f"{tensors[name].module}.bias" for name in joined]  # early AutoGPTQ added such
         extra = [name for name in biases if name in self._home and name not in tensors]
         if unused := [name for name in extra if not any(self._home[name].read_bytes(name))]:
-            self.notes.append(f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}")
+            self.notes.append(
+                f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}"
+            )
         for name in unused:
             del stored[name]
         found = {}

@@ -26,7 +26,9 @@ from quantkit.tensors.spec import TensorSpec
 
 @dataclass(frozen=True)
 class _Written(Unit):
-    """A unit with the tensors that store it, and the codec of a quantized module; None for floats."""
+    """A unit with the tensors that store it, and the codec of a quantized module; None for
+    floats.
+    """
 
     codec: Codec | None
     stored: Sequence[StoredTensor]
@@ -37,21 +39,29 @@ class _Written(Unit):
 
 
 class SafetensorsEncoder(ShardedEncoder[_Written]):
-    """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``, with the tensors that a
-    family has on disk."""
+    """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``, with
+    the tensors that a family has on disk.
+    """
 
     def __init__(
-        self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod,
+        self,
+        planned: Sequence[TensorSpec],
+        config: ModelConfig,
+        shard_bytes: int,
+        method: QuantMethod,
         extra_tensors: Sequence[tuple[StoredTensor, bytes]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
-            planned: canonical tensors, in the order of `disk_tensors`, and scales of a KV cache among them.
+            planned: canonical tensors, in the order of `disk_tensors`, and scales of a KV cache
+                among them.
             method: of the quantized modules.
-            extra_tensors: small tensors besides the model's, with their bytes, at the end of the last file.
+            extra_tensors: small tensors besides the model's, with their bytes, at the end of the
+                last file.
 
         Raises:
-            UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in scheme or float type.
+            UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in
+                scheme or float type.
         """
         units = _written(planned, config, method)
         sizes = [unit.nbytes for unit in units]
@@ -59,7 +69,9 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         self._method, self._extra_tensors = method.name, extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
         count = self._shard_of[-1] + 1
-        self._names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        self._names = [
+            f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        ]
         if count == 1:
             self._names = ["model.safetensors"]
         self._headers = [build_header(self._listed(shard)) for shard in range(count)]
@@ -72,7 +84,10 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     def joined_bytes(self) -> int:
         joined = (unit for unit in self._units if len(unit.tensor.places) > 1)
         parts = (self.planned[unit.first : unit.first + unit.at_once] for unit in joined)
-        return max((sum(math.prod(p.shape) * p.dtype.itemsize for p in specs) for specs in parts), default=0)
+        return max(
+            (sum(math.prod(p.shape) * p.dtype.itemsize for p in specs) for specs in parts),
+            default=0,
+        )
 
     def total_bytes(self) -> int:
         return self._data_bytes + sum(map(len, self._headers))
@@ -83,11 +98,18 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         shard, unit = self._shard_of[number], self._units[number]
         views, start = {}, len(self._headers[shard]) + self._offsets[number]
         for stored in unit.stored:
-            views[stored.name] = View(stored.dtype, start, stored.shape, contiguous_strides(stored.shape))
+            views[stored.name] = View(
+                stored.dtype, start, stored.shape, contiguous_strides(stored.shape)
+            )
             start += stored.nbytes
-        place, source = unit.tensor.places[index - unit.first], SourceFile(folder / self._names[shard])
+        place, source = (
+            unit.tensor.places[index - unit.first],
+            SourceFile(folder / self._names[shard]),
+        )
         if unit.codec is None:  # some of a stacked tensor may not be there yet
-            return read_floats(TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None)
+            return read_floats(
+                TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None
+            )
         file = TensorFile(source, views)
         raw = RawModule(unit.tensor.module, dict.fromkeys(views, file), file.path)
         return decode(unit.codec, raw, unit.spec, unit.tensor, place, None)
@@ -99,14 +121,22 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     def extra_files(self) -> dict[str, bytes]:
         if len(self._names) == 1:
             return {}
-        weight_map = {stored.name: name for shard, name in enumerate(self._names) for stored in self._listed(shard)}
+        weight_map = {
+            stored.name: name
+            for shard, name in enumerate(self._names)
+            for stored in self._listed(shard)
+        }
         index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
     def _listed(self, shard: int) -> list[StoredTensor]:
         units = zip(self._units, self._shard_of, strict=True)
         found = [stored for unit, number in units if number == shard for stored in unit.stored]
-        return found + [stored for stored, _ in self._extra_tensors] if shard == len(self._names) - 1 else found
+        return (
+            found + [stored for stored, _ in self._extra_tensors]
+            if shard == len(self._names) - 1
+            else found
+        )
 
     def _encoded(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
         if isinstance(value, torch.Tensor):
@@ -123,16 +153,22 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
 
 def _cut_tile(tensor: DiskTensor, scheme: QuantScheme) -> Place | None:
-    """The first part of a tensor whose rows share a scale with those of the next part; None if none do."""
+    """The first part of a tensor whose rows share a scale with those of the next part; None if
+    none do.
+    """
     if scheme.scales is not Scales.TILES:
         return None
     return next((place for place in tensor.places[:-1] if place.shape[0] % TILE), None)
 
 
-def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
+def _written(
+    planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod
+) -> list[_Written]:
     names = {spec.name for spec in planned}
     quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
-    tensors = disk_tensors(config, quantized, joins_experts=bool(quantized) and method.joins_experts)
+    tensors = disk_tensors(
+        config, quantized, joins_experts=bool(quantized) and method.joins_experts
+    )
     known = [one for one in tensors if one.parts[0] in names]
     scales = [spec for spec in planned if config.runnable and is_scale(spec.name)]
     known += [DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)) for spec in scales]
@@ -143,9 +179,16 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
         if isinstance(codec, Reason):
             raise codec.error(spec.name, method.name)
         if spec.scheme is not None and (part := _cut_tile(tensor, spec.scheme)) is not None:
-            reason = Reason(f"its rows lie within a larger tensor, and {TILE} does not divide them", part.shape[0])
+            reason = Reason(
+                f"its rows lie within a larger tensor, and {TILE} does not divide them",
+                part.shape[0],
+            )
             raise reason.error(part.name, method.name)
-        stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
+        stored = (
+            [StoredTensor(spec.name, spec.dtype, spec.shape)]
+            if codec is None
+            else codec.stored(spec)
+        )
         by_expert = tensor.stacked is not None and codec is None
         at_once = len(tensor.parts) // tensor.shape[0] if by_expert else len(tensor.parts)
         found.append(_Written(tensor, first, spec, at_once, codec, stored))

@@ -1,4 +1,6 @@
-"""The files of weights in a Hugging Face folder: those that an index lists, or parts by their names."""
+"""The files of weights in a Hugging Face folder: those that an index lists, or parts by their
+names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 def weight_kinds(folder: Path) -> list[str]:
     """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
-    return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
+    return [
+        kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)
+    ]
 
 
 @dataclass
@@ -79,8 +83,13 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     found.notes += _check_copies(copies, found.files, index)
     for name, home in (listed or {}).items():
         if name not in found.tensors:
-            expected, hint = f"as {index.name} says", "the index is stale or the shard is another model's"
-            raise CheckpointError(f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint)
+            expected, hint = (
+                f"as {index.name} says",
+                "the index is stale or the shard is another model's",
+            )
+            raise CheckpointError(
+                f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint
+            )
     stray = {p.name for p in _unindexed(folder, kind)} - {p.name for p in paths}
     if stray:
         found.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
@@ -93,10 +102,14 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     return found
 
 
-def _check_copies(copies: Sequence[tuple[str, TensorFile]], files: Mapping[str, TensorFile], index: Path) -> list[str]:
-    """Compare tensors that are in two files with those that the index names; return notes for the user.
+def _check_copies(
+    copies: Sequence[tuple[str, TensorFile]], files: Mapping[str, TensorFile], index: Path
+) -> list[str]:
+    """Compare tensors that are in two files with those that the index names; return notes for the
+    user.
 
-    transformers takes the tensor of the last file, other readers that of the index, so that both must be equal.
+    transformers takes the tensor of the last file, other readers that of the index, so that both
+    must be equal.
 
     Raises:
         CheckpointError: if two differ, or the file that the index names lacks the tensor.
@@ -107,19 +120,24 @@ def _check_copies(copies: Sequence[tuple[str, TensorFile]], files: Mapping[str, 
             raise _stale_index(index, name, file.path, "another file")
         if not same_tensor(home, name, file, name):
             raise CheckpointError(
-                f"tensor '{name}' differs from that of {home.path.name}, which the index names", path=file.path,
+                f"tensor '{name}' differs from that of {home.path.name}, which the index names",
+                path=file.path,
                 hint="readers differ in which of them they take: remove the wrong one",
-            )  # fmt: skip
+            )
     if not copies:
         return []
     name, file = copies[0]
-    return [f"{file.path}: {len(copies)} tensors are equal copies of tensors in other files; ignored: {name}"]
+    return [
+        f"{file.path}: {len(copies)} tensors are equal copies of tensors in other files; ignored:"
+        f" {name}"
+    ]
 
 
 def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path) -> None:
     """Compare a single file of weights, which the index does not list, with the shards.
 
-    transformers loads ``model.safetensors`` before it looks for an index; vLLM and quantkit load what the index lists.
+    transformers loads ``model.safetensors`` before it looks for an index; vLLM and quantkit load
+    what the index lists.
 
     Raises:
         CheckpointError: if the single file has another value of a tensor.
@@ -127,21 +145,29 @@ def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path
     if not single.is_file():
         return
     try:
-        file = safetensors_io.open_file(single) if kind == "safetensors" else pth_io.open_file(single)
+        file = (
+            safetensors_io.open_file(single) if kind == "safetensors" else pth_io.open_file(single)
+        )
     except CheckpointError:
         return  # an interrupted download, which no reader loads
     for name in file.tensors:
         home = headers.files.get(name)
         if home is not None and not same_tensor(home, name, file, name):
             raise CheckpointError(
-                f"tensor '{name}' differs from that of {home.path.name}, which {index.name} names", path=single,
-                hint="transformers loads this file, other readers those of the index: remove the wrong ones",
-            )  # fmt: skip
+                f"tensor '{name}' differs from that of {home.path.name}, which {index.name} names",
+                path=single,
+                hint=(
+                    "transformers loads this file, other readers those of the index: remove the"
+                    " wrong ones"
+                ),
+            )
 
 
 def _stale_index(index: Path, name: str, path: Path, home: str) -> CheckpointError:
     problem = f"the index does not list tensor '{name}' in {path.name}"
-    return CheckpointError(problem, path=index, found=home, hint="the index is stale; download it again")
+    return CheckpointError(
+        problem, path=index, found=home, hint="the index is stale; download it again"
+    )
 
 
 def index_path(folder: Path, kind: str) -> Path:
@@ -160,8 +186,13 @@ def _require_all_parts(paths: list[Path]) -> None:
     totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
     whole = [p for p in paths if "-of-" not in p.name]
     if len(totals) + len(whole) > 1:
-        problem, found = "several sets of weights and no index to say which", ", ".join(p.name for p in paths)
-        raise CheckpointError(problem, path=paths[0].parent, found=found, hint="move the stray files away")
+        problem, found = (
+            "several sets of weights and no index to say which",
+            ", ".join(p.name for p in paths),
+        )
+        raise CheckpointError(
+            problem, path=paths[0].parent, found=found, hint="move the stray files away"
+        )
     for total in totals:
         present = {p.name for p in paths}
         for number in range(1, int(total) + 1):
@@ -176,7 +207,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(raw, dict) or not raw:
         raise CheckpointError("lacks the key 'weight_map'", path=index)
     for name, file in raw.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or file in ("", ".", "..")
+            or "\\" in file
+        ):
             problem = f"puts tensor '{name}' outside the folder"
-            raise CheckpointError(problem, path=index, found=repr(file), expected="a plain file name")
+            raise CheckpointError(
+                problem, path=index, found=repr(file), expected="a plain file name"
+            )
     return raw

@@ -1,5 +1,6 @@
-"""Canonical tensors from those on disk, and back: rows of fused projections, of stacked experts, and rotary rows in
-another order."""
+"""Canonical tensors from those on disk, and back: rows of fused projections, of stacked experts,
+and rotary rows in another order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from quantkit.tensors.tensor_slice import TensorSlice
 def read_floats(
     file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None
 ) -> torch.Tensor:
-    """A canonical tensor, or a part of it, from one that is stored as floats at a view; no other rows are read."""
+    """A canonical tensor, or a part of it, from one that is stored as floats at a view; no other
+    rows are read.
+    """
     if tensor.whole:
         return file.read_view(view, part)
     if place.expert is not None:
@@ -41,16 +44,25 @@ class Decodes(Protocol):
 
 
 def decode(
-    codec: Decodes, raw: RawModule | None, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
+    codec: Decodes,
+    raw: RawModule | None,
+    spec: TensorSpec,
+    tensor: DiskTensor,
+    place: Place,
+    part: TensorSlice | None,
 ) -> Weight:
-    """A canonical tensor, or a part of it, from one that a codec decodes, which has this spec on disk; of a stacked one
-    only the expert is decoded, floats [1, O, I], or [1, I, O] if they are transposed, or codes [O, I]."""
+    """A canonical tensor, or a part of it, from one that a codec decodes, which has this spec on
+    disk; of a stacked one only the expert is decoded, floats [1, O, I], or [1, I, O] if they are
+    transposed, or codes [O, I].
+    """
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
         if isinstance(slab, qtensor.QuantTensor):
             own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
             return own if part is None else part.of_weight(own)
-        matrix = slab[0].t() if tensor.stacked is not None and tensor.stacked.transposed else slab[0]
+        matrix = (
+            slab[0].t() if tensor.stacked is not None and tensor.stacked.transposed else slab[0]
+        )
         floats = matrix[place.first :: place.step][: place.shape[0]]
         return floats.contiguous() if part is None else part.of(floats).contiguous()
     wanted, inside = part, None
@@ -80,7 +92,11 @@ def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
     parts = []
     for place, value in zip(places, values, strict=True):
         order = place.head_order
-        parts.append(value if order is None else reordered(value, sorted(range(len(order)), key=order.__getitem__)))
+        parts.append(
+            value
+            if order is None
+            else reordered(value, sorted(range(len(order)), key=order.__getitem__))
+        )
     if len(parts) == 1 and tensor.stacked is None:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, qtensor.QuantTensor)]
@@ -117,9 +133,15 @@ def _in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return heads[:, list(order)].reshape(rows.shape)
 
 
-def _whole_heads(part: TensorSlice | None, head: int) -> tuple[TensorSlice | None, TensorSlice | None]:
+def _whole_heads(
+    part: TensorSlice | None, head: int
+) -> tuple[TensorSlice | None, TensorSlice | None]:
     """The complete heads that contain a part of rows, and the part of these; None for all rows."""
-    if part is None or part.axis == 1 or not any(bound % head for bounds in part.ranges for bound in bounds):
+    if (
+        part is None
+        or part.axis == 1
+        or not any(bound % head for bounds in part.ranges for bound in bounds)
+    ):
         return part, None
     wider, inside, before = [], [], 0
     for start, stop in part.ranges:

@@ -1,4 +1,6 @@
-"""Where Hugging Face folders have the settings of a quantization: in config.json, a part of it, or their own file."""
+"""Where Hugging Face folders have the settings of a quantization: in config.json, a part of it,
+or their own file.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path"
 
 
 def read_codecs(
-    raw: Mapping[str, Any], modules: Iterable[str], path: Path, methods: Mapping[str, QuantMethod],
+    raw: Mapping[str, Any],
+    modules: Iterable[str],
+    path: Path,
+    methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
-) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:  # fmt: skip
+) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:
     """The method of quantization in a config.json, and the codec of each module; none for floats.
 
     Args:
@@ -34,8 +39,9 @@ def read_codecs(
         stored: the names of all tensors; empty if only the config is read.
 
     Raises:
-        UnsupportedError: for a method that is not read, and for Model Optimizer's with weights other than FP8, or with
-            neither weights nor a KV cache; see also `QuantMethod.read_settings`.
+        UnsupportedError: for a method that is not read, and for Model Optimizer's with weights
+            other than FP8, or with neither weights nor a KV cache; see also
+            `QuantMethod.read_settings`.
         CheckpointError: for settings of the wrong type.
     """
     if raw.get(SETTINGS) is None:
@@ -47,32 +53,46 @@ def read_codecs(
     if name is not None and name in methods:
         name, settings = methods[name].resolve(settings)
     stated = settings.values.get("quant_algo")
-    if name == MODEL_OPTIMIZER and stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):
+    if (
+        name == MODEL_OPTIMIZER
+        and stated != _FLOAT8
+        and (stated is not None or not states_scheme(settings))
+    ):
         problem, found = "this algorithm of Model Optimizer is not read", shown(stated)
         hint = _FLOAT_MODEL
         if "FP4" in str(stated):
             # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
             hint = (
-                f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors' nvfp4-pack-quantized; vLLM and"
-                " TensorRT-LLM run this folder as it is"
+                f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors'"
+                " nvfp4-pack-quantized; vLLM and TensorRT-LLM run this folder as it is"
             )
-        raise UnsupportedError(problem, path=settings.path, found=found, expected=_FLOAT8, hint=hint)
+        raise UnsupportedError(
+            problem, path=settings.path, found=found, expected=_FLOAT8, hint=hint
+        )
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         found = f"{name} {bits}".strip() if name else "an unnamed scheme"
-        problem, expected = "the source is quantized already in a scheme quantkit does not read", ", ".join(methods)
-        raise UnsupportedError(problem, path=path, found=found, expected=expected, hint=_FLOAT_MODEL)
+        problem, expected = (
+            "the source is quantized already in a scheme quantkit does not read",
+            ", ".join(methods),
+        )
+        raise UnsupportedError(
+            problem, path=path, found=found, expected=expected, hint=_FLOAT_MODEL
+        )
     if methods[name].read_as_floats:
         return None, {}
     codecs = methods[name].read_settings(settings, modules, stored)
-    form = methods.get(str(settings.values.get("format")))  # a format of this method with its own name
+    form = methods.get(
+        str(settings.values.get("format"))
+    )  # a format of this method with its own name
     named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
     return form if form is not None and named else methods[name], codecs
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A config.json with the settings of a quantization, which may come from a part of it, MLX's key, or another file
-    in the folder; a `CheckpointError` if that is damaged."""
+    """A config.json with the settings of a quantization, which may come from a part of it, MLX's
+    key, or another file in the folder; a `CheckpointError` if that is damaged.
+    """
     if isinstance(named := raw.get(_MLX_SETTINGS), dict):
         return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
@@ -81,7 +101,13 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
         if folder is not None and (path := folder / name).is_file():
             settings = read_json(path)
             inner = settings.get(_MLX_SETTINGS)  # Model Optimizer has them in a part of the file
-            return {**raw, SETTINGS: {"quant_method": method, **(inner if isinstance(inner, dict) else settings)}}
+            return {
+                **raw,
+                SETTINGS: {
+                    "quant_method": method,
+                    **(inner if isinstance(inner, dict) else settings),
+                },
+            }
     return {**raw, SETTINGS: found}
 
 

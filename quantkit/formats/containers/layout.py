@@ -1,4 +1,6 @@
-"""Encoders of files with a header: which planned tensors make up one on disk, in which file and where it is."""
+"""Encoders of files with a header: which planned tensors make up one on disk, in which file and
+where it is.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,22 @@ _Unit = TypeVar("_Unit", bound=Unit)
 
 
 class ShardedEncoder(Encoder, Generic[_Unit]):
-    """Files that are filled one after the other, each with a header. The parts of a tensor on disk follow each other in
-    the plan, and are held until all are put."""
+    """Files that are filled one after the other, each with a header. The parts of a tensor on disk
+    follow each other in the plan, and are held until all are put.
+    """
 
     _headers: Sequence[bytes]
 
     def __init__(
-        self, planned: Sequence[TensorSpec], units: Sequence[_Unit], sizes: Sequence[int], numbers: Sequence[int]
+        self,
+        planned: Sequence[TensorSpec],
+        units: Sequence[_Unit],
+        sizes: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
-        """The units are in the order of the files, with the bytes of each, and the number of its file."""
+        """The units are in the order of the files, with the bytes of each, and the number of its
+        file.
+        """
         self.planned = planned
         self._units, self._shard_of = units, numbers
         self._names: list[str] = []
@@ -77,7 +86,8 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
                 yield from self._appended(number, put - unit.at_once, joined)
 
     def _appended(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
-        """What a tensor on disk, or an expert of one, appends: before the first of a file its header.
+        """What a tensor on disk, or an expert of one, appends: before the first of a file its
+        header.
 
         Args:
             part: the number of the first of its parts in `value`.
@@ -93,9 +103,11 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         """The bytes of a tensor on disk, or of an expert of one; see `_appended`."""
 
 
-def units_of(planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]) -> list[tuple[DiskTensor, int, TensorSpec]]:
-    """The tensors on disk that planned tensors make up, with the index of their first part, and their name on disk,
-    shape and type, in the order of the plan.
+def units_of(
+    planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]
+) -> list[tuple[DiskTensor, int, TensorSpec]]:
+    """The tensors on disk that planned tensors make up, with the index of their first part, and
+    their name on disk, shape and type, in the order of the plan.
 
     Raises:
         UnsupportedError: if the parts of one differ in scheme or float type.
@@ -107,21 +119,34 @@ def units_of(planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]) -> li
         first = index_of.get(tensor.parts[0], len(planned))
         parts = planned[first : first + len(tensor.parts)]
         if tuple(part.name for part in parts) != tensor.parts:
-            raise ValueError(f"{tensor.parts[0]} and what follows it are not planned in the order of '{tensor.name}'")
+            raise ValueError(
+                f"{tensor.parts[0]} and what follows it are not planned in the order of"
+                f" '{tensor.name}'"
+            )
         for part in parts:
             if (part.dtype, part.scheme) != (parts[0].dtype, parts[0].scheme):
-                problem = f"'{parts[0].name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ"
+                problem = (
+                    f"'{parts[0].name}' and '{part.name}' are one tensor on disk, '{tensor.name}',"
+                    " but differ"
+                )
                 stated = " and ".join(str(one.scheme or one.dtype) for one in (parts[0], part))
-                raise UnsupportedError(problem, found=stated, hint="convert the source to one float type first")
+                raise UnsupportedError(
+                    problem, found=stated, hint="convert the source to one float type first"
+                )
         spec = TensorSpec(tensor.name, tensor.shape, parts[0].dtype, parts[0].scheme)
         found.append((tensor, first, spec))
         used.update(range(first, first + len(parts)))
     if len(used) != len(planned):
-        raise ValueError(f"{next(s.name for i, s in enumerate(planned) if i not in used)} is in no tensor on disk")
+        raise ValueError(
+            f"{next(s.name for i, s in enumerate(planned) if i not in used)} is in no tensor on"
+            " disk"
+        )
     return sorted(found, key=lambda unit: unit[1])
 
 
-def file_numbers(sizes: Iterable[int], max_bytes: int, *, first: int = 0, others: int = 0) -> list[int]:
+def file_numbers(
+    sizes: Iterable[int], max_bytes: int, *, first: int = 0, others: int = 0
+) -> list[int]:
     """The number of the file that each tensor goes to, if files are filled in order.
 
     Args:

@@ -1,7 +1,8 @@
 """Meta folders: ``params.json`` with ``consolidated.NN.pth`` model-parallel shards.
 
-Each weight is split over the shards as the table of names says. Query and key rows are interleaved for rotary
-embedding, and are reordered to rotate-half order. KV heads are repeated if there are more shards than heads.
+Each weight is split over the shards as the table of names says. Query and key rows are interleaved
+for rotary embedding, and are reordered to rotate-half order. KV heads are repeated if there are
+more shards than heads.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
-_QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))  # of the first layer
+_QUERY, _GATE = (
+    f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate")
+)  # of the first layer
 _OTHER_MODEL = "the shards are of different models"
 
 
@@ -60,12 +63,12 @@ class Meta(Container):
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> MetaCheckpoint:  # fmt: skip
+    ) -> MetaCheckpoint:
         return MetaCheckpoint(path)
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
-    ) -> list[Parameter]:  # fmt: skip
+    ) -> list[Parameter]:
         return parameters_as_written(config, quantized)
 
     def encoder(self, output: Output) -> Encoder:
@@ -73,20 +76,31 @@ class Meta(Container):
 
         # Llama 3, the first with a byte-level tokenizer, splits the embedding by rows.
         axis = 0 if output.tokenizer is not None and output.tokenizer.byte_level else 1
-        return MetaEncoder(output.planned, output.config, output.model_parallel, embedding_axis=axis)
+        return MetaEncoder(
+            output.planned, output.config, output.model_parallel, embedding_axis=axis
+        )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """See `Container.side_files`; Meta's code reads tokenizer.model, which must be the same as tokenizer.json."""
+        """See `Container.side_files`; Meta's code reads tokenizer.model, which must be the same
+        as tokenizer.json.
+        """
         folder = text_folder(output.source.path)
-        files: dict[str, bytes | Path] = {self.config_file: json_bytes(config_to_meta(output.config))}
+        files: dict[str, bytes | Path] = {
+            self.config_file: json_bytes(config_to_meta(output.config))
+        }
         original = folder / _TOKENIZER
         names = (_TOKENIZER,) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
         if original.is_file() and (folder / "tokenizer.json").is_file():
             used, stated = load_tokenizer(folder), original_tokenizer(original)
             if (difference := first_difference(stated, used, gate_texts().values())) is not None:
-                problem, hint = "tokenizer.model is another tokenizer than tokenizer.json", "remove the one that is not"
+                problem, hint = (
+                    "tokenizer.model is another tokenizer than tokenizer.json",
+                    "remove the one that is not",
+                )
                 found = f"a difference in {difference}"
-                raise CheckpointError(problem, path=original, found=found, hint=f"{hint} the model's")
+                raise CheckpointError(
+                    problem, path=original, found=found, hint=f"{hint} the model's"
+                )
         files.update(present(folder, names + LICENSES))
         return with_templates(files, output.templates, in_settings=not original.is_file())
 
@@ -116,7 +130,8 @@ class MetaCheckpoint:
         """Open a folder; headers only.
 
         Raises:
-            CheckpointError: if shards are missing or damaged, or contradict each other, the params or the architecture.
+            CheckpointError: if shards are missing or damaged, or contradict each other, the params
+                or the architecture.
             UnsupportedError: if the checkpoint is quantized or is not a Llama text model.
         """
         self.path = path
@@ -136,7 +151,9 @@ class MetaCheckpoint:
         self._check()
         if (factor := assumed_rope_factor(params, self.config)) is not None:
             note, version = "does not say rope_scaling_factor", "3.1" if factor == 8 else "3.2"
-            self.notes.append(f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}")
+            self.notes.append(
+                f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}"
+            )
 
     @property
     def layout(self) -> str:
@@ -160,8 +177,8 @@ class MetaCheckpoint:
         return [*(shard.source for shard in self._shards), self._params]
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary rows must be of
-        complete heads.
+        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of
+        rotary rows must be of complete heads.
 
         Raises:
             CheckpointError: if copies of a tensor in several shards differ.
@@ -170,8 +187,13 @@ class MetaCheckpoint:
         stored, axis, copies = meta_name(parameter), self._axis(parameter), self._copies(parameter)
         pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
-            pieces = _overlaps([holders for holders, _ in pieces], self._stored[stored].shape[axis], part)
-        sizes = [self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size for _, p in pieces]
+            pieces = _overlaps(
+                [holders for holders, _ in pieces], self._stored[stored].shape[axis], part
+            )
+        sizes = [
+            self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size
+            for _, p in pieces
+        ]
         shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
@@ -186,7 +208,10 @@ class MetaCheckpoint:
                 target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
             for other in holders[1:]:
                 if not holders[0].read(stored, wanted).equal(other.read(stored, wanted)):
-                    problem = f"tensor '{stored}' must be the same in every shard that holds it and is not"
+                    problem = (
+                        f"tensor '{stored}' must be the same in every shard that holds it and"
+                        " is not"
+                    )
                     raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
         return joined
 
@@ -195,13 +220,18 @@ class MetaCheckpoint:
         first, weights = shards[0], {name for name in shards[0] if not is_derived_buffer(name)}
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             if difference := sorted(set(first) ^ set(shard)):
-                problem, stray = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
+                problem, stray = (
+                    f"holds other tensors than {self._paths[0].name}",
+                    f"'{difference[0]}' in one",
+                )
                 raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
             for name in weights:
                 if shard[name] != first[name]:
                     what = "float type" if shard[name].shape == first[name].shape else "shape"
                     problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
-                    found, expected = (f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name]))
+                    found, expected = (
+                        f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name])
+                    )
                     raise CheckpointError(problem, path=path, found=found, expected=expected)
         return weights
 
@@ -220,12 +250,21 @@ class MetaCheckpoint:
         feed_forward, _ = self._matrix_shape(_GATE)
         dtype = self._stored[_QUERY].dtype
         if dtype not in FLOATS:
-            raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
+            raise UnsupportedError(
+                "weights are not stored as floats", path=self._paths[0], found=dtype
+            )
         settings, stated = Settings(params, params_path), dim
         if settings.has("dim") and settings.integer("dim", 1, Limits.width) != dim:
-            raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
+            raise CheckpointError(
+                "dim disagrees with the weights",
+                path=params_path,
+                found=params["dim"],
+                expected=dim,
+            )
         if settings.has("n_heads") and settings.has("head_dim"):
-            stated = settings.integer("n_heads", 1, Limits.heads) * settings.integer("head_dim", 1, Limits.heads)
+            stated = settings.integer("n_heads", 1, Limits.heads) * settings.integer(
+                "head_dim", 1, Limits.heads
+            )
         if query_rows * count != stated:
             self._wrong_count(stated // query_rows)
         if width == dim:
@@ -234,9 +273,13 @@ class MetaCheckpoint:
         elif width * count != dim:
             self._wrong_count(dim // width if width and dim % width == 0 else None)
         config = config_from_meta(
-            params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
-            tied_embeddings=self._tied(), dtype=dtype.value,
-        )  # fmt: skip
+            params,
+            params_path,
+            vocab_size=rows,
+            intermediate_size=feed_forward * count,
+            tied_embeddings=self._tied(),
+            dtype=dtype.value,
+        )
         try:
             tokenizer = load_tokenizer(self.path)
         except CheckpointError:
@@ -244,14 +287,21 @@ class MetaCheckpoint:
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:
-        problem, found = "the number of shards disagrees with the shapes", f"{len(self._paths)} consolidated.*.pth"
+        problem, found = (
+            "the number of shards disagrees with the shapes",
+            f"{len(self._paths)} consolidated.*.pth",
+        )
         hint = "a shard is missing or stray"
-        raise CheckpointError(f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint)
+        raise CheckpointError(
+            f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint
+        )
 
     def _matrix_shape(self, name: str) -> tuple[int, ...]:
         shape = self._stored[name].shape
         if len(shape) != 2 or 0 in shape:
-            raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
+            raise CheckpointError(
+                f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape)
+            )
         return shape
 
     def _tied(self) -> bool:
@@ -260,7 +310,11 @@ class MetaCheckpoint:
             return True
         if self.embedding_axis == 0:
             return all(same_tensor(shard, _HEAD, shard, _EMBEDDING) for shard in self._shards)
-        shape, (rows, width), count = self._stored[_HEAD].shape, self._stored[_EMBEDDING].shape, len(self._shards)
+        shape, (rows, width), count = (
+            self._stored[_HEAD].shape,
+            self._stored[_EMBEDDING].shape,
+            len(self._shards),
+        )
         if self._stored[_HEAD].dtype != self._stored[_EMBEDDING].dtype or len(shape) != 2:
             return False
         if (shape[0] * count, shape[1]) != (rows, width * count):
@@ -281,11 +335,15 @@ class MetaCheckpoint:
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {
-            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype)
+            parameter.name: TensorSpec(
+                parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype
+            )
             for name, parameter in known.items()
             if name in self._weights
         }
-        require_tensors(found, {name: one.shape for name, one in self._parameters.items()}, self.path)
+        require_tensors(
+            found, {name: one.shape for name, one in self._parameters.items()}, self.path
+        )
 
     def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
         joined = list(self._stored[name].shape)
@@ -302,7 +360,9 @@ class MetaCheckpoint:
         return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
 
     def _replicas(self, parameter: Parameter) -> int:
-        """The number of shards with the same KV head; more than one only if each shard has a single KV head."""
+        """The number of shards with the same KV head; more than one only if each shard has a
+        single KV head.
+        """
         if parameter.dims[0] != "kv":
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
@@ -318,8 +378,10 @@ def meta_name(parameter: Parameter) -> str:
 
 def _overlaps(
     pieces: list[list[TensorFile]], size: int, part: TensorSlice
-) -> list[tuple[list[TensorFile], TensorSlice | None]]:  # fmt: skip
-    """The pieces, of equal size along the part's axis, that a part overlaps, and the overlap of each."""
+) -> list[tuple[list[TensorFile], TensorSlice | None]]:
+    """The pieces, of equal size along the part's axis, that a part overlaps, and the overlap of
+    each.
+    """
     found: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
@@ -331,7 +393,9 @@ def _overlaps(
 def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
     """Rows whose columns are split over pieces of equal size."""
     width = len(pieces[0]) // rows
-    return b"".join(piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces)
+    return b"".join(
+        piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces
+    )
 
 
 def to_rotate_half(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -350,7 +414,10 @@ def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
     numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:
-            missing, found = f"consolidated.{expected:02d}.pth", f"{len(paths)} shards up to {paths[-1].name}"
+            missing, found = (
+                f"consolidated.{expected:02d}.pth",
+                f"{len(paths)} shards up to {paths[-1].name}",
+            )
             raise damaged_file("the weight file is missing", folder / missing, found)
     if not paths:
         raise CheckpointError("has no consolidated.*.pth", path=folder)

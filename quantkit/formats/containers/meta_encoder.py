@@ -20,19 +20,33 @@ from quantkit.tensors.spec import TensorSpec
 
 
 class MetaEncoder(Encoder):
-    """Meta's ``consolidated.NN.pth``: each weight is split along the axis that model parallelism divides."""
+    """Meta's ``consolidated.NN.pth``: each weight is split along the axis that model parallelism
+    divides.
+    """
 
     rearranges = True
 
-    def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
-        """Raise a `RequestError` if the shards do not divide the heads, the feed-forward width or the vocabulary."""
+    def __init__(
+        self,
+        planned: Sequence[TensorSpec],
+        config: ModelConfig,
+        shards: int,
+        *,
+        embedding_axis: int,
+    ) -> None:
+        """Raise a `RequestError` if the shards do not divide the heads, the feed-forward width
+        or the vocabulary.
+        """
         self.planned = planned
         self._config, self._shards, self._axis = config, shards, embedding_axis
         # With the head even if it is tied: readers of Meta's format expect it.
         self._parameters = {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
         _require_divisible(config, shards, embedding_axis)
         stored = [self._part_of(p, self._parameters[p.name]) for p in planned]
-        self._zips = {f"consolidated.{i:02d}.pth": PthEncoder(f"consolidated.{i:02d}", stored) for i in range(shards)}
+        self._zips = {
+            f"consolidated.{i:02d}.pth": PthEncoder(f"consolidated.{i:02d}", stored)
+            for i in range(shards)
+        }
 
     def total_bytes(self) -> int:
         return sum(encoder.total_bytes for encoder in self._zips.values())
@@ -74,7 +88,11 @@ class MetaEncoder(Encoder):
 
     def _pieces(self, parameter: Parameter) -> int:
         """The number of different pieces of a tensor; fewer than shards if KV heads repeat."""
-        return min(self._shards, self._config.num_kv_heads) if parameter.dims[0] == "kv" else self._shards
+        return (
+            min(self._shards, self._config.num_kv_heads)
+            if parameter.dims[0] == "kv"
+            else self._shards
+        )
 
     def _axis_of(self, parameter: Parameter) -> int | None:
         return self._axis if parameter.role == "embedding" else parameter.split_axis
@@ -93,7 +111,11 @@ def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) ->
         sizes["hidden size"] = config.hidden_size
     for name, size in sizes.items():
         if shards < 1 or size % shards:
-            raise RequestError(f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`")
+            raise RequestError(
+                f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`"
+            )
     kv_heads = config.num_kv_heads
     if kv_heads % shards and shards % kv_heads:
-        raise RequestError(f"{shards} shards neither divide nor are a multiple of the KV heads", found=kv_heads)
+        raise RequestError(
+            f"{shards} shards neither divide nor are a multiple of the KV heads", found=kv_heads
+        )

@@ -21,15 +21,21 @@ from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
 Requested = str | Path | Iterable[str | Path] | Mapping[str | Path, float]
-"""One adapter or several: folders, each possibly with ``=WEIGHT`` after it, or weights by folder."""
+"""One adapter or several: folders, each possibly with ``=WEIGHT`` after it, or weights by
+folder.
+"""
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 _ROLES = {
-    "lora_A.weight": "down", "lora_B.weight": "up", "lora_B.bias": "bias", "lora_embedding_A": "embedding_down",
-    "lora_embedding_B": "embedding_up", "lora_magnitude_vector": "magnitude",
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "embedding_down",
+    "lora_embedding_B": "embedding_up",
+    "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
-}  # fmt: skip
+}
 _WITH_WEIGHT = re.compile(r"(?P<path>.+)=(?P<weight>[^=/]+)", re.DOTALL)
 
 
@@ -74,12 +80,18 @@ class Adapter:
         """
         self.path, self.weight, self._allow_nonfinite = folder, weight, allow_nonfinite
         if not (folder / NAME).is_file():
-            raise CheckpointError("is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}")
+            raise CheckpointError(
+                "is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}"
+            )
         self.config = read_config(folder)
         found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if found is None:
-            raise CheckpointError("the adapter has no weights", path=folder, expected=" or ".join(_WEIGHTS))
-        self._file: TensorFile = (safetensors_io if found.suffix == ".safetensors" else pth_io).open_file(found)
+            raise CheckpointError(
+                "the adapter has no weights", path=folder, expected=" or ".join(_WEIGHTS)
+            )
+        self._file: TensorFile = (
+            safetensors_io if found.suffix == ".safetensors" else pth_io
+        ).open_file(found)
         self.file = found
         self.modules: dict[str, LoraModule] = {}
         self.replaced: dict[str, str] = {}
@@ -100,9 +112,10 @@ class Adapter:
         value: torch.Tensor = self._file.read(key, part)
         if not (self._allow_nonfinite or torch.isfinite(value).all()):
             raise NonFiniteError(
-                f"tensor '{key}' of the adapter holds NaN or Inf", path=self.file,
+                f"tensor '{key}' of the adapter holds NaN or Inf",
+                path=self.file,
                 hint="`allow_nonfinite=True` merges it all the same",
-            )  # fmt: skip
+            )
         return value
 
     def read(self, key: str) -> torch.Tensor:
@@ -112,7 +125,10 @@ class Adapter:
     @cached_property
     def sha256(self) -> dict[str, str]:
         """The hashes of its files, by name."""
-        return {file.path.name: file.sha256() for file in (SourceFile(self.config.path), self._file.source)}
+        return {
+            file.path.name: file.sha256()
+            for file in (SourceFile(self.config.path), self._file.source)
+        }
 
     def to_json(self) -> dict[str, object]:
         """What the manifest records."""
@@ -122,22 +138,29 @@ class Adapter:
         parts: dict[str, dict[str, str]] = {}
         for key, tensor in self._file.tensors.items():
             if tensor.dtype not in STORED_FLOATS:
-                raise UnsupportedError(f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype)
+                raise UnsupportedError(
+                    f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype
+                )
             name = key.removeprefix(_PREFIX)
             suffix = next((one for one in _ROLES if name.endswith(f".{one}")), None)
             if suffix is not None:
                 held, place = parts.setdefault(name.removesuffix(f".{suffix}"), {}), _ROLES[suffix]
             elif "lora_" in name or ".modules_to_save." in name:
                 raise UnsupportedError(
-                    f"tensor '{key}' is of a kind that is not merged", path=self.file,
-                    hint="if the state dict of a training run was saved, such as '.default.weight', save the adapter"
-                    " with PEFT's `save_pretrained()`",
-                )  # fmt: skip
+                    f"tensor '{key}' is of a kind that is not merged",
+                    path=self.file,
+                    hint=(
+                        "if the state dict of a training run was saved, such as '.default.weight',"
+                        " save the adapter with PEFT's `save_pretrained()`"
+                    ),
+                )
             else:
                 held, place = self.replaced, name.replace(".base_layer.", ".")
             if place in held:
                 raise CheckpointError(
-                    f"tensor '{key}' is in the adapter twice", path=self.file, found=f"'{held[place]}'"
+                    f"tensor '{key}' is in the adapter twice",
+                    path=self.file,
+                    found=f"'{held[place]}'",
                 )
             held[place] = key
         self.modules = {name: self._module(name, found) for name, found in parts.items()}
@@ -153,36 +176,53 @@ class Adapter:
         if found != expected:
             spelled = {role: suffix for suffix, role in reversed(_ROLES.items())}
             raise CheckpointError(
-                f"the tensors of module '{name}' do not belong together", path=self.file,
+                f"the tensors of module '{name}' do not belong together",
+                path=self.file,
                 found=", ".join(sorted(spelled[one] for one in parts)),
                 expected=", ".join(sorted(spelled[one] for one in expected)),
-            )  # fmt: skip
+            )
         module = LoraModule(
-            name, parts[f"{start}down"], parts[f"{start}up"], parts.get("bias"), parts.get("magnitude"), is_embedding
+            name,
+            parts[f"{start}down"],
+            parts[f"{start}up"],
+            parts.get("bias"),
+            parts.get("magnitude"),
+            is_embedding,
         )
-        rank, (down, up) = self.config.rank_of(name), (self.shape(module.down), self.shape(module.up))
+        rank, (down, up) = (
+            self.config.rank_of(name),
+            (self.shape(module.down), self.shape(module.up)),
+        )
         if len(down) != 2 or len(up) != 2:
             raise UnsupportedError(
-                f"tensor '{module.down}' is not of a linear or an embedding", path=self.file,
+                f"tensor '{module.down}' is not of a linear or an embedding",
+                path=self.file,
                 found=f"{list(down)} and {list(up)}",
-            )  # fmt: skip
+            )
         for key, size in ((module.down, down[0]), (module.up, up[1])):
             if size != rank:
                 raise CheckpointError(
-                    f"tensor '{key}' has another rank than the settings", path=self.file, found=size,
-                    expected=f"{rank}, by {NAME}", hint="the two files are of different adapters",
-                )  # fmt: skip
+                    f"tensor '{key}' has another rank than the settings",
+                    path=self.file,
+                    found=size,
+                    expected=f"{rank}, by {NAME}",
+                    hint="the two files are of different adapters",
+                )
         for one in (module.bias, module.magnitude):
             if one is not None and self.shape(one) != up[:1]:
                 raise CheckpointError(
-                    f"tensor '{one}' has the wrong shape", path=self.file, found=list(self.shape(one)),
+                    f"tensor '{one}' has the wrong shape",
+                    path=self.file,
+                    found=list(self.shape(one)),
                     expected=list(up[:1]),
-                )  # fmt: skip
+                )
         if (setting := self.config.targets.find_exclusion(name)) is not None:
             raise CheckpointError(
-                f"module '{name}' has tensors, and '{setting}' excludes it: PEFT does not load them", path=self.file,
+                f"module '{name}' has tensors, and '{setting}' excludes it: PEFT does not load"
+                " them",
+                path=self.file,
                 hint="the two files are of different adapters",
-            )  # fmt: skip
+            )
         return module
 
 
@@ -190,10 +230,13 @@ def requested_adapters(lora: Requested) -> list[tuple[Path, float]]:
     """The folders of adapters and their weights.
 
     Raises:
-        RequestError: for a value of another type, a weight that is not finite, or an adapter that is named twice.
+        RequestError: for a value of another type, a weight that is not finite, or an adapter that
+            is named twice.
     """
     if isinstance(lora, Mapping):
-        found = [(as_path("lora", path), as_number("lora", weight)) for path, weight in lora.items()]
+        found = [
+            (as_path("lora", path), as_number("lora", weight)) for path, weight in lora.items()
+        ]
     else:
         several = lora if is_several(lora) and not isinstance(lora, (str, Path)) else [lora]
         found = [_with_weight(as_path("lora", one)) for one in several]
@@ -207,8 +250,14 @@ def requested_adapters(lora: Requested) -> list[tuple[Path, float]]:
 
 
 def adapter_words(lora: Requested) -> tuple[str, ...]:
-    """Requested adapters as the command line spells them. Raises `RequestError` as `requested_adapters` does."""
-    return tuple(str(path) if weight == 1 else f"{path}={weight}" for path, weight in requested_adapters(lora))
+    """Requested adapters as the command line spells them.
+
+    Raises `RequestError` as `requested_adapters` does.
+    """
+    return tuple(
+        str(path) if weight == 1 else f"{path}={weight}"
+        for path, weight in requested_adapters(lora)
+    )
 
 
 def _with_weight(path: Path) -> tuple[Path, float]:
@@ -220,5 +269,7 @@ def _with_weight(path: Path) -> tuple[Path, float]:
         return Path(match["path"]), float(match["weight"])
     except ValueError:
         raise RequestError(
-            "no weight of an adapter", found=shown(match["weight"]), expected="PATH=NUMBER, such as adapter=0.5"
+            "no weight of an adapter",
+            found=shown(match["weight"]),
+            expected="PATH=NUMBER, such as adapter=0.5",
         ) from None

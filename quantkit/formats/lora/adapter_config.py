@@ -1,4 +1,6 @@
-"""``adapter_config.json`` of PEFT: the settings that a merge needs, and a refusal of those that it does not know."""
+"""``adapter_config.json`` of PEFT: the settings that a merge needs, and a refusal of those that
+it does not know.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,53 @@ from quantkit.patterns import MatchTime, Pattern
 
 NAME = "adapter_config.json"
 
-_USED = frozenset({
-    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "base_model_name_or_path", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "init_lora_weights", "ensure_weight_tying", "modules_to_save",
-})  # fmt: skip
+_USED = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "fan_in_fan_out",
+        "base_model_name_or_path",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "init_lora_weights",
+        "ensure_weight_tying",
+        "modules_to_save",
+    }
+)
 _SHOWN_BY_TENSORS = frozenset({"bias", "lora_bias"})
-_TRAINING_ONLY = frozenset({
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "runtime_config",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # of initializations, see `init_lora_weights`
-    "megatron_core", "qalora_group_size",  # without effect unless another key is set
-})  # fmt: skip
+_TRAINING_ONLY = frozenset(
+    {
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "runtime_config",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",  # of initializations, see `init_lora_weights`
+        "megatron_core",
+        "qalora_group_size",  # without effect unless another key is set
+    }
+)
 KNOWN = _USED | _SHOWN_BY_TENSORS | _TRAINING_ONLY
-"""Keys that are used, or do not change the merged weights. Any other key is refused if it has a value."""
+"""Keys that are used, or do not change the merged weights.
+
+Any other key is refused if it has a value.
+"""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base as it is; others train against a changed base."""
+"""Values of ``init_lora_weights`` that leave the base as it is; others train against a changed
+base.
+"""
 _MAX_RANK = 1 << 20
 _MAX_ALPHA = 1e9
 
@@ -45,11 +79,13 @@ class AdapterConfig:
         rank_patterns, alpha_patterns: patterns of module names, in order, with their values.
         rank_stabilized: whether alpha is divided by the square root of the rank (rsLoRA).
         dora: whether weights are decomposed into magnitude and direction (DoRA).
-        transposed: what ``fan_in_fan_out`` says of weights; PEFT follows the class of a module instead.
+        transposed: what ``fan_in_fan_out`` says of weights; PEFT follows the class of a module
+            instead.
         ties_weights: whether an adapter of the embedding also applies to a head that is tied to it.
         base_model: the base that it names; None if it names none.
         targets: the modules that it changes.
-        saved: the modules that it replaces, by their last parts; the base need not have all of them.
+        saved: the modules that it replaces, by their last parts; the base need not have all of
+            them.
     """
 
     path: Path
@@ -79,7 +115,10 @@ def own_adapter_note(folder: Path) -> list[str]:
     """A note if a model's folder also holds an adapter."""
     if not (folder / NAME).is_file():
         return []
-    return [f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `lora` of convert does that"]
+    return [
+        f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `lora` of"
+        " convert does that"
+    ]
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -87,19 +126,24 @@ def read_config(folder: Path) -> AdapterConfig:
 
     Raises:
         CheckpointError: if the file is missing or damaged.
-        UnsupportedError: if it is no LoRA adapter, or has settings that change the result in a way that is not known.
+        UnsupportedError: if it is no LoRA adapter, or has settings that change the result in a way
+            that is not known.
     """
     path = folder / NAME
     raw = read_settings(path)
     settings = Settings(raw, path)
     if (kind := settings.string("peft_type")) != "LORA":
-        raise UnsupportedError("is an adapter of another kind", path=path, found=shown(kind), expected="LORA")
+        raise UnsupportedError(
+            "is an adapter of another kind", path=path, found=shown(kind), expected="LORA"
+        )
     for key, value in raw.items():
         if key not in KNOWN and value not in (None, False, {}, [], ""):
             raise UnsupportedError(
-                f"'{key}' is not supported in an adapter", path=path, found=shown(value),
+                f"'{key}' is not supported in an adapter",
+                path=path,
+                found=shown(value),
                 hint="merge it with PEFT's `merge_and_unload()`",
-            )  # fmt: skip
+            )
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
     if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
         raise UnsupportedError("unknown value of 'bias'", path=path, found=shown(raw["bias"]))
@@ -110,7 +154,8 @@ def read_config(folder: Path) -> AdapterConfig:
         rank=settings.integer("r", 1, _MAX_RANK),
         alpha=settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA),
         rank_patterns=[
-            (_end_pattern(name, ranks, match_time), ranks.integer(name, 1, _MAX_RANK)) for name in ranks.values
+            (_end_pattern(name, ranks, match_time), ranks.integer(name, 1, _MAX_RANK))
+            for name in ranks.values
         ],
         alpha_patterns=[
             (_end_pattern(name, alphas, match_time), alphas.number(name, -_MAX_ALPHA, _MAX_ALPHA))
@@ -120,7 +165,11 @@ def read_config(folder: Path) -> AdapterConfig:
         dora=settings.flag("use_dora", False),
         transposed=settings.flag("fan_in_fan_out", False),
         ties_weights=settings.flag("ensure_weight_tying", False),
-        base_model=settings.string("base_model_name_or_path") if settings.has("base_model_name_or_path") else None,
+        base_model=(
+            settings.string("base_model_name_or_path")
+            if settings.has("base_model_name_or_path")
+            else None
+        ),
         targets=TargetModules(settings, match_time),
         saved=tuple(settings.strings("modules_to_save")) if settings.has("modules_to_save") else (),
     )
@@ -129,10 +178,15 @@ def read_config(folder: Path) -> AdapterConfig:
 def _require_unchanged_base(method: Any, path: Path) -> None:
     if method not in _KEEPS_BASE:
         raise UnsupportedError(
-            "'init_lora_weights' names a method that changes the base before training", path=path,
-            found=shown(method), expected="true, false, gaussian, eva or orthogonal",
-            hint="convert it to plain LoRA with PEFT's `save_pretrained(path_initial_model_for_weight_conversion=...)`",
-        )  # fmt: skip
+            "'init_lora_weights' names a method that changes the base before training",
+            path=path,
+            found=shown(method),
+            expected="true, false, gaussian, eva or orthogonal",
+            hint=(
+                "convert it to plain LoRA with PEFT's"
+                " `save_pretrained(path_initial_model_for_weight_conversion=...)`"
+            ),
+        )
 
 
 def _inner(settings: Settings, key: str) -> Settings:
@@ -141,8 +195,12 @@ def _inner(settings: Settings, key: str) -> Settings:
 
 
 def _end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Pattern:
-    """Compile a pattern of the end of a module's name, from the start of a part on, as PEFT's `get_pattern_key`."""
-    return Pattern(name, key=f"'{settings.name}'", match_time=match_time, prefix=r"(.*\.)?(", suffix=")$")
+    """Compile a pattern of the end of a module's name, from the start of a part on, as PEFT's
+    `get_pattern_key`.
+    """
+    return Pattern(
+        name, key=f"'{settings.name}'", match_time=match_time, prefix=r"(.*\.)?(", suffix=")$"
+    )
 
 
 def _find_value(patterns: Iterable[tuple[Pattern, Value]], module: str, default: Value) -> Value:

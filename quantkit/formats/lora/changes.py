@@ -1,4 +1,6 @@
-"""What adapters do to each canonical tensor of a base: names and shapes are compared before anything is computed."""
+"""What adapters do to each canonical tensor of a base: names and shapes are compared before
+anything is computed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Update:
     Attributes:
         module: the adapter's tensors.
         place: where the canonical tensor is in the tensor that the adapter changes.
-        swapped: whether the product is transposed: of embeddings, and of weights that are [inputs, outputs].
+        swapped: whether the product is transposed: of embeddings, and of weights that are [inputs,
+            outputs].
         scaling: the factor of the product.
     """
 
@@ -105,10 +108,12 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
             for place in base.places:
                 if changes[place.name].replacement is not None or adapter.weight != 1:
                     raise UnsupportedError(
-                        f"tensor '{key}' replaces one of the base, which has no weight and works for one adapter only",
-                        path=adapter.file, found=f"weight {adapter.weight:g}, {len(adapters)} adapters",
+                        f"tensor '{key}' replaces one of the base, which has no weight and works"
+                        " for one adapter only",
+                        path=adapter.file,
+                        found=f"weight {adapter.weight:g}, {len(adapters)} adapters",
                         hint="leave the weight out, and " + _MERGE_ALONE,
-                    )  # fmt: skip
+                    )
                 changes[place.name].replacement = Vector(adapter, key, place)
         _require_all_saved(adapter, bases)
         if source.config.runnable:
@@ -146,21 +151,31 @@ class _Bases:
         if found is None:
             if self._is_tied and _is_head(name):
                 raise UnsupportedError(
-                    "changes an output head that is tied to the embedding, in a model known by its tensors only",
-                    path=adapter.file, found=f"'{key}'", hint="merge it with PEFT",
-                )  # fmt: skip
+                    "changes an output head that is tied to the embedding, in a model known by its"
+                    " tensors only",
+                    path=adapter.file,
+                    found=f"'{key}'",
+                    hint="merge it with PEFT",
+                )
             raise CheckpointError(
-                f"tensor '{key}' changes '{name}', which the base does not have", path=adapter.file,
-                found=f"base {self.path}", expected=f"tensors such as '{next(iter(self.named))}'",
+                f"tensor '{key}' changes '{name}', which the base does not have",
+                path=adapter.file,
+                found=f"base {self.path}",
+                expected=f"tensors such as '{next(iter(self.named))}'",
                 hint=_other_base(adapter),
-            )  # fmt: skip
+            )
         if found.name in seen:
-            raise CheckpointError(f"two tensors of the adapter change '{found.name}'", path=adapter.file)
+            raise CheckpointError(
+                f"two tensors of the adapter change '{found.name}'", path=adapter.file
+            )
         if self._is_tied and is_embedding(found.module):
             raise UnsupportedError(
-                "changes an embedding that the output head may share, in a model known by its tensors only",
-                path=adapter.file, found=f"'{key}'", hint="merge it with PEFT",
-            )  # fmt: skip
+                "changes an embedding that the output head may share, in a model known by its"
+                " tensors only",
+                path=adapter.file,
+                found=f"'{key}'",
+                hint="merge it with PEFT",
+            )
         seen.add(found.name)
         return found
 
@@ -174,8 +189,12 @@ def _short(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 
-def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor, source: Checkpoint) -> bool:
-    """Check that a product has the shape of a weight; return whether the product is transposed for that."""
+def _require_shape(
+    adapter: Adapter, module: LoraModule, base: DiskTensor, source: Checkpoint
+) -> bool:
+    """Check that a product has the shape of a weight; return whether the product is transposed
+    for that.
+    """
     (_, columns), (rows, _) = adapter.shape(module.down), adapter.shape(module.up)
     swapped = module.is_embedding or _is_transposed(adapter, base, (rows, columns), source)
     shape = (columns, rows) if swapped else (rows, columns)
@@ -183,13 +202,17 @@ def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor, sourc
         raise _misfit(adapter, f"module '{module.name}' does not fit the base", shape, base)
     if swapped and not module.is_embedding and module.magnitude is not None:
         raise UnsupportedError(
-            "DoRA of a weight that is [inputs, outputs] is not merged", path=adapter.file,
-            found=f"'{module.magnitude}'", hint="merge it with PEFT",
-        )  # fmt: skip
+            "DoRA of a weight that is [inputs, outputs] is not merged",
+            path=adapter.file,
+            found=f"'{module.magnitude}'",
+            hint="merge it with PEFT",
+        )
     return swapped
 
 
-def _is_transposed(adapter: Adapter, base: DiskTensor, shape: tuple[int, int], source: Checkpoint) -> bool:
+def _is_transposed(
+    adapter: Adapter, base: DiskTensor, shape: tuple[int, int], source: Checkpoint
+) -> bool:
     """Return whether the weight of a linear is [inputs, outputs], where a product has this shape.
 
     Raises:
@@ -201,9 +224,11 @@ def _is_transposed(adapter: Adapter, base: DiskTensor, shape: tuple[int, int], s
         return False
     if shape == shape[::-1]:
         raise UnsupportedError(
-            f"'fan_in_fan_out' is true, and the class of '{base.module}' is not known: its weight may be stored either"
-            " way", path=adapter.config.path, hint="merge it with PEFT's `merge_and_unload()`",
-        )  # fmt: skip
+            f"'fan_in_fan_out' is true, and the class of '{base.module}' is not known: its weight"
+            " may be stored either way",
+            path=adapter.config.path,
+            hint="merge it with PEFT's `merge_and_unload()`",
+        )
     return base.shape == shape[::-1]
 
 
@@ -213,8 +238,9 @@ def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
 
 
 def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
-    """Whether a tensor of an adapter is the base's: PEFT saves the embedding and the head with some adapters. Only
-    these are read."""
+    """Whether a tensor of an adapter is the base's: PEFT saves the embedding and the head with some
+    adapters. Only these are read.
+    """
     name = base.places[0].name
     may_be_tied = source.config.tied_embeddings and base.module in (HEAD, EMBEDDING)
     if not (base.whole and len(base.shape) == 2 and (may_be_tied or ".base_layer." in key)):
@@ -227,32 +253,48 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
     return True
 
 
-def _misfit(adapter: Adapter, problem: str, shape: tuple[int, ...], base: DiskTensor) -> QuantkitError:
+def _misfit(
+    adapter: Adapter, problem: str, shape: tuple[int, ...], base: DiskTensor
+) -> QuantkitError:
     hint = _other_base(adapter)
     by_token = base.module == HEAD or is_embedding(base.module) or _is_head(base.name)
     if by_token and len(shape) == len(base.shape) and shape[1:] == base.shape[1:]:
         hint = (
-            f"the vocabulary was resized before training: resize that of the base with transformers'"
-            f" `model.resize_token_embeddings({shape[0]})`, save it with the adapter's tokenizer, and merge into that"
+            "the vocabulary was resized before training: resize that of the base with"
+            f" transformers' `model.resize_token_embeddings({shape[0]})`, save it with the"
+            " adapter's tokenizer, and merge into that"
         )
     return CheckpointError(
-        problem, path=adapter.file, found=list(shape), expected=f"{list(base.shape)}, of '{base.name}'", hint=hint
+        problem,
+        path=adapter.file,
+        found=list(shape),
+        expected=f"{list(base.shape)}, of '{base.name}'",
+        hint=hint,
     )
 
 
 def _other_base(adapter: Adapter) -> str:
     """The next step if an adapter does not fit its base."""
     named = adapter.config.base_model
-    return "pass the base that the adapter was made for" + ("" if named is None else f": {NAME} names {named}")
+    return "pass the base that the adapter was made for" + (
+        "" if named is None else f": {NAME} names {named}"
+    )
 
 
 def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> None:
-    """Check that a list of targets has tensors for every linear that it names: a file may lack some."""
+    """Check that a list of targets has tensors for every linear that it names: a file may lack
+    some.
+    """
     targets = adapter.config.targets
     if targets.listed is None:
         return
-    linears = [tensor for name, tensor in bases.named.items() if name == tensor.name and tensor.linear is not None]
-    # Exclusions match whole names, those of modules in transformers. Some folders have other prefixes.
+    linears = [
+        tensor
+        for name, tensor in bases.named.items()
+        if name == tensor.name and tensor.linear is not None
+    ]
+    # Exclusions match whole names, those of modules in transformers. Some folders have other
+    # prefixes.
     if targets.is_partial and not any(tensor.module in adapter.modules for tensor in linears):
         return
     for tensor in linears:
@@ -260,9 +302,11 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> Non
             continue
         if targets.find_exclusion(tensor.module) is None and tensor.name not in adapter.replaced:
             raise CheckpointError(
-                f"lacks tensors of module '{tensor.module}', which 'target_modules' names", path=adapter.file,
-                found=f"{len(adapter.modules)} modules", hint="the file is incomplete; copy or download it again",
-            )  # fmt: skip
+                f"lacks tensors of module '{tensor.module}', which 'target_modules' names",
+                path=adapter.file,
+                found=f"{len(adapter.modules)} modules",
+                hint="the file is incomplete; copy or download it again",
+            )
 
 
 def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
@@ -272,20 +316,29 @@ def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
             f".{module}." in f".{name}" for name in adapter.replaced
         ):
             raise CheckpointError(
-                f"lacks the tensors of '{module}', which 'modules_to_save' names", path=adapter.file,
+                f"lacks the tensors of '{module}', which 'modules_to_save' names",
+                path=adapter.file,
                 hint="the file is incomplete; copy or download it again",
-            )  # fmt: skip
+            )
 
 
 def _require_combinable(changes: Changes) -> None:
-    """Refuse DoRA along with other updates, as its magnitudes are those of one adapter at full weight."""
+    """Refuse DoRA along with other updates, as its magnitudes are those of one adapter at full
+    weight.
+    """
     for one in changes.updates:
-        if one.module.magnitude is not None and (len(changes.updates) > 1 or one.adapter.weight != 1):
+        if one.module.magnitude is not None and (
+            len(changes.updates) > 1 or one.adapter.weight != 1
+        ):
             raise UnsupportedError(
-                "DoRA has no weight, and works for one adapter of a module only", path=one.adapter.file,
-                found=f"{len(changes.updates)} adapters of '{one.module.name}', weight {one.adapter.weight:g}",
+                "DoRA has no weight, and works for one adapter of a module only",
+                path=one.adapter.file,
+                found=(
+                    f"{len(changes.updates)} adapters of '{one.module.name}', weight"
+                    f" {one.adapter.weight:g}"
+                ),
                 hint="leave the weight out, and " + _MERGE_ALONE,
-            )  # fmt: skip
+            )
 
 
 def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
@@ -294,7 +347,10 @@ def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
     if not named or not names or _last_part(named) in map(_last_part, names):
         return []
     known = " or ".join(names)
-    return [f"{adapter.path}: was made for {named}, and {path} is {known}; names and shapes of all tensors fit"]
+    return [
+        f"{adapter.path}: was made for {named}, and {path} is {known}; names and shapes of all"
+        " tensors fit"
+    ]
 
 
 def _last_part(name: str) -> str:

@@ -1,4 +1,6 @@
-"""A base model with LoRA adapters merged into its weights: one tensor at a time, in float32, each rounded once."""
+"""A base model with LoRA adapters merged into its weights: one tensor at a time, in float32,
+each rounded once.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,20 @@ _HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 class MergedCheckpoint(CheckpointView):
     """A `StoredCheckpoint` with adapters merged into it.
 
-    For a weight W of the base and adapters with weights w, scalings s and matrices A [r, I] and B [O, r], a merged
-    weight is ``W + sum(w * s * B @ A)``. With DoRA, its rows are then scaled to the norms that the adapter has learned
-    divided by those of this sum (https://arxiv.org/abs/2402.09353, section 4.3). A base that ties its head to the
-    embedding is untied if an adapter changes one of them.
+    For a weight W of the base and adapters with weights w, scalings s and matrices A [r, I] and B
+    [O, r], a merged weight is ``W + sum(w * s * B @ A)``. With DoRA, its rows are then scaled to
+    the norms that the adapter has learned divided by those of this sum
+    (https://arxiv.org/abs/2402.09353, section 4.3). A base that ties its head to the embedding is
+    untied if an adapter changes one of them.
     """
 
     def __init__(
         self, source: StoredCheckpoint, adapters: Sequence[Adapter], floats_as: DType | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
-            floats_as: the type of changed tensors; None is the type of the base's, or the model's if it is quantized.
+            floats_as: the type of changed tensors; None is the type of the base's, or the model's
+                if it is quantized.
 
         Raises:
             CheckpointError: if a tensor of an adapter does not fit the base.
@@ -41,20 +45,25 @@ class MergedCheckpoint(CheckpointView):
         """
         self._changes = find_changes(adapters, source)
         self._base, self._floats_as = source, floats_as
-        self._unties = source.config.tied_embeddings and bool({_HEAD, _EMBEDDING} & self._changes.keys())
+        self._unties = source.config.tied_embeddings and bool(
+            {_HEAD, _EMBEDDING} & self._changes.keys()
+        )
         if self._unties and (tying := [one for one in adapters if one.config.ties_weights]):
             raise UnsupportedError(
-                "'ensure_weight_tying' is not supported where the base ties its head to the embedding",
-                path=tying[0].config.path, found="true", hint="merge it with PEFT's `merge_and_unload()`",
-            )  # fmt: skip
+                "'ensure_weight_tying' is not supported where the base ties its head to the"
+                " embedding",
+                path=tying[0].config.path,
+                found="true",
+                hint="merge it with PEFT's `merge_and_unload()`",
+            )
         super().__init__(source, untied(source.config) if self._unties else None)
         self.adapters = list(adapters)
         self.method, self.layout, self.readers = source.method, source.layout, source.readers
         self._column_norms: dict[str, torch.Tensor] = {}
         if self._unties:
             self.notes.append(
-                f"{self.path}: the output head becomes a separate tensor, as an adapter changes the embedding or the"
-                " head, which the base ties"
+                f"{self.path}: the output head becomes a separate tensor, as an adapter changes the"
+                " embedding or the head, which the base ties"
             )
 
     def names(self) -> list[str]:
@@ -69,9 +78,13 @@ class MergedCheckpoint(CheckpointView):
         if name not in self._changes:
             return TensorSpec(name, spec.shape, spec.dtype, spec.scheme, spec.stored_as)
         coded = spec.scheme is not None or spec.stored_as is not None
-        return TensorSpec(name, spec.shape, self._floats_as or (DType(self.config.dtype) if coded else spec.dtype))
+        return TensorSpec(
+            name, spec.shape, self._floats_as or (DType(self.config.dtype) if coded else spec.dtype)
+        )
 
-    def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor | qtensor.QuantTensor:
+    def load(
+        self, name: str, part: TensorSlice | None = None
+    ) -> torch.Tensor | qtensor.QuantTensor:
         """One tensor, or a part of it, in floats if an adapter changes it."""
         changes = self._changes.get(name)
         if changes is None:
@@ -90,7 +103,9 @@ class MergedCheckpoint(CheckpointView):
         for start, stop in qtensor.row_chunks(len(rows), merged[0].numel() if len(rows) else 1):
             chunk = qtensor.float_rows(base, start, stop)
             for update in updates:
-                chunk = update.applied(chunk, start, stop, self._embedding_norms(name, changes, update))
+                chunk = update.applied(
+                    chunk, start, stop, self._embedding_norms(name, changes, update)
+                )
             for one in added:
                 chunk = chunk + one[start:stop]
             merged[start:stop] = chunk
@@ -98,7 +113,7 @@ class MergedCheckpoint(CheckpointView):
 
     def _before(
         self, name: str, changes: Changes, part: TensorSlice | None
-    ) -> torch.Tensor | qtensor.QuantTensor:  # fmt: skip
+    ) -> torch.Tensor | qtensor.QuantTensor:
         """A tensor before updates: the base's, or the one that replaces it."""
         if (new := changes.replacement) is not None:
             if new.place.shape == new.adapter.shape(new.key) and new.place.head_order is None:
@@ -106,15 +121,21 @@ class MergedCheckpoint(CheckpointView):
             return _chosen(new, _indices(self.info(name).shape[0], part))
         return self._base.load(stored_name(self._base, name), part)
 
-    def _embedding_norms(self, name: str, changes: Changes, product: _Product) -> torch.Tensor | None:
-        """The norms of the columns of an embedding with its update, over all tokens, which DoRA divides by; None for
-        other weights."""
+    def _embedding_norms(
+        self, name: str, changes: Changes, product: _Product
+    ) -> torch.Tensor | None:
+        """The norms of the columns of an embedding with its update, over all tokens, which DoRA
+        divides by; None for other weights.
+        """
         if product.magnitude is None or not product.is_embedding:
             return None
         if name not in self._column_norms:
             rows, columns = self.info(name).shape
             base, (update,) = self._before(name, changes, None), changes.updates
-            complete, squares = _Product(update, torch.arange(rows)), torch.zeros(columns, dtype=torch.float64)
+            complete, squares = (
+                _Product(update, torch.arange(rows)),
+                torch.zeros(columns, dtype=torch.float64),
+            )
             for start, stop in qtensor.row_chunks(rows, columns):
                 total = qtensor.float_rows(base, start, stop) + complete.delta(start, stop)
                 squares += total.double().square().sum(0)
@@ -140,8 +161,12 @@ class _Product:
         """What is added to some of the rows."""
         return (self._left[start:stop] @ self._right) * self._scaling
 
-    def applied(self, chunk: torch.Tensor, start: int, stop: int, norms: torch.Tensor | None) -> torch.Tensor:
-        """Some of the rows with the update; `norms` are those of columns, see `_embedding_norms`."""
+    def applied(
+        self, chunk: torch.Tensor, start: int, stop: int, norms: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Some of the rows with the update; `norms` are those of columns, see
+        `_embedding_norms`.
+        """
         total = chunk + self.delta(start, stop)
         if self.magnitude is None:
             return total

@@ -1,4 +1,6 @@
-"""Which modules of its base a LoRA adapter changes: PEFT's `check_target_module_exists`, setting by setting."""
+"""Which modules of its base a LoRA adapter changes: PEFT's `check_target_module_exists`, setting
+by setting.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ _ANY_NUMBERED_PARENT = r".*?\.[^.]*\.(?P<index>\d+)\."
 
 
 class TargetModules:
-    """The settings that select modules: ``target_modules``, ``exclude_modules``, ``layers_to_transform``,
-    ``layers_pattern`` and ``modules_to_save``.
+    """The settings that select modules: ``target_modules``, ``exclude_modules``,
+    ``layers_to_transform``, ``layers_pattern`` and ``modules_to_save``.
 
     Attributes:
-        listed: the last parts of the names of all targets, if the adapter lists them; None if it has a pattern.
+        listed: the last parts of the names of all targets, if the adapter lists them; None if it
+            has a pattern.
         is_partial: whether settings exclude some of the modules that are listed.
     """
 
@@ -25,7 +28,8 @@ class TargetModules:
         """Read the settings of an adapter.
 
         Raises:
-            CheckpointError: for values of the wrong type, invalid patterns, and settings that PEFT does not combine.
+            CheckpointError: for values of the wrong type, invalid patterns, and settings that PEFT
+                does not combine.
         """
         self._targets = _read_names(settings, "target_modules", match_time)
         if settings.values.get("target_modules") == _ALL_LINEAR:
@@ -39,12 +43,17 @@ class TargetModules:
         for key in ("layers_to_transform", "layers_pattern"):
             if settings.has(key) and isinstance(settings.values.get("target_modules"), str):
                 raise CheckpointError(
-                    f"'{key}' is combined with one expression for 'target_modules', which PEFT refuses",
-                    path=settings.path, found=shown(settings.values[key]), expected="a list of 'target_modules'",
-                )  # fmt: skip
+                    f"'{key}' is combined with one expression for 'target_modules', which PEFT"
+                    " refuses",
+                    path=settings.path,
+                    found=shown(settings.values[key]),
+                    expected="a list of 'target_modules'",
+                )
 
     def find_exclusion(self, module: str) -> str | None:
-        """Return the setting by which an adapter leaves a module as it is; None if it changes the module."""
+        """Return the setting by which an adapter leaves a module as it is; None if it changes
+        the module.
+        """
         if self._excluded is not None and _matches(self._excluded, module):
             return "exclude_modules"
         if any(pattern.match(module) for pattern in self._saved):
@@ -85,7 +94,8 @@ def _read_saved(settings: Settings, match_time: MatchTime) -> list[Pattern]:
     names = settings.strings(key) if settings.has(key) else []
     # An unescaped name matches itself, and everything inside it.
     return [
-        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)") for name in names
+        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)")
+        for name in names
     ]
 
 
@@ -108,6 +118,12 @@ def _read_layer_patterns(settings: Settings, match_time: MatchTime) -> list[Patt
         return [Pattern(_ANY_NUMBERED_PARENT, key=f"'{key}'", match_time=match_time)]
     names = [value] if isinstance(value, str) else settings.strings(key)
     return [
-        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(?:^|.*?\.)", suffix=r"\.(?P<index>\d+)\.")
+        Pattern(
+            name,
+            key=f"'{key}'",
+            match_time=match_time,
+            prefix=r"(?:^|.*?\.)",
+            suffix=r"\.(?P<index>\d+)\.",
+        )
         for name in names
     ]

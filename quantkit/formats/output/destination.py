@@ -1,5 +1,6 @@
-"""The names of an output's files, renames that replace nothing, a folder in which no link is followed, and the system's
-errors in a form for users."""
+"""The names of an output's files, renames that replace nothing, a folder in which no link is
+followed, and the system's errors in a form for users.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def manifest_path(model: Path) -> Path:
     """Where the manifest of a model is, or would be.
 
     Args:
-        model: a folder or a file; for a model in several files any of them, or the name that they begin with.
+        model: a folder or a file; for a model in several files any of them, or the name that they
+            begin with.
     """
     if model.suffix != GGUF or model.is_dir():
         return model / MANIFEST
@@ -42,7 +44,8 @@ def manifest_path(model: Path) -> Path:
 
 
 def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
-    """The files of an output in the order in which they are renamed, the one that readers open last; None for a folder.
+    """The files of an output in the order in which they are renamed, the one that readers open
+    last; None for a folder.
 
     Args:
         weights: names of the files of weights, in order.
@@ -67,21 +70,28 @@ def destination_errors(path: Path) -> Iterator[None]:
 def destination_error(error: OSError, path: Path) -> DestinationError:
     """The typed form of a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError("the disk is full", path=path, hint="free some space and repeat it with `resume=True`")
+        return NoSpaceError(
+            "the disk is full", path=path, hint="free some space and repeat it with `resume=True`"
+        )
     return DestinationError(f"cannot be written: {error.strerror or error}", path=path)
 
 
 @contextlib.contextmanager
 def scratch_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the system into typed ones where calibration activations are written to a folder."""
+    """Turn errors of the system into typed ones where calibration activations are written to a
+    folder.
+    """
     try:
         yield
     except OSError as error:
         kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
         raise kind(
-            f"calibration activations cannot be written: {error.strerror or error}", path=folder,
-            hint="free some space, or increase `activation_memory`, and repeat it with `resume=True`",
-        ) from error  # fmt: skip
+            f"calibration activations cannot be written: {error.strerror or error}",
+            path=folder,
+            hint=(
+                "free some space, or increase `activation_memory`, and repeat it with `resume=True`"
+            ),
+        ) from error
 
 
 def is_there(path: Path) -> bool:
@@ -100,8 +110,13 @@ def rename_new(old: Path, new: Path) -> None:
         FileExistsError: if the new name is in use.
         OSError: if the system refuses.
     """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # some systems and file systems lack it
-    if rename is not None and rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0:
+    rename = getattr(
+        ctypes.CDLL(None, use_errno=True), "renameat2", None
+    )  # some systems and file systems lack it
+    if (
+        rename is not None
+        and rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0
+    ):
         return
     if (rename is not None and ctypes.get_errno() == errno.EEXIST) or is_there(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
@@ -118,7 +133,9 @@ def placed_as(old: Path, new: Path) -> None:
         rename_new(old, new)
     except FileExistsError as error:
         hint = "move it away and repeat it with `resume=True`"
-        raise DestinationError("appeared while writing; nothing is overwritten", path=new, hint=hint) from error
+        raise DestinationError(
+            "appeared while writing; nothing is overwritten", path=new, hint=hint
+        ) from error
     except OSError as error:
         raise destination_error(error, new) from error
 
@@ -133,16 +150,21 @@ def require_absent(dst: Path) -> None:
 
 
 def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
-    """Raise a `NoSpaceError` if the disk of a folder, which need not exist, has less free space than needed and spare
-    bytes together."""
+    """Raise a `NoSpaceError` if the disk of a folder, which need not exist, has less free space
+    than needed and spare bytes together.
+    """
     with destination_errors(folder):
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        existing = next(
+            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
+        )
         disk = shutil.disk_usage(existing)
     if disk.total == 0:  # such as /proc
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     if disk.free < needed_bytes + spare_bytes:
         found, expected = f"{size_text(disk.free)} free", size_text(needed_bytes + spare_bytes)
-        raise NoSpaceError("too little space on the disk", path=folder.parent, found=found, expected=expected)
+        raise NoSpaceError(
+            "too little space on the disk", path=folder.parent, found=found, expected=expected
+        )
 
 
 def sync_folder(path: Path) -> None:
@@ -155,17 +177,20 @@ def sync_folder(path: Path) -> None:
 
 
 class OwnFolder:
-    """A folder, accessed by its descriptor, of plain files of one owner: no links, pipes, or hard links elsewhere.
+    """A folder, accessed by its descriptor, of plain files of one owner: no links, pipes, or hard
+    links elsewhere.
 
     It may have folders of such files, whose names are ``folder/file``.
 
-    Every method raises a `ResumeError` if a name is not such a file, and a `DestinationError` if the system refuses.
+    Every method raises a `ResumeError` if a name is not such a file, and a `DestinationError` if
+    the system refuses.
     """
 
     def __init__(self, path: Path, *, made: bool = False) -> None:
         """
         Args:
-            made: whether this process has just created it; some file systems report another owner then.
+            made: whether this process has just created it; some file systems report another owner
+                then.
 
         Raises:
             ResumeError: if it is a link, a file, or another user's folder.
@@ -181,7 +206,9 @@ class OwnFolder:
         self._owner = os.fstat(self._handle).st_uid
         if not made and self._owner != os.geteuid():
             self.close()
-            raise ResumeError("belongs to another user", path=path, hint="choose another destination")
+            raise ResumeError(
+                "belongs to another user", path=path, hint="choose another destination"
+            )
 
     def add_folders(self, names: Iterable[str]) -> None:
         """Let it have folders with these names, which are created if they do not exist."""
@@ -198,10 +225,16 @@ class OwnFolder:
                     raise
 
     def names(self) -> list[str]:
-        """The names in it and its folders, sorted; an unknown folder is a name, whatever it contains."""
+        """The names in it and its folders, sorted; an unknown folder is a name, whatever it
+        contains.
+        """
         with destination_errors(self.path):
             found = [name for name in os.listdir(self._handle) if name not in self._folders]
-            inside = [f"{folder}/{name}" for folder, handle in self._folders.items() for name in os.listdir(handle)]
+            inside = [
+                f"{folder}/{name}"
+                for folder, handle in self._folders.items()
+                for name in os.listdir(handle)
+            ]
         return sorted(found + inside)
 
     def size(self, name: str) -> int:
@@ -211,8 +244,9 @@ class OwnFolder:
             return self._checked(name, os.stat(own, dir_fd=handle, follow_symlinks=False)).st_size
 
     def open(self, name: str, *, create: bool = True, buffering: int = -1) -> BinaryIO:
-        """Open a file to read and write it from the beginning; its content stays. Without `create`, a missing file is a
-        `ResumeError`."""
+        """Open a file to read and write it from the beginning; its content stays. Without `create`,
+        a missing file is a `ResumeError`.
+        """
         path = self.path / name
         folder, own = self._place(name)
         try:
@@ -246,10 +280,18 @@ class OwnFolder:
                 os.unlink(own, dir_fd=handle)
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path, which is no link itself, leads to this folder, which still has its folders."""
-        places = {path: self._handle, **{path / name: handle for name, handle in self._folders.items()}}
+        """Whether a path, which is no link itself, leads to this folder, which still has its
+        folders.
+        """
+        places = {
+            path: self._handle,
+            **{path / name: handle for name, handle in self._folders.items()},
+        }
         try:
-            return all(os.path.samestat(place.lstat(), os.fstat(handle)) for place, handle in places.items())
+            return all(
+                os.path.samestat(place.lstat(), os.fstat(handle))
+                for place, handle in places.items()
+            )
         except OSError:
             return False
 

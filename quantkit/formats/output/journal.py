@@ -1,4 +1,6 @@
-"""The journal of an unfinished output: what is durably on disk, line by line, and which process is writing it."""
+"""The journal of an unfinished output: what is durably on disk, line by line, and which process
+is writing it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.errors import BeingWrittenError, QuantkitError
-from quantkit.formats.output.destination import OwnFolder, destination_error, destination_errors, not_ours
+from quantkit.formats.output.destination import (
+    OwnFolder,
+    destination_error,
+    destination_errors,
+    not_ours,
+)
 
 NAME = ".quantkit-journal.jsonl"
 WRITER = ".quantkit-writer"
@@ -28,8 +35,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Journal:
     """JSON objects, one per line, to which one process at a time can append.
 
-    The ``check`` of each line is the sha256 of this line and the check before it, which shows damage. A last line
-    without a line end is left by an interruption and is dropped.
+    The ``check`` of each line is the sha256 of this line and the check before it, which shows
+    damage. A last line without a line end is left by an interruption and is dropped.
 
     Attributes:
         entries: the objects.
@@ -60,7 +67,9 @@ class Journal:
         text = json.dumps(entry)
         self._check = _sealed(self._check, text)
         with destination_errors(self._path):
-            self._file.write(json.dumps({**json.loads(text), "check": self._check}).encode() + b"\n")
+            self._file.write(
+                json.dumps({**json.loads(text), "check": self._check}).encode() + b"\n"
+            )
             self._file.flush()
             os.fsync(self._file.fileno())
         self.entries.append(json.loads(text))
@@ -90,7 +99,9 @@ class Journal:
 
 
 def fingerprint_in(folder: Path) -> dict[str, Any]:
-    """The inputs and options with which a folder's journal begins, without locking it; empty if there are none."""
+    """The inputs and options with which a folder's journal begins, without locking it; empty if
+    there are none.
+    """
     try:
         with (folder / NAME).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
@@ -143,7 +154,9 @@ def _runs(pid: int) -> bool:
 
 
 def _locked(file: BinaryIO, path: Path) -> bool:
-    """Lock a file, unless another process has; a `DestinationError` if the file system has no locks."""
+    """Lock a file, unless another process has; a `DestinationError` if the file system has no
+    locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -172,22 +185,34 @@ class SafePoint:
     records: dict[str, dict[str, Any]]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], planned: Collection[str], files: Collection[str]) -> SafePoint:
+    def from_json(
+        cls, value: Mapping[str, Any], planned: Collection[str], files: Collection[str]
+    ) -> SafePoint:
         """Read what `asdict` returned.
 
         Args:
             planned, files: the names of the tensors of the output, and of its files of weights.
 
         Raises:
-            AttributeError, TypeError, ValueError: if it has another form, or names other tensors or files.
+            AttributeError, TypeError, ValueError: if it has another form, or names other tensors or
+                files.
         """
         found = cls(**value)
         valid = (
-            all(type(count) is int and count >= 0 for count in (found.tensors, *found.files.values()))
+            all(
+                type(count) is int and count >= 0
+                for count in (found.tensors, *found.files.values())
+            )
             and found.tensors <= len(planned)
             and set(found.files) == set(found.sha256) <= set(files)
-            and all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in found.sha256.values())
-            and all(name in planned and isinstance(record, dict) for name, record in found.records.items())
+            and all(
+                isinstance(digest, str) and _SHA256.fullmatch(digest)
+                for digest in found.sha256.values()
+            )
+            and all(
+                name in planned and isinstance(record, dict)
+                for name, record in found.records.items()
+            )
         )
         if not valid:
             raise ValueError("not a safe point")

@@ -11,12 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quantkit.formats.output.destination import SPACE_MARGIN, destination_errors, not_ours, placed_as
+from quantkit.formats.output.destination import (
+    SPACE_MARGIN,
+    destination_errors,
+    not_ours,
+    placed_as,
+)
 from quantkit.formats.output.staging import Staging, mark_kept
 from quantkit.json_values import finite
 
 NAME = "lines.jsonl"
-"""In the partial folder: the lines so far in the order of `add`, each with its sha256 as ``check``."""
+"""In the partial folder: the lines so far in the order of `add`, each with its sha256 as
+``check``.
+"""
 _ORDERED = "ordered.jsonl"
 _MIN_SPACE = 64 << 10
 _SEAL = b', "check": "%b"}\n'
@@ -24,25 +31,33 @@ _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
 
 class ResumableLines:
-    """Writes lines in groups; each group is written as a whole, in the end in the order of their numbers.
+    """Writes lines in groups; each group is written as a whole, in the end in the order of their
+    numbers.
 
-    In the context, `add` takes groups in any order, and `commit` gives the file its name. An error or an interruption
-    keeps the groups so far in ``DST.partial``.
+    In the context, `add` takes groups in any order, and `commit` gives the file its name. An error
+    or an interruption keeps the groups so far in ``DST.partial``.
 
     Attributes:
         done: the numbers of the groups so far.
     """
 
     def __init__(
-        self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int],
-        number_of: Callable[[Mapping[str, Any]], Any], *, likely_bytes: int, resume: bool,
-    ) -> None:  # fmt: skip
+        self,
+        dst: Path,
+        fingerprint: Mapping[str, Any],
+        sizes: Sequence[int],
+        number_of: Callable[[Mapping[str, Any]], Any],
+        *,
+        likely_bytes: int,
+        resume: bool,
+    ) -> None:
         """See `Staging`.
 
         Args:
             sizes: the number of lines of each group.
             number_of: finds the number of a line's group.
-            likely_bytes: of the whole file, which must be free on the disk, up to the margin of all outputs.
+            likely_bytes: of the whole file, which must be free on the disk, up to the margin of all
+                outputs.
         """
         self._dst, self._sizes, self._number_of = dst, sizes, number_of
         self._starts: dict[int, int] = {}
@@ -64,7 +79,10 @@ class ResumableLines:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._file.closed:
             return
@@ -109,7 +127,10 @@ class ResumableLines:
         self._staging.discard()
 
     def _read(self) -> int:
-        """Find the groups so far; their size in bytes. An interruption may leave part of a group after them."""
+        """Find the groups so far; their size in bytes.
+
+        An interruption may leave part of a group after them.
+        """
         start, number = 0, self._line()
         while number is not None:
             if number in self._starts or not 0 <= number < len(self._sizes):

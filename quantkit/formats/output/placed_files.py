@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.formats.output import destination
-from quantkit.formats.output.destination import OwnFolder, destination_errors, not_ours, placed_as, sync_folder
+from quantkit.formats.output.destination import (
+    OwnFolder,
+    destination_errors,
+    not_ours,
+    placed_as,
+    sync_folder,
+)
 
 ENTRY = "placed"
 """The key of the journal's entry with the files that are about to be renamed."""
@@ -18,8 +24,8 @@ ENTRY = "placed"
 class PlacedFiles:
     """Renames files one by one. The last is the file that readers open: with it the output exists.
 
-    If a run is interrupted in between, the next one moves the files back into the partial folder. The journal has their
-    inode, size and time, so that no other file is moved.
+    If a run is interrupted in between, the next one moves the files back into the partial folder.
+    The journal has their inode, size and time, so that no other file is moved.
 
     Attributes:
         complete: whether all files are renamed.
@@ -59,7 +65,8 @@ class PlacedFiles:
             sync_folder(self._folder)
 
     def take_back(self, partial: OwnFolder, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Undo what an interrupted `place` has done, by the journal's entries, of which other kinds are skipped.
+        """Undo what an interrupted `place` has done, by the journal's entries, of which other kinds
+        are skipped.
 
         Raises:
             ResumeError: if an entry has another form.

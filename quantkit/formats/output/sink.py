@@ -38,14 +38,19 @@ _Queue = queue.SimpleQueue[_Chunk | None]
 class Sink:
     """Files of one folder that only grow.
 
-    ``append`` returns before the data is written; one thread writes and one hashes. The bytes that wait are limited,
-    so the producer's memory stays bounded. The next call raises whatever fails in a thread, as it is; an error of the
-    system as a `DestinationError`.
+    ``append`` returns before the data is written; one thread writes and one hashes. The bytes that
+    wait are limited, so the producer's memory stays bounded. The next call raises whatever fails in
+    a thread, as it is; an error of the system as a `DestinationError`.
     """
 
     def __init__(
-        self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str], *, progress: Progress = silent
-    ) -> None:  # fmt: skip
+        self,
+        folder: OwnFolder,
+        sizes: Mapping[str, int],
+        hashes: Mapping[str, str],
+        *,
+        progress: Progress = silent,
+    ) -> None:
         """Open the files of an interrupted run at the given sizes, and drop all bytes after them.
 
         Args:
@@ -69,12 +74,16 @@ class Sink:
                 progress("check of what is there", index, len(sizes), "files")
                 self._files[name] = self._open(name, size)
                 self._hashes[name] = self._files[name].hash(folder.path / name)
-            if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
+            if changed := [
+                name for name, digest in self.hashes().items() if digest != hashes[name]
+            ]:
                 raise not_ours(folder.path / changed[0])
             for title, step in (("write", self._write), ("hash", self._hash)):
                 chunks: _Queue = queue.SimpleQueue()
                 name = f"quantkit-{title}"
-                thread = threading.Thread(target=self._work, args=(chunks, step), name=name, daemon=True)
+                thread = threading.Thread(
+                    target=self._work, args=(chunks, step), name=name, daemon=True
+                )
                 thread.start()
                 self._workers.append((chunks, thread))
         except BaseException:
@@ -85,7 +94,9 @@ class Sink:
         """Queue bytes for the end of a file; they must not change until they are written."""
         size = len(data)
         with self._changed:
-            while self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES:
+            while (
+                self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES
+            ):
                 self._changed.wait()
             self._raise_failure()
             self._waiting += size
@@ -132,7 +143,10 @@ class Sink:
             raise self._failure
 
     def _work(self, chunks: _Queue, step: Callable[[_Chunk], None]) -> None:
-        """Handle chunks in order. After a failure the thread goes on without work, since `append` waits for it."""
+        """Handle chunks in order.
+
+        After a failure the thread goes on without work, since `append` waits for it.
+        """
         while (chunk := chunks.get()) is not None:
             try:
                 if self._failure is None:

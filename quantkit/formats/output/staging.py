@@ -1,6 +1,7 @@
 """The folder in which an output is built: ``DST.partial``, next to ``DST``.
 
-A journal in it says what is durably on disk, so that a killed run can be resumed. Only a complete output is renamed.
+A journal in it says what is durably on disk, so that a killed run can be resumed. Only a complete
+output is renamed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    InterruptedRunError,
+    RequestError,
+    ResumeError,
+)
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
 from quantkit.files.located import PARTIAL
@@ -50,9 +57,16 @@ class Staging:
     """
 
     def __init__(
-        self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool,
-        spare_bytes: int = SPACE_MARGIN, files: Sequence[str] | None = None, folders: Collection[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        dst: Path,
+        fingerprint: Mapping[str, Any],
+        needed_bytes: int,
+        *,
+        resume: bool,
+        spare_bytes: int = SPACE_MARGIN,
+        files: Sequence[str] | None = None,
+        folders: Collection[str] = (),
+    ) -> None:
         """Create the partial folder, or open that of an interrupted run.
 
         Args:
@@ -61,15 +75,18 @@ class Staging:
             needed_bytes: size of the whole output.
             resume: continue an interrupted run, if there is one.
             spare_bytes: of the disk that must stay free.
-            files: of an output that is no folder: they are renamed to the folder of `dst`, in this order.
+            files: of an output that is no folder: they are renamed to the folder of `dst`, in this
+                order.
             folders: in an output that is a folder.
 
         Raises:
             RequestError: if `dst` cannot be the name of an output.
-            DestinationError: if `dst` or one of the files exists, cannot be written or has too little space.
+            DestinationError: if `dst` or one of the files exists, cannot be written or has too
+                little space.
             InterruptedRunError: if there is an interrupted run and `resume` is not set.
             BeingWrittenError: if a job is writing there.
-            ResumeError: if the interrupted run had other inputs or options, or the folder holds something else.
+            ResumeError: if the interrupted run had other inputs or options, or the folder holds
+                something else.
         """
         self.dst = dst
         self.path = partial_folder(dst)
@@ -102,7 +119,8 @@ class Staging:
             raise DestinationError("was moved or replaced while it was written", path=self.path)
 
     def commit(self, files: Collection[str]) -> None:
-        """Rename the finished output, which contains these files only, or its files, to the final name.
+        """Rename the finished output, which contains these files only, or its files, to the final
+        name.
 
         Raises:
             DestinationError: if the name is in use by now, or the folder contains anything else.
@@ -121,8 +139,8 @@ class Staging:
                     self.discard()
             return
         placed_as(self.path, self.dst)
-        # The model is complete: from here on nothing may fail. The journal is removed after the rename, since a
-        # failed rename can only be repeated with it.
+        # The model is complete: from here on nothing may fail. The journal is removed after the
+        # rename, since a failed rename can only be repeated with it.
         with contextlib.suppress(OSError, DestinationError):
             sync_folder(self.dst.parent)
             self.folder.remove(JOURNAL)
@@ -159,8 +177,13 @@ class Staging:
         for name in names:
             self.folder.size(name)
         if strange := sorted({*names} - {*files, JOURNAL}):
-            problem, again = "is not part of the output, which is complete", "repeat it with `resume=True`"
-            raise DestinationError(problem, path=self.path / strange[0], hint=f"move it away and {again}")
+            problem, again = (
+                "is not part of the output, which is complete",
+                "repeat it with `resume=True`",
+            )
+            raise DestinationError(
+                problem, path=self.path / strange[0], hint=f"move it away and {again}"
+            )
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
         self.require_in_place()
@@ -175,14 +198,21 @@ class Staging:
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
-            problem, found = "the interrupted run had other inputs or options", changed_keys(before, fingerprint)
+            problem, found = (
+                "the interrupted run had other inputs or options",
+                changed_keys(before, fingerprint),
+            )
             hint = "repeat its command, or remove the folder and start anew"
-            raise ResumeError(problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint)
+            raise ResumeError(
+                problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint
+            )
         return rest
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys in which two fingerprints differ; those that only one has, only if there is no other difference."""
+    """The keys in which two fingerprints differ; those that only one has, only if there is no
+    other difference.
+    """
     changed = []
     for key in sorted({*before} & {*now}):
         one, other = before[key], now[key]
@@ -195,21 +225,34 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def require_name(dst: Path) -> None:
     """
     Raises:
-        RequestError: if a destination cannot be the name of a new output: it is empty, ``..``, a name on a hub, or the
-            name of an unfinished output or of a part of a model, or ends in ``.GGUF``.
+        RequestError: if a destination cannot be the name of a new output: it is empty, ``..``, a
+            name on a hub, or the name of an unfinished output or of a part of a model, or ends in
+            ``.GGUF``.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
-        problem, hint = "the destination is not a name for a new folder", "name a folder that is not there"
+        problem, hint = (
+            "the destination is not a name for a new folder",
+            "name a folder that is not there",
+        )
         raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
-        raise RequestError("the destination is a name on a hub", found=dst, expected="a folder to make")
+        raise RequestError(
+            "the destination is a name on a hub", found=dst, expected="a folder to make"
+        )
     if dst.name.endswith(PARTIAL):
         problem = f"names that end in {PARTIAL} are for unfinished outputs"
         raise RequestError(problem, found=dst, hint="choose another destination")
     if dst.suffix != GGUF == dst.suffix.lower():
-        raise RequestError("names of GGUF files end in small letters", found=dst.name, hint=f"write {dst.stem}{GGUF}")
+        raise RequestError(
+            "names of GGUF files end in small letters",
+            found=dst.name,
+            hint=f"write {dst.stem}{GGUF}",
+        )
     if (stem := split_stem(dst.name)) is not None:
-        problem, hint = "the destination is the name of a part of a model", f"name the whole: {stem}{GGUF}"
+        problem, hint = (
+            "the destination is the name of a part of a model",
+            f"name the whole: {stem}{GGUF}",
+        )
         raise RequestError(problem, found=dst.name, hint=hint)
 
 
@@ -220,8 +263,9 @@ def require_new_names(source: Path, dst: Path) -> None:
 
 
 def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path) -> None:
-    """Raise a `DestinationError` if an output exists, or one of its files; those of an interrupted run, which has a
-    partial folder, are taken back instead."""
+    """Raise a `DestinationError` if an output exists, or one of its files; those of an interrupted
+    run, which has a partial folder, are taken back instead.
+    """
     require_absent(dst)
     if files is not None and not partial.is_dir():
         PlacedFiles(dst.parent, files).require_absent()
@@ -231,7 +275,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     """Require that a partial folder does not exist, or is that of an interrupted run to resume.
 
     Raises:
-        InterruptedRunError, BeingWrittenError: if it exists and is not to be resumed, or a job is writing there.
+        InterruptedRunError, BeingWrittenError: if it exists and is not to be resumed, or a job is
+            writing there.
         ResumeError: if it is something else.
         DestinationError: if it cannot be read.
     """
@@ -255,8 +300,9 @@ def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
 
 
 def require_finished(model: Path, manifest: str) -> None:
-    """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output, which has no manifest
-    yet, or a folder in one."""
+    """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output,
+    which has no manifest yet, or a folder in one.
+    """
     folder = model.parent if model.is_file() else model
     if folder.parent.name.endswith(PARTIAL) and os.path.isfile(folder.parent / JOURNAL):
         folder = folder.parent
@@ -270,7 +316,9 @@ def require_finished(model: Path, manifest: str) -> None:
     if writer:
         raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
     job = fingerprint_in(folder).get("job")
-    problem = f"is not a model yet but what an unfinished run{f' of {job}' if job in _JOBS else ''} left"
+    problem = (
+        f"is not a model yet but what an unfinished run{f' of {job}' if job in _JOBS else ''} left"
+    )
     hint = "add `resume=True` to the command that began it"
     if job == "quantize":
         hint += ", and `accept_quality_loss=True` if it ended with a failed check of quality"
@@ -278,15 +326,21 @@ def require_finished(model: Path, manifest: str) -> None:
 
 
 def mark_kept(error: BaseException, partial: Path) -> None:
-    """Add a note to an error or an interruption that the partial output is kept, or that there is none."""
+    """Add a note to an error or an interruption that the partial output is kept, or that there
+    is none.
+    """
     error.add_note(f"{partial} {_KEPT}" if partial.exists() else _NOTHING)
 
 
 def kept(error: BaseException | None) -> str | None:
-    """The note of `mark_kept` on an error or its cause, unless a partial output that it names no longer exists."""
+    """The note of `mark_kept` on an error or its cause, unless a partial output that it names no
+    longer exists.
+    """
     while error is not None:
         for note in getattr(error, "__notes__", ()):
-            if note == _NOTHING or (note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists()):
+            if note == _NOTHING or (
+                note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists()
+            ):
                 return str(note)
         error = error.__cause__ or error.__context__
     return None

@@ -1,4 +1,7 @@
-"""The page's files and their paths. They are read once, and nothing else in the folder is served."""
+"""The page's files and their paths.
+
+They are read once, and nothing else in the folder is served.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,15 @@ FILES = {
 """By path, the name of each file in this folder, and its type."""
 
 _SOURCES = {
-    "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
-    "img-src": "'self' data:", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
-}  # fmt: skip
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
 HEADERS = {
     "Content-Security-Policy": "; ".join(f"{name} {source}" for name, source in _SOURCES.items()),
     "X-Content-Type-Options": "nosniff",

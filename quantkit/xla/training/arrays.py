@@ -34,7 +34,8 @@ class Leaf:
 
     Attributes:
         key: its name in `Arrays`.
-        tensors: the checkpoint's, one for each layer of the segment; a single one that is not in a layer.
+        tensors: the checkpoint's, one for each layer of the segment; a single one that is not in a
+            layer.
         kind: ``scale``, ``codes`` or ``zero`` of a quantized weight; None for floats.
         shape: the segment's layers included.
         spec: where its last axes lie.
@@ -70,8 +71,9 @@ class Leaf:
 
 
 def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """The arrays of a model; quantized embeddings and heads are floats. Raises `UnsupportedError` as
-    `require_trainable`."""
+    """The arrays of a model; quantized embeddings and heads are floats. Raises `UnsupportedError`
+    as `require_trainable`.
+    """
     require_trainable(checkpoint)
     config, found = checkpoint.config, schemes(checkpoint)
     by_layer: dict[int | None, list[Parameter]] = {}
@@ -82,19 +84,33 @@ def leaves(checkpoint: Checkpoint) -> list[Leaf]:
         for parameter in by_layer[layers.start]:
             name = parameter.name.removeprefix(BLOCK_PREFIX.format(layers.start))
             names = tuple(BLOCK_PREFIX.format(layer) + name for layer in layers)
-            out += _of_parameter(checkpoint, parameter, f"{index}.{name}", names, found.get(parameter.module), True)
+            out += _of_parameter(
+                checkpoint, parameter, f"{index}.{name}", names, found.get(parameter.module), True
+            )
     for parameter in by_layer[None]:
         out += _of_parameter(checkpoint, parameter, parameter.name, (parameter.name,), None, False)
     return out
 
 
 def _of_parameter(
-    checkpoint: Checkpoint, parameter: Parameter, key: str, names: tuple[str, ...], scheme: QuantScheme | None,
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    key: str,
+    names: tuple[str, ...],
+    scheme: QuantScheme | None,
     stacked: bool,
-) -> Iterator[Leaf]:  # fmt: skip
+) -> Iterator[Leaf]:
     spec, before = parameter_spec(parameter), (len(names),) if stacked else ()
     if scheme is None or not parameter.is_linear_weight:
-        yield Leaf(key, names, None, (*before, *parameter.shape), _dtype(checkpoint, names, floats=True), spec, stacked)
+        yield Leaf(
+            key,
+            names,
+            None,
+            (*before, *parameter.shape),
+            _dtype(checkpoint, names, floats=True),
+            spec,
+            stacked,
+        )
         return
     rows, columns = parameter.shape
     steps, module = (*before, rows, scheme.groups(columns)), key.removesuffix(".weight")
@@ -111,22 +127,32 @@ def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = Fal
     Raises:
         UnsupportedError: if they differ.
     """
-    found = {DType.FLOAT32 if floats and one.scheme else one.dtype for one in map(checkpoint.info, names)}
+    found = {
+        DType.FLOAT32 if floats and one.scheme else one.dtype for one in map(checkpoint.info, names)
+    }
     if len(found) > 1:
         raise UnsupportedError(
-            f"tensors like '{names[0]}' have several types", path=checkpoint.path,
-            found=" and ".join(sorted(one.value for one in found)), expected="one type in all layers",
-        )  # fmt: skip
+            f"tensors like '{names[0]}' have several types",
+            path=checkpoint.path,
+            found=" and ".join(sorted(one.value for one in found)),
+            expected="one type in all layers",
+        )
     return jax_dtype(found.pop().torch)
 
 
-def load_arrays(checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = None) -> dict[str, jax.Array]:
-    """A checkpoint's arrays on the devices of this process, or one of them; each device's part is read by itself."""
+def load_arrays(
+    checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = None
+) -> dict[str, jax.Array]:
+    """A checkpoint's arrays on the devices of this process, or one of them; each device's part
+    is read by itself.
+    """
     found: dict[str, jax.Array] = {}
     for leaf in leaves(checkpoint):
         if only in (None, leaf.key):
             read = partial(leaf.read, checkpoint)
-            found[leaf.key] = jax.make_array_from_callback(leaf.shape, mesh.sharding(leaf.spec, leaf.shape), read)
+            found[leaf.key] = jax.make_array_from_callback(
+                leaf.shape, mesh.sharding(leaf.spec, leaf.shape), read
+            )
     if only is None:
         found |= {name: mesh.put(value.numpy()) for name, value in _rotary(checkpoint).items()}
     return found
@@ -134,9 +160,14 @@ def load_arrays(checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = 
 
 def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """What `load_arrays` gives, without weights."""
-    found = {leaf.key: mesh.abstract(leaf.shape, leaf.dtype, leaf.spec) for leaf in leaves(checkpoint)}
+    found = {
+        leaf.key: mesh.abstract(leaf.shape, leaf.dtype, leaf.spec) for leaf in leaves(checkpoint)
+    }
     rotary = _rotary(checkpoint)
-    return found | {name: mesh.abstract(tuple(one.shape), jax_dtype(one.dtype), ()) for name, one in rotary.items()}
+    return found | {
+        name: mesh.abstract(tuple(one.shape), jax_dtype(one.dtype), ())
+        for name, one in rotary.items()
+    }
 
 
 def _rotary(checkpoint: Checkpoint) -> Mapping[str, Tensor]:

@@ -20,7 +20,14 @@ from quantkit.training.training import Hidden, Samples
 from quantkit.xla.training.arrays import load_arrays
 from quantkit.xla.training.model import EMBEDDING, MeshDecoder
 from quantkit.xla.training.partitions import MODEL, DeviceMesh
-from quantkit.xla.training.program import HEAD, TARGET_HEAD, Pace, Trained, TrainingPrograms, hidden_program
+from quantkit.xla.training.program import (
+    HEAD,
+    TARGET_HEAD,
+    Pace,
+    Trained,
+    TrainingPrograms,
+    hidden_program,
+)
 from quantkit.xla.training.state import fetch, put, rates, trained_leaves
 from quantkit.xla.weights import found_devices
 
@@ -29,9 +36,14 @@ class OnDevices:
     """The `Engine` of XLA: the whole model is on the devices, and so are factors and moments."""
 
     def __init__(
-        self, model: TrainedCheckpoint, quantized: Checkpoint, reference: Checkpoint, samples: Samples,
-        schedule: Schedule, mesh: DeviceMesh,
-    ) -> None:  # fmt: skip
+        self,
+        model: TrainedCheckpoint,
+        quantized: Checkpoint,
+        reference: Checkpoint,
+        samples: Samples,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+    ) -> None:
         """
         Args:
             model: gets the trained values with `fetch`.
@@ -39,7 +51,8 @@ class OnDevices:
             reference: the float model.
 
         Raises:
-            RequestError: if the mesh does not divide the samples of a step, or the devices have too little memory.
+            RequestError: if the mesh does not divide the samples of a step, or the devices have too
+                little memory.
             UnsupportedError: for a model that XLA does not train.
         """
         mesh.require_divides(min(samples.batch, samples.training))
@@ -48,7 +61,9 @@ class OnDevices:
         decoder = MeshDecoder(quantized.config, schemes(quantized), mesh, product_dtype())
         self._programs = TrainingPrograms(decoder, rates(quantized, self._trained))
         self.moments = {
-            name + end: torch.zeros_like(factor) for name, factor in model.factors.items() for end in (FIRST, SECOND)
+            name + end: torch.zeros_like(factor)
+            for name, factor in model.factors.items()
+            for end in (FIRST, SECOND)
         }
         self._values: Trained
         with enough_memory(None):
@@ -60,7 +75,9 @@ class OnDevices:
     def step(self, step: int, numbers: Tensor) -> float:
         pace = Pace(*map(np.float32, (self._schedule.share(step), *corrections(step))))
         with enough_memory(None):
-            self._values, loss = self._programs.step(self._held, self._values, *self._inputs(numbers), pace)
+            self._values, loss = self._programs.step(
+                self._held, self._values, *self._inputs(numbers), pace
+            )
             return float(loss)
 
     def loss(self, numbers: Tensor) -> float:
@@ -105,7 +122,10 @@ def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
         RequestError: if the devices have too little memory.
         UnsupportedError: for a model that XLA does not train.
     """
-    decoder, size = MeshDecoder(reference.config, {}, mesh, product_dtype()), _multiple(batch, mesh.sample_shards)
+    decoder, size = (
+        MeshDecoder(reference.config, {}, mesh, product_dtype()),
+        _multiple(batch, mesh.sample_shards),
+    )
     program: Callable[..., Any] = hidden_program(decoder)
     with enough_memory(None):
         arrays = load_arrays(reference, mesh)
@@ -138,5 +158,7 @@ def _multiple(count: int, of: int) -> int:
 
 
 def _repeated(numbers: Tensor, size: int) -> Tensor:
-    """A number of samples, the last one several times if there are fewer: another number would be compiled anew."""
+    """A number of samples, the last one several times if there are fewer: another number would
+    be compiled anew.
+    """
     return torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])

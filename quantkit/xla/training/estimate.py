@@ -1,4 +1,6 @@
-"""What a step of training takes of the chips of a TPU slice, from the compiler for the real slice; no TPU is needed."""
+"""What a step of training takes of the chips of a TPU slice, from the compiler for the real
+slice; no TPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ from quantkit.xla.training.program import HEAD, TARGET_HEAD, Pace, TrainingProgr
 from quantkit.xla.training.state import abstract_trained, rates, trained_leaves
 
 _LEAST = 1 << 20  # bytes a step, of exchanges that are named in the report
-_TRAFFIC = {"all-reduce": 2.0}  # of its bytes, that a device sends in a ring; one for all other kinds
-_PASSES, _USEFUL = 4, 3  # a forward pass, again, and gradients by inputs and by weights; all but the second
+_TRAFFIC = {
+    "all-reduce": 2.0
+}  # of its bytes, that a device sends in a ring; one for all other kinds
+_PASSES, _USEFUL = (
+    4,
+    3,
+)  # a forward pass, again, and gradients by inputs and by weights; all but the second
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,8 @@ class MeshEstimate:
         exchanges: the collectives.
         compute_seconds: of its products at the chip's peak.
         exchange_seconds: of what it sends at the speed of all its links.
-        utilization: of the peak, by the arithmetic without what is computed again, if a step takes as long as the
-            longer of both; a bound.
+        utilization: of the peak, by the arithmetic without what is computed again, if a step takes
+            as long as the longer of both; a bound.
     """
 
     mesh: str
@@ -76,11 +83,17 @@ class MeshEstimate:
         """For people."""
         sent = [one for one in self.exchanges if one.bytes >= _LEAST]
         return [
-            f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments, "
-            f"{size_text(self.temporaries)} of temporaries, the rest of code and outputs); at least "
-            f"{1000 * self.compute_seconds:.3g} ms of products, {1000 * self.exchange_seconds:.3g} ms of exchanges; "
-            f"at most {self.utilization:.0%} of peak FLOPS",
-            *(f"    {one.count} {one.kind} along {one.axis}: {size_text(one.bytes)}" for one in sent),
+            (
+                f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments,"
+                f" {size_text(self.temporaries)} of temporaries, the rest of code and outputs); at"
+                f" least {1000 * self.compute_seconds:.3g} ms of products,"
+                f" {1000 * self.exchange_seconds:.3g} ms of exchanges; at most"
+                f" {self.utilization:.0%} of peak FLOPS"
+            ),
+            *(
+                f"    {one.count} {one.kind} along {one.axis}: {size_text(one.bytes)}"
+                for one in sent
+            ),
         ]
 
 
@@ -114,17 +127,27 @@ class TrainingEstimate:
     def lines(self) -> list[str]:
         """The report for people."""
         return [
-            f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, {self.batch} samples of "
-            f"{self.length} tokens in a step, {self.flops / 1e12:.3g} TFLOP; by mesh, for each chip:",
+            (
+                f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)},"
+                f" {self.batch} samples of {self.length} tokens in a step, {self.flops / 1e12:.3g}"
+                " TFLOP; by mesh, for each chip:"
+            ),
             *(line for one in self.meshes for line in one.lines()),
             *(f"{mesh}: {reason}" for mesh, reason in self.refused.items()),
         ]
 
 
 def estimate_training(
-    checkpoint: Checkpoint, target: str, *, names: TrainedNames, meshes: Sequence[tuple[int, int]], batch: int | None,
-    least: int, length: int, progress: Progress = silent,
-) -> TrainingEstimate:  # fmt: skip
+    checkpoint: Checkpoint,
+    target: str,
+    *,
+    names: TrainedNames,
+    meshes: Sequence[tuple[int, int]],
+    batch: int | None,
+    least: int,
+    length: int,
+    progress: Progress = silent,
+) -> TrainingEstimate:
     """Compile a step of training for a TPU slice.
 
     Args:
@@ -150,7 +173,9 @@ def estimate_training(
         progress("compile", number, len(shapes), f"meshes, {name}")
         try:
             if data * model != slice_.chips:
-                raise RequestError("the mesh is not all of the slice", found=name, expected=f"{slice_.chips} chips")
+                raise RequestError(
+                    "the mesh is not all of the slice", found=name, expected=f"{slice_.chips} chips"
+                )
             mesh = DeviceMesh.of(devices, (data, model), slice_.count)
             found.append(_estimate(checkpoint, slice_, mesh, names, batch, length))
         except RequestError as error:
@@ -158,13 +183,26 @@ def estimate_training(
     if last is not None and not found:
         raise last
     return TrainingEstimate(
-        checkpoint.path.name, target, slice_.chips * slice_.count, slice_.chip.memory, batch, length,
-        _flops(checkpoint.config, batch, length, _USEFUL), found, refused,
-    )  # fmt: skip
+        checkpoint.path.name,
+        target,
+        slice_.chips * slice_.count,
+        slice_.chip.memory,
+        batch,
+        length,
+        _flops(checkpoint.config, batch, length, _USEFUL),
+        found,
+        refused,
+    )
 
 
 def step_of(
-    checkpoint: Checkpoint, mesh: DeviceMesh, names: TrainedNames, *, batch: int, length: int, dtype: Any
+    checkpoint: Checkpoint,
+    mesh: DeviceMesh,
+    names: TrainedNames,
+    *,
+    batch: int,
+    length: int,
+    dtype: Any,
 ) -> Any:
     """The program of a step, lowered, without weights.
 
@@ -178,7 +216,9 @@ def step_of(
     held = abstract_arrays(checkpoint, mesh)
     held[TARGET_HEAD] = held.get(HEAD, held[EMBEDDING])
     tokens = mesh.abstract((batch, length), np.int32, (mesh.samples, None))
-    targets = mesh.abstract((batch, length, config.hidden_size), np.float32, (mesh.samples, None, MODEL))
+    targets = mesh.abstract(
+        (batch, length, config.hidden_size), np.float32, (mesh.samples, None, MODEL)
+    )
     pace = Pace(*[jax.ShapeDtypeStruct((), np.float32)] * len(Pace._fields))
     programs = TrainingPrograms(decoder, rates(checkpoint, trained))
     return programs.step.lower(held, abstract_trained(trained, mesh), tokens, targets, pace)
@@ -196,8 +236,13 @@ def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
 
 
 def _estimate(
-    checkpoint: Checkpoint, slice_: Slice, mesh: DeviceMesh, names: TrainedNames, batch: int, length: int
-) -> MeshEstimate:  # fmt: skip
+    checkpoint: Checkpoint,
+    slice_: Slice,
+    mesh: DeviceMesh,
+    names: TrainedNames,
+    batch: int,
+    length: int,
+) -> MeshEstimate:
     lowered = step_of(checkpoint, mesh, names, batch=batch, length=length, dtype=jnp.bfloat16)
     compiled = compiled_for(slice_.name, lowered, "a step of training")
     memory = compiled.memory_analysis()
@@ -211,12 +256,15 @@ def _estimate(
     sent = sum(_TRAFFIC.get(one.kind, 1.0) * one.bytes for one in found) / slice_.chip.links
     useful = _flops(checkpoint.config, batch, length, _USEFUL) / chips / slice_.chip.flops
     shape = f"{mesh.size(DATA)}x{mesh.size(MODEL)}"
-    return MeshEstimate(shape, arguments, temporaries, total, found, compute, sent, useful / max(compute, sent))
+    return MeshEstimate(
+        shape, arguments, temporaries, total, found, compute, sent, useful / max(compute, sent)
+    )
 
 
 def _flops(config: ModelConfig, batch: int, length: int, passes: int) -> float:
-    """Of a step in a number of passes: products with weights, and of queries with keys and shares with values, of which
-    causal attention needs half."""
+    """Of a step in a number of passes: products with weights, and of queries with keys and shares
+    with values, of which causal attention needs half.
+    """
     attention = 2 * batch * length**2 * config.num_heads * config.head_dim * config.num_layers
     return float(passes * (forward_flops(config, batch * length) + attention))
 
@@ -233,5 +281,9 @@ def axes_of(one: Collective, mesh: DeviceMesh) -> str:
     """The axes of the mesh along which devices exchange."""
     shape = [mesh.size(axis) for axis in (SLICES, DATA, MODEL)]
     places = np.array(np.unravel_index(np.array(one.devices or range(int(np.prod(shape)))), shape))
-    varying = [axis for axis, own in zip((SLICES, DATA, MODEL), places, strict=True) if len(set(own.tolist())) > 1]
+    varying = [
+        axis
+        for axis, own in zip((SLICES, DATA, MODEL), places, strict=True)
+        if len(set(own.tolist())) > 1
+    ]
     return " and ".join(varying) or "none"

@@ -32,8 +32,10 @@ ROTARY = "rotary."
 _LOGITS = 1 << 24  # of a device at a time
 
 Arrays = Mapping[str, Any]
-"""The arrays of a model by name. Those of layers are named by their segment and within a block, such as
-``0.mlp.up_proj.codes``, and their first axis is the segment's layers; all others have the model's names."""
+"""The arrays of a model by name. Those of layers are named by their segment and within a block,
+such as ``0.mlp.up_proj.codes``, and their first axis is the segment's layers; all others have the
+model's names.
+"""
 
 
 def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[range]:
@@ -41,7 +43,11 @@ def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[ra
 
     def kind(layer: int) -> Any:
         prefix = BLOCK_PREFIX.format(layer)
-        own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): scheme
+            for name, scheme in schemes.items()
+            if name.startswith(prefix)
+        }
         return config.layers[layer], own
 
     found: list[range] = []
@@ -58,11 +64,17 @@ class _RotaryBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.block, self.rotary, self._windows = Block(config, layer), Rotary(config), config.windows
+        self.block, self.rotary, self._windows = (
+            Block(config, layer),
+            Rotary(config),
+            config.windows,
+        )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D], at positions [T]."""
-        found: Tensor = self.block(x, Step(self.rotary(positions), causal_attention(positions, self._windows)))
+        found: Tensor = self.block(
+            x, Step(self.rotary(positions), causal_attention(positions, self._windows))
+        )
         return found
 
 
@@ -74,7 +86,11 @@ class MeshDecoder:
     """
 
     def __init__(
-        self, config: ModelConfig, schemes: Mapping[str, QuantScheme], mesh: DeviceMesh, dtype: Any = jnp.float32
+        self,
+        config: ModelConfig,
+        schemes: Mapping[str, QuantScheme],
+        mesh: DeviceMesh,
+        dtype: Any = jnp.float32,
     ) -> None:
         """
         Args:
@@ -96,7 +112,9 @@ class MeshDecoder:
                 if one.layer == segment.start and one.is_linear_weight and one.linear is not None:
                     weight = Weight(mesh, parameter_spec(one), dtype, _units(config, one))
                     linear = MeshLinear(weight, schemes.get(one.module), one.linear.bias)
-                    own.block.set_submodule(one.module.removeprefix(BLOCK_PREFIX.format(one.layer)), linear)
+                    own.block.set_submodule(
+                        one.module.removeprefix(BLOCK_PREFIX.format(one.layer)), linear
+                    )
 
     def hidden(self, arrays: Arrays, tokens: jax.Array) -> jax.Array:
         """Hidden states [B, T, D] float32 after the final norm, for tokens [B, T]."""
@@ -106,7 +124,9 @@ class MeshDecoder:
         for index, block in enumerate(self._blocks):
             prefix = f"{index}."
             own = {
-                f"block.{name.removeprefix(prefix)}": value for name, value in arrays.items() if name.startswith(prefix)
+                f"block.{name.removeprefix(prefix)}": value
+                for name, value in arrays.items()
+                if name.startswith(prefix)
             }
             x, _ = lax.scan(partial(self._layer, block, rotary, positions), x, own)
         normed: jax.Array = run(self._norm, {"weight": arrays[NORM]}, self._norm, x)
@@ -118,9 +138,13 @@ class MeshDecoder:
         found: jax.Array = run(nn.Module(), {}, partial(final_logits, config=self.config), products)
         return found
 
-    def divergence(self, hidden: jax.Array, head: jax.Array, target: jax.Array, target_head: jax.Array) -> jax.Array:
-        """The sum over tokens of KL(target || hidden) for each sample, [B] float32, in nats, of hidden states
-        [B, T, D] and their heads [V, D]; the logits of some tokens are in memory at a time."""
+    def divergence(
+        self, hidden: jax.Array, head: jax.Array, target: jax.Array, target_head: jax.Array
+    ) -> jax.Array:
+        """The sum over tokens of KL(target || hidden) for each sample, [B] float32, in nats, of
+        hidden states [B, T, D] and their heads [V, D]; the logits of some tokens are in memory at a
+        time.
+        """
 
         head, target_head = (self._vocabulary.used(one) for one in (head, target_head))
 
@@ -132,8 +156,14 @@ class MeshDecoder:
 
         batch, length, width = hidden.shape
         rows = -(-batch // self.mesh.sample_shards) * -(-head.shape[0] // self.mesh.size(MODEL))
-        count = next(n for n in range(1, length + 1) if length % n == 0 and rows * (length // n) <= max(_LOGITS, rows))
-        split = [jnp.moveaxis(one.reshape(batch, count, -1, width), 1, 0) for one in (hidden, target)]
+        count = next(
+            n
+            for n in range(1, length + 1)
+            if length % n == 0 and rows * (length // n) <= max(_LOGITS, rows)
+        )
+        split = [
+            jnp.moveaxis(one.reshape(batch, count, -1, width), 1, 0) for one in (hidden, target)
+        ]
         total, _ = lax.scan(jax.checkpoint(of_some), jnp.zeros(batch, jnp.float32), tuple(split))
         return total
 

@@ -1,10 +1,11 @@
-"""Sharding in two dimensions for training: a mesh of devices ("data", "model"), and which axis of each array lies along
-which axis of the mesh.
+"""Sharding in two dimensions for training: a mesh of devices ("data", "model"), and which axis of
+each array lies along which axis of the mesh.
 
-The tables are those of PyTorch/XLA's article on Llama 2 (2023). The axis "data" divides samples, and the weights among
-the devices that have other samples; a weight is gathered along it before it is used. The axis "model" divides features:
-no weight is ever gathered along it. Slices of a pod that are connected by the network of a data center are an axis
-before these, `SLICES`: it divides samples only, so what slices exchange is gradients of scales.
+The tables are those of PyTorch/XLA's article on Llama 2 (2023). The axis "data" divides samples,
+and the weights among the devices that have other samples; a weight is gathered along it before it
+is used. The axis "model" divides features: no weight is ever gathered along it. Slices of a pod
+that are connected by the network of a data center are an axis before these, `SLICES`: it divides
+samples only, so what slices exchange is gradients of scales.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Spec = tuple[Any, ...]
 
 
 def parameter_spec(parameter: Parameter) -> Spec:
-    """How a tensor of a model lies on the mesh: the hidden size by data and the other one by model, in attention the
-    opposite; vectors are whole everywhere."""
+    """How a tensor of a model lies on the mesh: the hidden size by data and the other one by model,
+    in attention the opposite; vectors are whole everywhere.
+    """
     if len(parameter.shape) < 2:
         return (None,)
     hidden = MODEL if parameter.role in _ATTENTION else DATA
@@ -58,8 +60,13 @@ class DeviceMesh:
         if len(devices) < count:
             raise too_few_devices(devices, count)
         own = sorted(devices, key=lambda one: getattr(one, "slice_index", None) or 0)[:count]
-        each = [own[start : start + math.prod(shape)] for start in range(0, count, math.prod(shape))]
-        placed = [mesh_utils.create_device_mesh(shape, some, allow_split_physical_axes=True) for some in each]
+        each = [
+            own[start : start + math.prod(shape)] for start in range(0, count, math.prod(shape))
+        ]
+        placed = [
+            mesh_utils.create_device_mesh(shape, some, allow_split_physical_axes=True)
+            for some in each
+        ]
         return cls(Mesh(np.stack(placed), (SLICES, DATA, MODEL)))
 
     @property
@@ -77,11 +84,15 @@ class DeviceMesh:
         return 1 if axis is None else int(self.mesh.shape[axis])
 
     def fitting(self, spec: Spec, shape: Sequence[int]) -> PartitionSpec:
-        """A spec for an array, without the axes that do not divide its shape; leading axes that the spec does not have
-        are not divided."""
+        """A spec for an array, without the axes that do not divide its shape; leading axes that the
+        spec does not have are not divided.
+        """
         spec = (None,) * (len(shape) - len(spec)) + tuple(spec)
         return PartitionSpec(
-            *(axis if size % self._parts(axis) == 0 else None for axis, size in zip(spec, shape, strict=True))
+            *(
+                axis if size % self._parts(axis) == 0 else None
+                for axis, size in zip(spec, shape, strict=True)
+            )
         )
 
     def sharding(self, spec: Spec, shape: Sequence[int]) -> NamedSharding:
@@ -96,9 +107,10 @@ class DeviceMesh:
         """Raise a `RequestError` unless samples can be divided."""
         if batch % self.sample_shards:
             raise RequestError(
-                "the samples of a step can't be divided among the devices", found=batch,
+                "the samples of a step can't be divided among the devices",
+                found=batch,
                 expected=f"a multiple of {self.sample_shards}",
-            )  # fmt: skip
+            )
 
     def put(self, array: Any) -> jax.Array:
         """An array that is whole on all devices."""

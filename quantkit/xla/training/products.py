@@ -26,8 +26,10 @@ class Weight:
 
     Attributes:
         spec: as it is stored.
-        dtype: of products' operands, and of what devices add up; each device's own sums are float32.
-        units: of outputs that stay together, such as heads; None for outputs that can be split anywhere.
+        dtype: of products' operands, and of what devices add up; each device's own sums are
+            float32.
+        units: of outputs that stay together, such as heads; None for outputs that can be split
+            anywhere.
     """
 
     mesh: DeviceMesh
@@ -48,9 +50,11 @@ class Weight:
         """A weight as it is used: rounded, and gathered along data."""
         return self.mesh.constrain(weight.astype(self.dtype), *self.gathered)
 
-    def quantized_product(self, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None) -> jax.Array:
-        """``x @ weight.T`` for ``weight = scale * (codes - zero)``. It has gradients by x and by the scales; for these,
-        devices exchange no gradient by the weight.
+    def quantized_product(
+        self, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
+    ) -> jax.Array:
+        """``x @ weight.T`` for ``weight = scale * (codes - zero)``. It has gradients by x and by
+        the scales; for these, devices exchange no gradient by the weight.
 
         Args:
             scale: [O, G] float32.
@@ -76,11 +80,17 @@ class Weight:
         return self.mesh.constrain(x.astype(self.dtype), self.mesh.samples, None, self.gathered[1])
 
     def outputs(self, y: jax.Array) -> jax.Array:
-        """The gradients by outputs, as they are multiplied: all of them where a device has some of the inputs."""
+        """The gradients by outputs, as they are multiplied: all of them where a device has some
+        of the inputs.
+        """
         return self.mesh.constrain(y.astype(self.dtype), self.mesh.samples, None, self.gathered[0])
 
-    def dequantized(self, scale: jax.Array, codes: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Codes less zero points [O, G', I / G'] float32, and the weight [O, I]; there may be smaller groups."""
+    def dequantized(
+        self, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Codes less zero points [O, G', I / G'] float32, and the weight [O, I]; there may be
+        smaller groups.
+        """
         codes = self.mesh.constrain(codes, *self.gathered)
         times = self._cuts(codes.shape[1], scale.shape[1])
         units = codes.astype(jnp.float32).reshape(codes.shape[0], scale.shape[1] * times, -1)
@@ -89,9 +99,12 @@ class Weight:
         floats = (units * self._steps(scale, times)).reshape(codes.shape).astype(self.dtype)
         return units, self.mesh.constrain(floats, *self.gathered)
 
-    def by_scale(self, x: jax.Array, gradient: jax.Array, units: jax.Array, groups: int) -> jax.Array:
-        """The gradient by scales [O, G], given that by outputs. Each device adds up over the columns of a group what
-        its own samples give, so that devices exchange scales alone."""
+    def by_scale(
+        self, x: jax.Array, gradient: jax.Array, units: jax.Array, groups: int
+    ) -> jax.Array:
+        """The gradient by scales [O, G], given that by outputs. Each device adds up over the
+        columns of a group what its own samples give, so that devices exchange scales alone.
+        """
         mesh, (rows, columns) = self.mesh, self.gathered
 
         def own(x: jax.Array, gradient: jax.Array, units: jax.Array) -> jax.Array:
@@ -104,16 +117,20 @@ class Weight:
             mesh.fitting((rows, columns, None), units.shape),
         )
         output = mesh.fitting((rows, columns), units.shape[:2])
-        found = jax.shard_map(own, mesh=mesh.mesh, in_specs=inputs, out_specs=output, check_vma=False)(
-            x, gradient, units
-        )
+        found = jax.shard_map(
+            own, mesh=mesh.mesh, in_specs=inputs, out_specs=output, check_vma=False
+        )(x, gradient, units)
         if groups < units.shape[1]:  # parts of a group may be on several devices
             found = mesh.constrain(found, rows, None).reshape(units.shape[0], groups, -1).sum(-1)
         return mesh.constrain(found, *self.spec)
 
-    def _einsum(self, equation: str, left: jax.Array, right: jax.Array, dtype: Any = None) -> jax.Array:
+    def _einsum(
+        self, equation: str, left: jax.Array, right: jax.Array, dtype: Any = None
+    ) -> jax.Array:
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
-        return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype or self.dtype)
+        return jnp.einsum(
+            equation, left, right, precision=precision, preferred_element_type=dtype or self.dtype
+        )
 
     def _steps(self, array: jax.Array, times: int) -> jax.Array:
         """Scales or zero points [O, G] of smaller groups, [O, G', 1]."""
@@ -122,23 +139,31 @@ class Weight:
         return self.mesh.constrain(jnp.repeat(whole, times, axis=1), rows, columns)[..., None]
 
     def _cuts(self, columns: int, groups: int) -> int:
-        """Into how many smaller ones groups are cut so that each device of a model has whole ones."""
+        """Into how many smaller ones groups are cut so that each device of a model has whole
+        ones.
+        """
         parts = self.mesh.size(self.gathered[1])
         if columns % parts:  # then all devices have all of it
             return 1
         size = columns // groups
-        return next(times for times in range(1, size + 1) if size % times == 0 and groups * times % parts == 0)
+        return next(
+            times
+            for times in range(1, size + 1)
+            if size % times == 0 and groups * times % parts == 0
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_product(
     weight: Weight, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     _, floats = weight.dequantized(scale, codes, zero)
     return weight.forward(x, floats)
 
 
-def _forward(weight: Weight, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None) -> Any:
+def _forward(
+    weight: Weight, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
+) -> Any:
     return _quantized_product(weight, x, scale, codes, zero), (x, scale, codes, zero)
 
 
@@ -154,26 +179,35 @@ _quantized_product.defvjp(_forward, _backward)
 
 
 class MeshLinear(nn.Module):
-    """A linear over a mesh. Its arrays are named `weight`, or `scale`, `codes` and perhaps `zero`."""
+    """A linear over a mesh.
+
+    Its arrays are named `weight`, or `scale`, `codes` and perhaps `zero`.
+    """
 
     def __init__(self, weight: Weight, scheme: QuantScheme | None, bias: bool) -> None:
         super().__init__()
         self._weight = weight
-        self._names = ("weight",) if scheme is None else ("scale", "codes") if scheme.symmetric else QUANTIZED
+        self._names = (
+            ("weight",) if scheme is None else ("scale", "codes") if scheme.symmetric else QUANTIZED
+        )
         for name in self._names:
             self.register_buffer(name, torch.empty(0, device="meta"))
         self.bias = nn.Parameter(torch.empty(0, device="meta")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, I] to [B, T, O]."""
-        out: Tensor = apply(self._product, x, self.bias, *(getattr(self, name) for name in self._names))
+        out: Tensor = apply(
+            self._product, x, self.bias, *(getattr(self, name) for name in self._names)
+        )
         return out
 
     def _product(self, x: jax.Array, bias: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         if len(arrays) == 1:
             out = self._weight.product(x, arrays[0])
         else:
-            out = self._weight.quantized_product(x, arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None)
+            out = self._weight.quantized_product(
+                x, arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
+            )
         return out if bias is None else out + bias
 
 

@@ -1,7 +1,8 @@
-"""The programs of training over a mesh: a step of Adam on the factors of scales and norms, and the loss alone.
+"""The programs of training over a mesh: a step of Adam on the factors of scales and norms, and the
+loss alone.
 
-A step has B samples of T tokens. Factors, their moments and gradients lie as the scales do; XLA finds where all other
-arrays lie from the inputs, the weights and the outputs of linears.
+A step has B samples of T tokens. Factors, their moments and gradients lie as the scales do; XLA
+finds where all other arrays lie from the inputs, the weights and the outputs of linears.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class TrainingPrograms:
     """Compiled at the first call for each shape.
 
     Attributes:
-        step: (held, trained, tokens [B, T], targets [B, T, D], pace) to the new trained values, which take the old
-            ones' memory, and the mean KL of a token. `held` is the model's arrays, the float model's head among them.
+        step: (held, trained, tokens [B, T], targets [B, T, D], pace) to the new trained values,
+            which take the old ones' memory, and the mean KL of a token. `held` is the model's
+            arrays, the float model's head among them.
         losses: (held, factors, tokens, targets) to the sum of KL of each sample, [B].
     """
 
@@ -61,12 +63,18 @@ class TrainingPrograms:
         values = self._values(held, trained.factors)
 
         def mean(values: Arrays) -> jax.Array:
-            return divergence(self._decoder, {**held, **values}, tokens, targets).sum() / tokens.size
+            return (
+                divergence(self._decoder, {**held, **values}, tokens, targets).sum() / tokens.size
+            )
 
         loss, gradients = jax.value_and_grad(mean)(values)
         new = Trained({}, {}, {})
         for name, rate in self._rates.items():
-            unit = held[name] if name.endswith(_SCALE) else values[name] + self._decoder.config.norm_offset
+            unit = (
+                held[name]
+                if name.endswith(_SCALE)
+                else values[name] + self._decoder.config.norm_offset
+            )
             gradient = gradients[name] * unit.astype(jnp.float32)
             new.first[name], new.second[name], change = adam(
                 trained.first[name], trained.second[name], gradient, (pace.first, pace.second)
@@ -74,7 +82,9 @@ class TrainingPrograms:
             new.factors[name] = trained.factors[name] - rate * pace.share * change
         return new, loss
 
-    def _losses(self, held: Arrays, factors: Arrays, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    def _losses(
+        self, held: Arrays, factors: Arrays, tokens: jax.Array, targets: jax.Array
+    ) -> jax.Array:
         return divergence(self._decoder, {**held, **self._values(held, factors)}, tokens, targets)
 
     def _values(self, held: Arrays, factors: Arrays) -> dict[str, jax.Array]:
@@ -92,16 +102,23 @@ class TrainingPrograms:
         return found
 
 
-def divergence(decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """The sum of KL(float model || model) over the tokens of each sample, [B], given the float model's hidden states
-    after its final norm, [B, T, D]."""
+def divergence(
+    decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """The sum of KL(float model || model) over the tokens of each sample, [B], given the float
+    model's hidden states after its final norm, [B, T, D].
+    """
     head = arrays.get(HEAD, arrays[EMBEDDING])
     targets = decoder.mesh.constrain(targets, decoder.mesh.samples, None, MODEL)
-    return decoder.divergence(decoder.hidden(arrays, tokens), head, targets, arrays.get(TARGET_HEAD, head))
+    return decoder.divergence(
+        decoder.hidden(arrays, tokens), head, targets, arrays.get(TARGET_HEAD, head)
+    )
 
 
 def hidden_program(decoder: MeshDecoder) -> Any:
-    """Compiles for each shape: (arrays, tokens [B, T]) to hidden states [B, T, D] after the final norm."""
+    """Compiles for each shape: (arrays, tokens [B, T]) to hidden states [B, T, D] after the
+    final norm.
+    """
     return jax.jit(decoder.hidden)
 
 

@@ -1,4 +1,6 @@
-"""Which arrays are trained, and how the values of a training are put on devices and fetched from there."""
+"""Which arrays are trained, and how the values of a training are put on devices and fetched from
+there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
 def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
     """The largest step of each array's factors."""
     config: ModelConfig = quantized.config
-    return {leaf.key: tensor_rate(config, quantized.info(leaf.tensors[0]).scheme) for leaf in trained}
+    return {
+        leaf.key: tensor_rate(config, quantized.info(leaf.tensors[0]).scheme) for leaf in trained
+    }
 
 
 def abstract_trained(trained: Iterable[Leaf], mesh: DeviceMesh) -> Trained:
@@ -43,7 +47,10 @@ def abstract_trained(trained: Iterable[Leaf], mesh: DeviceMesh) -> Trained:
 
 
 def put(
-    trained: Iterable[Leaf], mesh: DeviceMesh, factors: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+    trained: Iterable[Leaf],
+    mesh: DeviceMesh,
+    factors: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
 ) -> Trained:
     """Factors and moments by the names of tensors, on the devices."""
 
@@ -60,13 +67,18 @@ def put(
 
 
 def fetch(
-    trained: Iterable[Leaf], values: Trained, factors: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+    trained: Iterable[Leaf],
+    values: Trained,
+    factors: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
 ) -> None:
     """Give factors and moments the values that are on the devices."""
     for leaf in trained:
         for array, kept, end in (
-            (values.factors, factors, ""), (values.first, moments, FIRST), (values.second, moments, SECOND),
-        ):  # fmt: skip
+            (values.factors, factors, ""),
+            (values.first, moments, FIRST),
+            (values.second, moments, SECOND),
+        ):
             found: Any = np.asarray(array[leaf.key]).reshape(len(leaf.tensors), -1)
             for name, own in zip(leaf.tensors, found, strict=True):
                 kept[name + end].copy_(torch.from_numpy(own.copy()).view_as(kept[name + end]))

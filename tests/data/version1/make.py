@@ -1,8 +1,10 @@
-"""How the folder ``model`` beside this file was made, by quantkit as it was before format version 2 of its manifest.
+"""How the folder ``model`` beside this file was made, by quantkit as it was before format version 2
+of its manifest.
 
-Run once, with the environment of commit b4c1b2e: ``python make.py OUT``. It trains a model of two layers on the
-packaged excerpt, quantizes it with the recipe below, and records how it continues a prompt. Another machine makes
-other weights: what counts is that this very folder goes on being read.
+Run once, with the environment of commit b4c1b2e: ``python make.py OUT``. It trains a model of two
+layers on the packaged excerpt, quantizes it with the recipe below, and records how it continues a
+prompt. Another machine makes other weights: what counts is that this very folder goes on being
+read.
 """
 
 from __future__ import annotations
@@ -35,18 +37,29 @@ def train(folder: Path) -> None:
     torch.manual_seed(0)
     folder.mkdir()
     sentencepiece.SentencePieceTrainer.train(
-        input=str(EXCERPT), model_prefix=str(folder / "tokenizer"), vocab_size=384, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", minloglevel=2,
-    )  # fmt: skip
+        input=str(EXCERPT),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=384,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
     (folder / "tokenizer.vocab").unlink()
     encode = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).encode
     ids = torch.tensor(encode(EXCERPT.read_text()))
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=384, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+            vocab_size=384,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
         )
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(1200):
         starts = torch.randint(len(ids) - 64, (16,)).tolist()
@@ -64,8 +77,22 @@ def main(out: Path) -> None:
         source, recipe = Path(scratch) / "source", Path(scratch) / "recipe.json"
         train(source)
         recipe.write_text(json.dumps(RECIPE))
-        command = [str(Path(sys.executable).with_name("quantkit")), "quantize", str(source), str(out / "model")]
-        options = ["--plan", str(recipe), "--method", "gptq", "--calibration", str(EXCERPT), "--samples", "64"]
+        command = [
+            str(Path(sys.executable).with_name("quantkit")),
+            "quantize",
+            str(source),
+            str(out / "model"),
+        ]
+        options = [
+            "--plan",
+            str(recipe),
+            "--method",
+            "gptq",
+            "--calibration",
+            str(EXCERPT),
+            "--samples",
+            "64",
+        ]
         subprocess.run([*command, *options, "--length", "64"], check=True)
     model, tokenizer = quantkit.load(out / "model")
     tokens = list(quantkit.generate(model, tokenizer.encode(PROMPT), max_new_tokens=24))

@@ -20,7 +20,14 @@ from quantkit.json_values import Settings
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-_PLAIN = {"quant_method": "auto-round", "bits": 4, "data_type": "int", "group_size": 32, "sym": True, "iters": 200}
+_PLAIN = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "data_type": "int",
+    "group_size": 32,
+    "sym": True,
+    "iters": 200,
+}
 _GPTQ = {**_PLAIN, "packing_format": "auto_round:auto_gptq"}
 _AWQ = {**_PLAIN, "packing_format": "auto_round:auto_awq"}
 
@@ -32,11 +39,14 @@ def _stated(values: dict[str, Any]) -> Settings:
 @pytest.mark.parametrize(
     ("packing", "to", "scheme"),
     [
-        ("auto_round:auto_gptq", "gptq", "int4-g32"), ("auto_round:gptqmodel", "gptq", "int4-g32-asym"),
+        ("auto_round:auto_gptq", "gptq", "int4-g32"),
+        ("auto_round:gptqmodel", "gptq", "int4-g32-asym"),
         ("auto_round:auto_awq", "awq", "int4-g32-asym"),
     ],
-)  # fmt: skip
-def test_weights_are_those_of_the_layout(packing: str, to: str, scheme: str, tmp_path: Path) -> None:
+)
+def test_weights_are_those_of_the_layout(
+    packing: str, to: str, scheme: str, tmp_path: Path
+) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "source")
     quantkit.quantize(source, tmp_path / "ours", scheme=scheme, method="rtn", to=to)
     oracle.copy(tmp_path / "ours", tmp_path / "theirs")
@@ -52,19 +62,32 @@ def test_weights_are_those_of_the_layout(packing: str, to: str, scheme: str, tmp
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.dequantize(), other.dequantize())
     quantkit.convert(tmp_path / "theirs", tmp_path / "again")
-    written = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "again")]
+    written = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "again")
+    ]
     assert written[0]["quantization_config"] == written[1]["quantization_config"]
 
 
 def test_modules_of_other_schemes_are_named_or_match() -> None:
     extra = {
-        r".*mlp\.up.*": {"bits": 8, "group_size": -1, "data_type": "int"}, "model.layers.1.mlp.up_proj": {"bits": 4},
-        "model.layers.0.mlp.gate_proj": {"bits": 16, "data_type": "fp"}, "lm_head": {"bits": 8, "act_bits": 16},
-    }  # fmt: skip
+        r".*mlp\.up.*": {"bits": 8, "group_size": -1, "data_type": "int"},
+        "model.layers.1.mlp.up_proj": {"bits": 4},
+        "model.layers.0.mlp.gate_proj": {"bits": 16, "data_type": "fp"},
+        "lm_head": {"bits": 8, "act_bits": 16},
+    }
     _, plain = AutoRound().resolve(_stated({**_GPTQ, "extra_config": extra}))
-    modules = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate_proj"]
+    modules = [
+        "lm_head",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.0.mlp.gate_proj",
+    ]
     found = METHODS["gptq"].read_settings(plain, modules, ())
-    expected = {modules[0]: QuantScheme(8, 32), modules[1]: QuantScheme(8, None), modules[2]: QuantScheme(4, 32)}
+    expected = {
+        modules[0]: QuantScheme(8, 32),
+        modules[1]: QuantScheme(8, None),
+        modules[2]: QuantScheme(4, 32),
+    }
     assert {module: codec.scheme for module, codec in found.items()} == expected
 
 

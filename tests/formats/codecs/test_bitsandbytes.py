@@ -26,7 +26,10 @@ BLOCK, NESTED_BLOCK = 64, 8
 KINDS = ("nf4", "nf4-double", "fp4", "nf4-stored-as-bfloat16", "int8")
 STORED_AS = {"nf4": "NF4", "fp4": "FP4", "int8": "LLM.int8()"}
 FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-EIGHT_BITS = {"load_in_8bit": True, "llm_int8_threshold": 6.0}  # as old files say it, which name no method
+EIGHT_BITS = {
+    "load_in_8bit": True,
+    "llm_int8_threshold": 6.0,
+}  # as old files say it, which name no method
 
 
 def _bytes(state: dict[str, Any]) -> Tensor:
@@ -41,7 +44,11 @@ def _stored(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         codes = torch.randint(-128, 128, weight.shape, generator=generator, dtype=torch.int8)
         scale = torch.rand(rows, generator=generator)
         means = codes.float() * scale[:, None] * 7.874015718698502e-3
-        return {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}, means
+        return {
+            "weight": codes,
+            "SCB": scale,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }, means
     name = kind.partition("-")[0]
     codes = torch.randint(0, 16, (weight.numel(),), generator=generator, dtype=torch.uint8)
     pairs = codes.view(-1, 2)
@@ -56,7 +63,11 @@ def _stored(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": 0.3}
         small = torch.randint(0, 256, (blocks,), generator=generator, dtype=torch.uint8)
         factors, table = torch.rand(math.ceil(blocks / NESTED_BLOCK)), torch.rand(256) - 0.5
-        tensors |= {"weight.absmax": small, "weight.nested_absmax": factors, "weight.nested_quant_map": table}
+        tensors |= {
+            "weight.absmax": small,
+            "weight.nested_absmax": factors,
+            "weight.nested_quant_map": table,
+        }
         absmax = table[small.int()] * factors.repeat_interleave(NESTED_BLOCK)[:blocks] + 0.3
     if kind == "nf4-stored-as-bfloat16":
         tensors["weight"] = packed.flatten().view(torch.bfloat16).unsqueeze(1)
@@ -80,13 +91,17 @@ def _folder(kind: str, model: Path, folder: Path) -> tuple[Path, dict[str, Tenso
         stored, expected[name] = _stored(tensors.pop(name), kind)
         tensors |= {name.removesuffix("weight") + end: tensor for end, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    oracle.edit_json(folder / "config.json", quantization_config=EIGHT_BITS if kind == "int8" else FOUR_BITS)
+    oracle.edit_json(
+        folder / "config.json", quantization_config=EIGHT_BITS if kind == "int8" else FOUR_BITS
+    )
     return folder, expected
 
 
 @pytest.mark.parametrize("tensors_only", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_are_read_as_floats(kind: str, tensors_only: bool, model: Path, tmp_path: Path) -> None:
+def test_codes_are_read_as_floats(
+    kind: str, tensors_only: bool, model: Path, tmp_path: Path
+) -> None:
     folder, expected = _folder(kind, model, tmp_path / "src")
     source = open_checkpoint(folder, tensors_only=tensors_only)
     stored_as = STORED_AS[kind.partition("-")[0]]
@@ -104,7 +119,9 @@ def test_floats_are_rounded_once(model: Path, tmp_path: Path) -> None:
     folder, expected = _folder("nf4-double", model, tmp_path / "src")
     oracle.edit_json(folder / "config.json", dtype="bfloat16")
     source = open_checkpoint(folder)
-    assert all(torch.equal(source.load(name), weight.bfloat16()) for name, weight in expected.items())  # type: ignore[arg-type]
+    assert all(
+        torch.equal(source.load(name), weight.bfloat16()) for name, weight in expected.items()
+    )  # type: ignore[arg-type]
 
 
 Edit = Callable[[dict[str, Tensor]], object]
@@ -147,7 +164,10 @@ BROKEN: dict[str, tuple[str, Edit]] = {
     "no values": ("nf4", lambda t: t.pop(f"{UP}.quant_map")),
     "few factors": ("nf4", lambda t: t.update({f"{UP}.absmax": t[f"{UP}.absmax"][1:].clone()})),
     "no factors": ("nf4", lambda t: t.pop(f"{UP}.absmax")),
-    "nested without a state": ("nf4", lambda t: t.update({f"{UP}.absmax": t[f"{UP}.absmax"].byte()})),
+    "nested without a state": (
+        "nf4",
+        lambda t: t.update({f"{UP}.absmax": t[f"{UP}.absmax"].byte()}),
+    ),
     "nested of another type": ("nf4-double", _says(nested_dtype="float16")),
     "an infinite offset": ("nf4-double", _says(nested_offset=math.inf)),
     "another nested block": ("nf4-double", _says(nested_blocksize=32)),
@@ -158,7 +178,10 @@ BROKEN: dict[str, tuple[str, Edit]] = {
     "a state of nothing": ("nf4", lambda t: t.pop(UP)),
     "int8 without scales": ("int8", lambda t: t.pop(UP.replace("weight", "SCB"))),
     "few scales": ("int8", _is(UP.replace("weight", "SCB"), torch.ones(3))),
-    "int8 in tiles": ("int8", _is(UP.replace("weight", "weight_format"), torch.tensor(2, dtype=torch.uint8))),
+    "int8 in tiles": (
+        "int8",
+        _is(UP.replace("weight", "weight_format"), torch.tensor(2, dtype=torch.uint8)),
+    ),
 }
 
 

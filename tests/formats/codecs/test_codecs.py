@@ -1,4 +1,6 @@
-"""A codec is one class and one row in the registry: two toys are read, verified, run and written."""
+"""A codec is one class and one row in the registry: two toys are read, verified, run and
+written.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ INT8 = QuantScheme(8, None)
 
 
 class Steps(QuantMethod):
-    """Signed codes [I, O], so transposed, beside scales [O] that are never negative; nothing but int8 per row."""
+    """Signed codes [I, O], so transposed, beside scales [O] that are never negative; nothing but
+    int8 per row.
+    """
 
     name = "steps"
     keys = (SETTINGS,)
@@ -47,19 +51,26 @@ class Steps(QuantMethod):
     scale_dtype: DType | None = None
     scheme = INT8
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Codec]:
         return {module: self for module in modules if module in settings.strings("modules")}
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        return {"quant_method": self.name, "modules": [module for module in modules if module in schemes]}
+        return {
+            "quant_method": self.name,
+            "modules": [module for module in modules if module in schemes],
+        }
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
-        return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
+        return (
+            self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
+        )
 
     def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: object = ()) -> str:
         return "this test"
@@ -78,7 +89,9 @@ class Steps(QuantMethod):
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self.stored(spec)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+    def decode(
+        self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
+    ) -> QuantTensor:
         turned = None if part is None else TensorSlice(1 - part.axis, part.ranges)
         codes = raw.read("codes", turned).t().contiguous().view(torch.uint8) ^ 128
         scale = raw.read("steps", part if part is not None and part.axis == 0 else None)
@@ -90,11 +103,16 @@ class Steps(QuantMethod):
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         if (value.scale < 0).any():
             return Reason("a scale is negative", found=value.scale.min().item())
-        return [(value.codes ^ 128).view(torch.int8).t().contiguous(), value.scale.squeeze(1).contiguous()]
+        return [
+            (value.codes ^ 128).view(torch.int8).t().contiguous(),
+            value.scale.squeeze(1).contiguous(),
+        ]
 
 
 class Backwards(QuantMethod):
-    """Floats whose bytes lie backwards, as those of formats that are dequantized when they are read."""
+    """Floats whose bytes lie backwards, as those of formats that are dequantized when they are
+    read.
+    """
 
     name = "backwards"
     keys = (SETTINGS,)
@@ -103,7 +121,9 @@ class Backwards(QuantMethod):
     scale_dtype: DType | None = None
     scheme = None
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, Codec]:
         return dict.fromkeys((module for module in modules if module != "lm_head"), self)
 
     def write_settings(
@@ -178,7 +198,9 @@ def steps(int8: Path, tmp_path: Path) -> Path:
             stored[f"{module}.steps"] = tensors[f"{module}.weight_scale"].flatten()
         return stored
 
-    return _rewritten(int8, tmp_path / "steps", {"quant_method": "steps", "modules": modules}, change)
+    return _rewritten(
+        int8, tmp_path / "steps", {"quant_method": "steps", "modules": modules}, change
+    )
 
 
 def _equal(one: Tensor | QuantTensor, other: Tensor | QuantTensor) -> bool:
@@ -205,7 +227,9 @@ def test_it_generates_the_same_tokens(int8: Path, steps: Path) -> None:
     assert len(tokens[0]) == 8
 
 
-def test_inspect_reports_its_schemes_sizes_and_readers(int8: Path, steps: Path, capfd: Capture) -> None:
+def test_inspect_reports_its_schemes_sizes_and_readers(
+    int8: Path, steps: Path, capfd: Capture
+) -> None:
     before, found = quantkit.inspect(int8), quantkit.inspect(steps)
     assert found.tensors == before.tensors
     assert found.readers == ["quantkit", "this test"]
@@ -214,8 +238,12 @@ def test_inspect_reports_its_schemes_sizes_and_readers(int8: Path, steps: Path, 
     assert run(capfd, "verify", int8, steps)[0] == 0
 
 
-@pytest.mark.parametrize("part", [TensorSlice(0, ((8, 16),)), TensorSlice(1, ((4, 12),))], ids=["rows", "columns"])
-def test_only_the_part_requested_is_read(steps: Path, part: TensorSlice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "part", [TensorSlice(0, ((8, 16),)), TensorSlice(1, ((4, 12),))], ids=["rows", "columns"]
+)
+def test_only_the_part_requested_is_read(
+    steps: Path, part: TensorSlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = next(iter(schemes(open_checkpoint(steps)))) + ".weight"
     whole = open_checkpoint(steps).load(name)
     assert isinstance(whole, QuantTensor)
@@ -240,9 +268,14 @@ def test_a_codec_may_give_floats(demo_model: Path, tmp_path: Path) -> None:
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         assert modules <= set(tensors)
-        return {n: t.view(torch.uint8).flip(1).contiguous() if n in modules else t for n, t in tensors.items()}
+        return {
+            n: t.view(torch.uint8).flip(1).contiguous() if n in modules else t
+            for n, t in tensors.items()
+        }
 
-    folder = _rewritten(tmp_path / "floats", tmp_path / "backwards", {"quant_method": "backwards"}, change)
+    folder = _rewritten(
+        tmp_path / "floats", tmp_path / "backwards", {"quant_method": "backwards"}, change
+    )
     assert schemes(open_checkpoint(folder)) == {}
     assert verify(tmp_path / "floats", folder).verdict is Verdict.SAME
     part = TensorSlice(1, ((4, 12),))
@@ -252,19 +285,30 @@ def test_a_codec_may_give_floats(demo_model: Path, tmp_path: Path) -> None:
         assert _equal(open_checkpoint(folder).load(name, part), part.of(whole))
     quantkit.quantize(folder, tmp_path / "again", "int8")
     quantkit.quantize(tmp_path / "floats", tmp_path / "direct", "int8")
-    again, direct = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "direct"))
+    again, direct = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "direct")
+    )
     assert again == direct
 
 
 def _linears(folder: Path) -> list[str]:
     names = [name.removesuffix(".weight") for name in open_checkpoint(folder).names()]
-    return [name for name in names if "norm" not in name and name not in ("lm_head", "model.embed_tokens")]
+    return [
+        name
+        for name in names
+        if "norm" not in name and name not in ("lm_head", "model.embed_tokens")
+    ]
 
 
-def test_codes_go_from_one_codec_to_another_and_back(int8: Path, steps: Path, tmp_path: Path) -> None:
+def test_codes_go_from_one_codec_to_another_and_back(
+    int8: Path, steps: Path, tmp_path: Path
+) -> None:
     quantkit.convert(int8, tmp_path / "there", to="steps")
     quantkit.convert(tmp_path / "there", tmp_path / "back", to="compressed-tensors")
-    assert load_file(tmp_path / "there" / "model.safetensors").keys() == load_file(steps / "model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "there" / "model.safetensors").keys()
+        == load_file(steps / "model.safetensors").keys()
+    )
     settings = json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]
     assert settings == json.loads((steps / "config.json").read_text())["quantization_config"]
     assert verify(steps, tmp_path / "there").verdict is Verdict.SAME
@@ -288,7 +332,9 @@ def test_a_stored_tensor_of_another_shape_is_named(
         open_checkpoint(folder)
 
 
-def test_what_a_codec_cannot_hold_is_refused_by_the_tensors_name(int8: Path, tmp_path: Path) -> None:
+def test_what_a_codec_cannot_hold_is_refused_by_the_tensors_name(
+    int8: Path, tmp_path: Path
+) -> None:
     name = "model.layers.1.mlp.down_proj"
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -300,13 +346,19 @@ def test_what_a_codec_cannot_hold_is_refused_by_the_tensors_name(int8: Path, tmp
     with pytest.raises(UnsupportedError) as refused:
         quantkit.convert(negative, tmp_path / "out", to="steps")
     assert refused.value.exit_code == 4
-    assert f"tensor '{name}.weight' cannot be held exactly as steps: a scale is negative" in str(refused.value)
+    assert f"tensor '{name}.weight' cannot be held exactly as steps: a scale is negative" in str(
+        refused.value
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["negative"]
 
 
-def test_a_scheme_that_a_codec_does_not_know_is_refused_before_any_work(demo_model: Path, tmp_path: Path) -> None:
+def test_a_scheme_that_a_codec_does_not_know_is_refused_before_any_work(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.quantize(demo_model, tmp_path / "int4", "int4-g32", method="rtn")
-    with pytest.raises(UnsupportedError, match=r"q_proj\.weight' cannot be held exactly as steps: .*found int4-g32"):
+    with pytest.raises(
+        UnsupportedError, match=r"q_proj\.weight' cannot be held exactly as steps: .*found int4-g32"
+    ):
         quantkit.convert(tmp_path / "int4", tmp_path / "out", to="steps")
     assert [path.name for path in tmp_path.iterdir()] == ["int4"]
 
@@ -315,7 +367,8 @@ def test_the_targets_are_those_of_the_registry(demo_model: Path, tmp_path: Path)
     with pytest.raises(RequestError, match='the source is not quantized; `to="steps"`'):
         quantkit.convert(demo_model, tmp_path / "out", to="steps")
     with pytest.raises(
-        RequestError, match=r"unknown target format \(found 'nonsense', expected compressed-tensors, .*hf"
+        RequestError,
+        match=r"unknown target format \(found 'nonsense', expected compressed-tensors, .*hf",
     ):
         quantkit.convert(demo_model, tmp_path / "out", to="nonsense")
 
@@ -323,7 +376,9 @@ def test_the_targets_are_those_of_the_registry(demo_model: Path, tmp_path: Path)
 def test_an_encoder_reads_back_what_it_has_written(steps: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(steps)
     planned = [checkpoint.info(name) for name in checkpoint.names()]
-    encoder = HF.encoder(Output(checkpoint, checkpoint.config, planned, 1 << 19, method=METHODS["steps"]))
+    encoder = HF.encoder(
+        Output(checkpoint, checkpoint.config, planned, 1 << 19, method=METHODS["steps"])
+    )
     assert len(encoder.files()) > 1
     for index, spec in enumerate(planned):
         for name, data in encoder.encode(index, checkpoint.load(spec.name)):

@@ -1,4 +1,6 @@
-"""FP8, MXFP4 and NVFP4 in compressed-tensors: what its own decoder, transformers and quantkit read of a folder."""
+"""FP8, MXFP4 and NVFP4 in compressed-tensors: what its own decoder, transformers and quantkit
+read of a folder.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ from quantkit.tensors.scheme import FLOAT_SCHEMES
 from quantkit.tensors.tensor_slice import TensorSlice
 
 FORMATS = {
-    "fp8": "float-quantized", "fp8-block": "float-quantized", "mxfp4": "mxfp4-pack-quantized",
+    "fp8": "float-quantized",
+    "fp8-block": "float-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
     "nvfp4": "nvfp4-pack-quantized",
-}  # fmt: skip
+}
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 
 
@@ -37,8 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, options = tmp_path_factory.mktemp("results"), {"method": "rtn", "accept_quality_loss": True}
-    return {name: quantkit.quantize(model, folder / name, name, **options).path for name in FLOAT_SCHEMES}
+    folder, options = (
+        tmp_path_factory.mktemp("results"),
+        {"method": "rtn", "accept_quality_loss": True},
+    )
+    return {
+        name: quantkit.quantize(model, folder / name, name, **options).path
+        for name in FLOAT_SCHEMES
+    }
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -53,7 +63,9 @@ def codes_of(folder: Path, module: str) -> QuantTensor:
 
 
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)
-def test_the_decoder_of_compressed_tensors_gives_our_numbers(name: str, folders: dict[str, Path]) -> None:
+def test_the_decoder_of_compressed_tensors_gives_our_numbers(
+    name: str, folders: dict[str, Path]
+) -> None:
     settings, stored = settings_of(folders[name]), load_file(folders[name] / "model.safetensors")
     assert settings["format"] == FORMATS[name]
     (scheme,) = QuantizationConfig.model_validate(settings).config_groups.values()
@@ -61,14 +73,22 @@ def test_the_decoder_of_compressed_tensors_gives_our_numbers(name: str, folders:
     assert len(modules) == 7
     assert {str(one) for one in modules.values()} == {name}
     for module in modules:
-        own = {key.removeprefix(f"{module}."): one for key, one in stored.items() if key.startswith(f"{module}.")}
-        decoded = BaseCompressor.get_value_from_registry(FORMATS[name]).decompress(own, scheme)["weight"]
+        own = {
+            key.removeprefix(f"{module}."): one
+            for key, one in stored.items()
+            if key.startswith(f"{module}.")
+        }
+        decoded = BaseCompressor.get_value_from_registry(FORMATS[name]).decompress(own, scheme)[
+            "weight"
+        ]
         assert decoded.dtype == torch.bfloat16  # in which it multiplies
         assert torch.equal(decoded, codes_of(folders[name], module).floats(torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)
-def test_they_are_read_as_floats_unless_codes_are_wanted(name: str, folders: dict[str, Path]) -> None:
+def test_they_are_read_as_floats_unless_codes_are_wanted(
+    name: str, folders: dict[str, Path]
+) -> None:
     floats, coded = open_checkpoint(folders[name]), with_codes(open_checkpoint(folders[name]))
     assert not schemes(floats)
     value, codes = floats.load(f"{UP}.weight"), codes_of(folders[name], UP)
@@ -86,11 +106,17 @@ def test_they_are_read_as_floats_unless_codes_are_wanted(name: str, folders: dic
 def test_transformers_loads_them(name: str, folders: dict[str, Path]) -> None:
     theirs, tokens = oracle.load(folders[name], torch.bfloat16), oracle.random_tokens(40)
     oracle.logits(theirs, tokens)  # it decompresses when it runs
-    assert torch.equal(theirs.get_submodule(Q).weight, codes_of(folders[name], Q).floats(torch.bfloat16))
+    assert torch.equal(
+        theirs.get_submodule(Q).weight, codes_of(folders[name], Q).floats(torch.bfloat16)
+    )
 
 
 def test_linears_that_runtimes_fuse_share_the_float_of_nvfp4(folders: dict[str, Path]) -> None:
-    scales = {name: one for name, one in load_file(folders["nvfp4"] / "model.safetensors").items() if "global" in name}
+    scales = {
+        name: one
+        for name, one in load_file(folders["nvfp4"] / "model.safetensors").items()
+        if "global" in name
+    }
     assert all((one.dtype, tuple(one.shape)) == (torch.float32, (1,)) for one in scales.values())
     for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         own = [one for name, one in scales.items() if any(leaf in name for leaf in fused)]
@@ -101,9 +127,12 @@ def test_linears_that_runtimes_fuse_share_the_float_of_nvfp4(folders: dict[str, 
 
 def test_two_schemes_of_a_recipe_have_their_own_formats(model: Path, tmp_path: Path) -> None:
     recipe = quantkit.Recipe(
-        quantkit.QuantScheme.parse("int4-g64"), (quantkit.Override("*.down_proj", FLOAT_SCHEMES["fp8"]),)
+        quantkit.QuantScheme.parse("int4-g64"),
+        (quantkit.Override("*.down_proj", FLOAT_SCHEMES["fp8"]),),
     )
-    made = quantkit.quantize(model, tmp_path / "mixed", recipe, method="rtn", accept_quality_loss=True)
+    made = quantkit.quantize(
+        model, tmp_path / "mixed", recipe, method="rtn", accept_quality_loss=True
+    )
     settings = settings_of(made.path)
     assert settings["format"] == "mixed-precision"
     by_format = {group["format"]: group for group in settings["config_groups"].values()}
@@ -113,14 +142,18 @@ def test_two_schemes_of_a_recipe_have_their_own_formats(model: Path, tmp_path: P
     theirs, tokens = oracle.load(made.path, torch.bfloat16), oracle.random_tokens(40)
     oracle.logits(theirs, tokens)
     down = "model.layers.0.mlp.down_proj"
-    assert torch.equal(theirs.get_submodule(down).weight, codes_of(made.path, down).floats(torch.bfloat16))
+    assert torch.equal(
+        theirs.get_submodule(down).weight, codes_of(made.path, down).floats(torch.bfloat16)
+    )
     assert quantkit.verify(made.path).ok
 
 
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)
 def test_experts_are_read_by_transformers_or_a_note_says_so(name: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 8}
-    made = oracle.make("mixtral", num_local_experts=2, num_hidden_layers=1, num_attention_heads=8, **sizes)
+    made = oracle.make(
+        "mixtral", num_local_experts=2, num_hidden_layers=1, num_attention_heads=8, **sizes
+    )
     floats = oracle.save(made.bfloat16(), tmp_path / "floats")
     options: dict[str, Any] = {"method": "rtn", "accept_quality_loss": True, "source_check": False}
     result = quantkit.quantize(floats, tmp_path / "made", name, **options)
@@ -142,17 +175,25 @@ def test_experts_are_read_by_transformers_or_a_note_says_so(name: str, tmp_path:
 def test_a_tensor_on_disk_that_cuts_tiles_is_refused_at_once(tmp_path: Path) -> None:
     made = oracle.make("phi3", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
     floats = oracle.save(made.bfloat16(), tmp_path / "floats")
-    with pytest.raises(UnsupportedError, match=r"self_attn\.k_proj\.weight.*larger tensor, and 128 does not divide"):
-        quantkit.quantize(floats, tmp_path / "made", "fp8-block", on_estimate=lambda _: pytest.fail("it went on"))
+    with pytest.raises(
+        UnsupportedError, match=r"self_attn\.k_proj\.weight.*larger tensor, and 128 does not divide"
+    ):
+        quantkit.quantize(
+            floats, tmp_path / "made", "fp8-block", on_estimate=lambda _: pytest.fail("it went on")
+        )
 
 
 def test_other_formats_refuse_them_by_name(model: Path, tmp_path: Path) -> None:
     for target in ("int-quantized", "gptq", "awq", "mlx", "gguf"):
-        with pytest.raises(UnsupportedError, match=rf"{target} does not hold mxfp4: its codes are small floats"):
+        with pytest.raises(
+            UnsupportedError, match=rf"{target} does not hold mxfp4: its codes are small floats"
+        ):
             quantkit.quantize(model, tmp_path / "refused", "mxfp4", method="rtn", to=target)
 
 
-def test_a_result_becomes_floats_and_other_formats(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_result_becomes_floats_and_other_formats(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     for name, folder in folders.items():
         floats = quantkit.convert(folder, tmp_path / name, dequantize=True).path
         value = open_checkpoint(floats).load(f"{UP}.weight")
@@ -171,10 +212,16 @@ def test_a_missing_global_scale_is_an_error(folders: dict[str, Path], tmp_path: 
         open_checkpoint(damaged)
 
 
-def test_scales_of_inputs_in_folders_of_others_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_scales_of_inputs_in_folders_of_others_are_left_out(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     other = oracle.copy(folders["nvfp4"], tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
-    save_file({**tensors, f"{UP}.input_global_scale": torch.ones(1)}, other / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, f"{UP}.input_global_scale": torch.ones(1)},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
     found = open_checkpoint(other)
     assert any("1 scales of activations are left out" in note for note in found.notes)
     assert f"{UP}.input_global_scale" not in found.names()

@@ -1,5 +1,6 @@
-"""Forms of compressed-tensors besides those that quantkit writes by itself: signed bytes, one scale for a weight, plain
-zero points, groups that are told column by column."""
+"""Forms of compressed-tensors besides those that quantkit writes by itself: signed bytes, one scale
+for a weight, plain zero points, groups that are told column by column.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,23 @@ from quantkit.tensors.qtensor import QuantTensor, pack_int32
 from quantkit.tensors.tensor_slice import TensorSlice
 
 GROUP = 32
-ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
 W4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 W8 = {"num_bits": 8, "strategy": "channel"}
 INT, PACK = "int-quantized", "pack-quantized"
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "bytes": (INT, W8),
     "bytes with zero points": (INT, {**W8, "symmetric": False}),
-    "bytes in groups": (INT, {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False}),
+    "bytes in groups": (
+        INT,
+        {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
+    ),
     "int4 in bytes": (INT, W4),
     "bytes of one scale": (INT, {"num_bits": 8, "strategy": "tensor"}),
     "no format of activations": ("naive-quantized", W8),
@@ -41,7 +51,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero points of zero": (PACK, W4),
     "groups in order": (PACK, {**W4, "actorder": "group"}),
     "groups that were never told": (PACK, {**W4, "actorder": "group"}),
-    "bytes in groups in no order": (INT, {**W4, "num_bits": 8, "actorder": "group", "symmetric": False}),
+    "bytes in groups in no order": (
+        INT,
+        {**W4, "num_bits": 8, "actorder": "group", "symmetric": False},
+    ),
     "groups in no order": (PACK, {**W4, "actorder": "group"}),
     "groups in no order, asymmetric": (PACK, {**W4, "actorder": "group", "symmetric": False}),
 }
@@ -103,16 +116,22 @@ def _folder(kind: str, model: Path, folder: Path) -> tuple[Path, dict[str, Tenso
     if form == INT:
         group["input_activations"] = ACTIVATIONS
     settings = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": group}}
-    oracle.edit_json(folder / "config.json", quantization_config={**settings, "ignore": ["lm_head"]})
+    oracle.edit_json(
+        folder / "config.json", quantization_config={**settings, "ignore": ["lm_head"]}
+    )
     return folder, expected
 
 
 @pytest.mark.parametrize("tensors_only", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
-def test_every_form_is_read_with_its_values(kind: str, tensors_only: bool, model: Path, tmp_path: Path) -> None:
+def test_every_form_is_read_with_its_values(
+    kind: str, tensors_only: bool, model: Path, tmp_path: Path
+) -> None:
     folder, expected = _folder(kind, model, tmp_path / "src")
     source = open_checkpoint(folder, tensors_only=tensors_only)
-    floats = dict.fromkeys(expected, "compressed-tensors with act-order") if "no order" in kind else {}
+    floats = (
+        dict.fromkeys(expected, "compressed-tensors with act-order") if "no order" in kind else {}
+    )
     assert read_as_floats(source) == floats
     rows, columns = TensorSlice(0, ((1, 9), (11, 12))), TensorSlice(1, ((16, 56),))
     for name, weight in expected.items():
@@ -128,7 +147,9 @@ def test_every_form_is_read_with_its_values(kind: str, tensors_only: bool, model
     )
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bytes with zero points", "bytes in groups", "bytes of one scale"])
+@pytest.mark.parametrize(
+    "kind", ["bytes", "bytes with zero points", "bytes in groups", "bytes of one scale"]
+)
 def test_signed_bytes_mean_what_their_owner_makes_of_them(kind: str) -> None:
     stored, expected = _stored(16, 64, kind)
     scheme = QuantizationScheme(targets=["Linear"], weights={"symmetric": True, **FORMS[kind][1]})
@@ -139,7 +160,8 @@ def test_int8_goes_to_int_quantized_and_back(model: Path, tmp_path: Path) -> Non
     packed = quantkit.quantize(model, tmp_path / "int8", "int8", accept_quality_loss=True).path
     signed = quantkit.convert(packed, tmp_path / "signed", to="int-quantized")
     assert (
-        "readers of int-quantized round activations to int8 too; figures here are of the weights alone" in signed.notes
+        "readers of int-quantized round activations to int8 too; figures here are of the weights"
+        " alone" in signed.notes
     )
     assert signed.exact is not None
     assert (signed.exact.tensors, signed.exact.equal) == (7, 7)
@@ -153,14 +175,20 @@ def test_int8_goes_to_int_quantized_and_back(model: Path, tmp_path: Path) -> Non
     kept = quantkit.convert(signed.path, tmp_path / "kept").path
     back = quantkit.convert(kept, tmp_path / "back", to="compressed-tensors").path
     for one, other in ((signed.path, kept), (packed, back)):
-        assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        assert (one / "model.safetensors").read_bytes() == (
+            other / "model.safetensors"
+        ).read_bytes()
     transformed = oracle.logits(oracle.load(signed.path), oracle.random_tokens(5))
     assert torch.isfinite(transformed).all()
 
 
 def test_int_quantized_holds_int8_per_row_alone(model: Path, tmp_path: Path) -> None:
-    int4 = quantkit.quantize(model, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True).path
-    with pytest.raises(UnsupportedError, match=r"cannot be held exactly as int-quantized.*found int4-g32"):
+    int4 = quantkit.quantize(
+        model, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True
+    ).path
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be held exactly as int-quantized.*found int4-g32"
+    ):
         quantkit.convert(int4, tmp_path / "out", to="int-quantized")
     groups, _ = _folder("bytes in groups", model, tmp_path / "groups")
     with pytest.raises(UnsupportedError, match="cannot be held exactly as int-quantized"):
@@ -177,18 +205,33 @@ def _is(end: str, tensor: Tensor) -> Edit:
 BROKEN: dict[str, tuple[str, Edit]] = {
     "no codes": ("bytes", lambda t: t.pop(f"{UP}.weight")),
     "no scales": ("bytes", lambda t: t.pop(f"{UP}.weight_scale")),
-    "unsigned codes": ("bytes", lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"].view(torch.uint8)})),
+    "unsigned codes": (
+        "bytes",
+        lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"].view(torch.uint8)}),
+    ),
     "few codes": ("bytes", _is("weight", torch.zeros(96, 63, dtype=torch.int8))),
     "one scale for rows": ("bytes", _is("weight_scale", torch.ones(1))),
     "scales of integers": ("bytes", _is("weight_scale", torch.ones(96, 1, dtype=torch.int32))),
     "scales of rows for one": ("bytes of one scale", _is("weight_scale", torch.ones(96, 1))),
     "no zero points": ("bytes with zero points", lambda t: t.pop(f"{UP}.weight_zero_point")),
-    "zero points of a symmetric weight": ("zero points of zero", _is("weight_zero_point", torch.ones(96, 2).char())),
-    "few plain zero points": ("plain zero points", _is("weight_zero_point", torch.zeros(96, 1).char())),
+    "zero points of a symmetric weight": (
+        "zero points of zero",
+        _is("weight_zero_point", torch.ones(96, 2).char()),
+    ),
+    "few plain zero points": (
+        "plain zero points",
+        _is("weight_zero_point", torch.zeros(96, 1).char()),
+    ),
     "no groups": ("groups in order", lambda t: t.pop(f"{UP}.weight_g_idx")),
     "groups of other columns": ("groups in order", _is("weight_g_idx", torch.zeros(63).int())),
-    "groups beyond the last": ("groups in no order", _is("weight_g_idx", torch.full((64,), 2).int())),
-    "groups below the first": ("groups in no order", _is("weight_g_idx", torch.full((64,), -2).int())),
+    "groups beyond the last": (
+        "groups in no order",
+        _is("weight_g_idx", torch.full((64,), 2).int()),
+    ),
+    "groups below the first": (
+        "groups in no order",
+        _is("weight_g_idx", torch.full((64,), -2).int()),
+    ),
     "floats beside codes": ("groups in order", _is("weight", torch.zeros(96, 64))),
     "groups of floats": ("groups in no order", _is("weight_g_idx", torch.zeros(64))),
 }

@@ -13,7 +13,15 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.codecs.codec import Reason, codec_of
-from quantkit.formats.codecs.ggml import BLOCK_TYPES, CODED_TYPES, Q4_0, Q8_0, BlockType, GgmlBlocks, block_type
+from quantkit.formats.codecs.ggml import (
+    BLOCK_TYPES,
+    CODED_TYPES,
+    Q4_0,
+    Q8_0,
+    BlockType,
+    GgmlBlocks,
+    block_type,
+)
 from quantkit.formats.codecs.table import METHODS
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.qtensor import QuantTensor
@@ -22,7 +30,9 @@ from quantkit.tensors.scheme import GGUF_SCHEMES, QuantScheme, Scales
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def weight(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype = torch.float16) -> QuantTensor:
+def weight(
+    scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype = torch.float16
+) -> QuantTensor:
     """Codes of the whole range, scales of both signs, subnormal and zero among them."""
     codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8)
     scale = torch.randn(rows, scheme.groups(columns)).mul(0.01).to(torch.bfloat16).half()
@@ -53,7 +63,9 @@ def by_hand(kind: BlockType, value: QuantTensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("scheme", [QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 96, 128, None)])
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 96, 128, None)]
+)
 def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.dtype) -> None:
     kind = block_type(scheme)
     value = weight(scheme, 7, 384, dtype)
@@ -65,7 +77,9 @@ def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.d
     assert back.scheme == QuantScheme(scheme.bits, 32)
     assert back.codes.equal(value.codes)
     assert back.scale.equal(value.scale.half().repeat_interleave(12 // value.scale.shape[1], -1))
-    assert back.scale.view(torch.int16)[0, 0] == value.scale.half().view(torch.int16)[0, 0], "the sign of a zero"
+    assert back.scale.view(torch.int16)[0, 0] == value.scale.half().view(torch.int16)[0, 0], (
+        "the sign of a zero"
+    )
     assert back.dequantize().equal(value.dequantize())
     assert blocks(kind, back).equal(raw)
 
@@ -74,22 +88,27 @@ def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.d
 def test_the_owner_reads_the_same_weights(kind: BlockType) -> None:
     value = weight(QuantScheme(kind.scheme.bits, 64), 5, 192)
 
-    theirs = gguf.quants.dequantize(blocks(kind, value).numpy(), gguf.GGMLQuantizationType[kind.type.name])
+    theirs = gguf.quants.dequantize(
+        blocks(kind, value).numpy(), gguf.GGMLQuantizationType[kind.type.name]
+    )
 
     assert np.array_equal(theirs, value.dequantize().numpy())
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 def test_what_the_owner_quantized_keeps_every_byte(kind: BlockType) -> None:
-    theirs = gguf.quants.quantize(np.random.default_rng(0).standard_normal((6, 160)).astype(np.float32),
-                                  gguf.GGMLQuantizationType[kind.type.name])  # fmt: skip
+    theirs = gguf.quants.quantize(
+        np.random.default_rng(0).standard_normal((6, 160)).astype(np.float32),
+        gguf.GGMLQuantizationType[kind.type.name],
+    )
     raw = torch.from_numpy(theirs)
 
     value = kind.decode(raw)
 
     assert blocks(kind, value).equal(raw)
     assert np.array_equal(
-        value.dequantize().numpy(), gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType[kind.type.name])
+        value.dequantize().numpy(),
+        gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType[kind.type.name]),
     )
     assert kind is Q8_0 or bool((value.scale < 0).any()), "its scales have both signs"
 
@@ -134,7 +153,9 @@ def test_a_scale_that_is_no_number_is_held_as_such(number: float) -> None:
     found = Q4_0.encode(value)
 
     assert isinstance(found, torch.Tensor)
-    torch.testing.assert_close(Q4_0.decode(found).scale.float(), value.scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        Q4_0.decode(found).scale.float(), value.scale, rtol=0, atol=0, equal_nan=True
+    )
 
 
 BLOCK_SCHEMES = (*CODED_TYPES.keys() - BLOCK_TYPES.keys(),)
@@ -156,9 +177,11 @@ def in_blocks(kind: BlockType, rows: int = 3) -> QuantTensor:
 
     codes = torch.randint(kind.scheme.levels, (rows, 512), dtype=torch.uint8)
     scales = BlockScales(
-        inner(), inner() if asymmetric else None, outer() if nested else None,
+        inner(),
+        inner() if asymmetric else None,
+        outer() if nested else None,
         outer() if nested and asymmetric else None,
-    )  # fmt: skip
+    )
     return QuantTensor.of_blocks(codes, scales, kind.scheme)
 
 
@@ -181,7 +204,9 @@ def test_any_bytes_of_k_quants_stay_what_they_are(name: GgmlType) -> None:
     half = value.columns(256, 512)
     assert half.codes.equal(value.codes[:, 256:512])
     assert torch.equal(half.dequantize().nan_to_num(), value.dequantize()[:, 256:512].nan_to_num())
-    assert torch.equal(value.rows(1, 2).dequantize().nan_to_num(), value.dequantize()[1:].nan_to_num())
+    assert torch.equal(
+        value.rows(1, 2).dequantize().nan_to_num(), value.dequantize()[1:].nan_to_num()
+    )
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])

@@ -1,4 +1,6 @@
-"""GPTQ's and AWQ's layouts: exact both ways, and what their files say for themselves goes before their settings."""
+"""GPTQ's and AWQ's layouts: exact both ways, and what their files say for themselves goes before
+their settings.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,33 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PARTS = [
-    None, TensorSlice(0, ((0, 8),)), TensorSlice(0, ((9, 21), (3, 4))), TensorSlice(1, ((0, 64),)),
-    TensorSlice(1, ((40, 88),)), TensorSlice(1, ((64, 96),)),
-]  # fmt: skip
+    None,
+    TensorSlice(0, ((0, 8),)),
+    TensorSlice(0, ((9, 21), (3, 4))),
+    TensorSlice(1, ((0, 64),)),
+    TensorSlice(1, ((40, 88),)),
+    TensorSlice(1, ((64, 96),)),
+]
 
 
-def _random(rows: int, columns: int, scheme: QuantScheme, dtype: torch.dtype = torch.float16) -> QuantTensor:
+def _random(
+    rows: int, columns: int, scheme: QuantScheme, dtype: torch.dtype = torch.float16
+) -> QuantTensor:
     """Any codes, scales of both signs that float16 has, any zero points."""
     groups = scheme.groups(columns)
-    zero = None if scheme.symmetric else torch.randint(0, scheme.levels, (rows, groups), dtype=torch.uint8)
-    scale = torch.randn(rows, groups).to(torch.float16).to(torch.bfloat16 if dtype == torch.bfloat16 else dtype)
-    return QuantTensor(torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8), scale, zero, scheme)
+    zero = (
+        None
+        if scheme.symmetric
+        else torch.randint(0, scheme.levels, (rows, groups), dtype=torch.uint8)
+    )
+    scale = (
+        torch.randn(rows, groups)
+        .to(torch.float16)
+        .to(torch.bfloat16 if dtype == torch.bfloat16 else dtype)
+    )
+    return QuantTensor(
+        torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8), scale, zero, scheme
+    )
 
 
 def _words(fields: Tensor, bits: int) -> Tensor:
@@ -61,7 +79,11 @@ def _gptq(value: QuantTensor, order: Tensor | None = None, version: int = 1) -> 
     bits, columns = value.scheme.bits, value.shape[1]
     size = value.scheme.group_size or columns
     place = torch.arange(columns) if order is None else order
-    zero = torch.full(value.scale.shape, value.scheme.levels // 2) if value.zero is None else value.zero
+    zero = (
+        torch.full(value.scale.shape, value.scheme.levels // 2)
+        if value.zero is None
+        else value.zero
+    )
     ones = (2**32 - 1) // (2**bits - 1)
     qzeros = _words(zero.t(), bits)
     return {
@@ -82,7 +104,11 @@ def _awq(value: QuantTensor) -> dict[str, Tensor]:
             ordered[:, field::8] = codes[:, output::8]
         return _words(ordered, 4)
 
-    return {"qweight": packed(value.codes.t()), "qzeros": packed(zero.t()), "scales": value.scale.half().t()}
+    return {
+        "qweight": packed(value.codes.t()),
+        "qzeros": packed(zero.t()),
+        "scales": value.scale.half().t(),
+    }
 
 
 def _raw(tensors: Mapping[str, Tensor], folder: Path) -> RawModule:
@@ -93,7 +119,11 @@ def _raw(tensors: Mapping[str, Tensor], folder: Path) -> RawModule:
 
 
 def _equal(one: QuantTensor, other: QuantTensor) -> bool:
-    same = one.scheme == other.scheme and torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale)
+    same = (
+        one.scheme == other.scheme
+        and torch.equal(one.codes, other.codes)
+        and torch.equal(one.scale, other.scale)
+    )
     if one.zero is None or other.zero is None:
         return same and one.zero is other.zero
     return same and torch.equal(one.zero, other.zero)
@@ -101,25 +131,38 @@ def _equal(one: QuantTensor, other: QuantTensor) -> bool:
 
 _SCHEMES = [
     QuantScheme(bits, size, symmetric)
-    for bits in (4, 8) for size in (8, 32, 64, 128, None) for symmetric in (True, False)
-]  # fmt: skip
+    for bits in (4, 8)
+    for size in (8, 32, 64, 128, None)
+    for symmetric in (True, False)
+]
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("scheme", _SCHEMES, ids=str)
-def test_codes_lie_as_documented_and_come_back(method: str, scheme: QuantScheme, tmp_path: Path) -> None:
+def test_codes_lie_as_documented_and_come_back(
+    method: str, scheme: QuantScheme, tmp_path: Path
+) -> None:
     codec = METHODS[method].codec(scheme)
     if isinstance(codec, Reason):
         assert (method, scheme.bits) == ("awq", 8)
         return
     for rows in (8, 40):
         for columns in (128, 384):
-            value = _random(rows, columns, scheme, (torch.float16, torch.float32, torch.bfloat16)[columns // 192])
+            value = _random(
+                rows,
+                columns,
+                scheme,
+                (torch.float16, torch.float32, torch.bfloat16)[columns // 192],
+            )
             stored = codec.encode(value)
             assert isinstance(stored, list)
             spec = TensorSpec("m.weight", (rows, columns), DType.FLOAT16, scheme)
             names = [tensor.name.removeprefix("m.") for tensor in codec.stored(spec)]
-            expected = _gptq(value, version=1 if scheme.symmetric else 2) if method == "gptq" else _awq(value)
+            expected = (
+                _gptq(value, version=1 if scheme.symmetric else 2)
+                if method == "gptq"
+                else _awq(value)
+            )
             assert set(names) == set(expected)
             for name, tensor in zip(names, stored, strict=True):
                 assert torch.equal(tensor, expected[name]), name
@@ -133,7 +176,9 @@ def test_codes_lie_as_documented_and_come_back(method: str, scheme: QuantScheme,
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("rows", [1, 12, 31, 33])
-def test_odd_numbers_of_outputs_and_scales_beyond_float16_are_refused(method: str, rows: int) -> None:
+def test_odd_numbers_of_outputs_and_scales_beyond_float16_are_refused(
+    method: str, rows: int
+) -> None:
     scheme = QuantScheme(4, 32)
     codec = METHODS[method].codec(scheme)
     assert not isinstance(codec, Reason)
@@ -149,9 +194,15 @@ def test_odd_numbers_of_outputs_and_scales_beyond_float16_are_refused(method: st
 
 
 def _coded(
-    source: Path, folder: Path, settings: dict[str, Any], scheme: QuantScheme, *, act_order: bool = False,
-    version: int = 1, dtype: torch.dtype = torch.float16,
-) -> tuple[Path, Path]:  # fmt: skip
+    source: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    scheme: QuantScheme,
+    *,
+    act_order: bool = False,
+    version: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Path, Path]:
     """A folder's linears in GPTQ or AWQ, and another with the floats that they mean."""
     tensors, floats = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -170,13 +221,23 @@ def _coded(
         floats[name] = weight
     for path, stored in ((folder, tensors), (folder.with_name(f"{folder.name}-floats"), floats)):
         oracle.copy(source, path)
-        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in stored.items()},
+            path / "model.safetensors",
+        )
     oracle.edit_json(folder / "config.json", quantization_config=settings)
     return folder, folder.with_name(f"{folder.name}-floats")
 
 
 def _settings(bits: int = 4, size: int = 32, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": True, **more}
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "desc_act": False,
+        "sym": True,
+        **more,
+    }
 
 
 def _stated(values: dict[str, Any]) -> Settings:
@@ -188,7 +249,9 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, 
 
 @pytest.mark.parametrize("how", ["gptq", "act-order", "awq"])
 @pytest.mark.parametrize("case", ["llama", "phi3", "glm4", "mixtral"])
-def test_every_tensor_of_a_family_is_what_its_codes_mean(case: str, how: str, tmp_path: Path) -> None:
+def test_every_tensor_of_a_family_is_what_its_codes_mean(
+    case: str, how: str, tmp_path: Path
+) -> None:
     """Rows that are fused, permuted or of experts on disk, whole and in parts."""
     source = oracle.save(families.make(case), tmp_path / "source")
     settings, scheme = (_AWQ if how == "awq" else _settings()), QuantScheme(4, 32, how != "awq")
@@ -200,11 +263,16 @@ def test_every_tensor_of_a_family_is_what_its_codes_mean(case: str, how: str, tm
     for name in plain.names():
         spec = plain.info(name)
         parts: list[TensorSlice | None] = [None, TensorSlice(0, ((1, spec.shape[0] - 2),))]
-        parts += [TensorSlice(1, ((32, 64),)), TensorSlice(1, ((8, 40),))] if len(spec.shape) > 1 else []
+        parts += (
+            [TensorSlice(1, ((32, 64),)), TensorSlice(1, ((8, 40),))] if len(spec.shape) > 1 else []
+        )
         for part in parts:
             one, other = coded.load(name, part), plain.load(name, part)
             assert isinstance(other, Tensor)
-            assert torch.equal(one if isinstance(one, Tensor) else one.dequantize(), other), (name, part)
+            assert torch.equal(one if isinstance(one, Tensor) else one.dequantize(), other), (
+                name,
+                part,
+            )
 
 
 @pytest.fixture
@@ -212,10 +280,14 @@ def llama(tmp_path: Path) -> Path:
     return oracle.save(oracle.make("llama"), tmp_path / "source")
 
 
-def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(llama: Path, tmp_path: Path) -> None:
+def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(
+    llama: Path, tmp_path: Path
+) -> None:
     folder, _ = _coded(llama, tmp_path / "old", _settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config=None)
-    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": True}))
+    (folder / "quantize_config.json").write_text(
+        json.dumps({"bits": 4, "group_size": 32, "desc_act": True})
+    )
     tensors = load_file(folder / "model.safetensors")
     bias = "model.layers.0.mlp.up_proj.bias"
     save_file({**tensors, bias: torch.zeros(96, dtype=torch.float16)}, folder / "model.safetensors")
@@ -257,14 +329,19 @@ def test_modules_of_two_versions_are_refused(llama: Path, tmp_path: Path) -> Non
     one, _ = _coded(llama, tmp_path / "one", _settings(), QuantScheme(4, 32))
     two, _ = _coded(llama, tmp_path / "two", _settings(), QuantScheme(4, 32), version=2)
     name = "model.layers.2.mlp.down_proj.qzeros"
-    mixed = {**load_file(one / "model.safetensors"), name: load_file(two / "model.safetensors")[name]}
+    mixed = {
+        **load_file(one / "model.safetensors"),
+        name: load_file(two / "model.safetensors")[name],
+    }
     save_file(mixed, one / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"have another GPTQ version than others"):
         open_checkpoint(one)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_zero_points_of_zero_are_exact_under_version_1_or_refused(bits: int, tmp_path: Path) -> None:
+def test_zero_points_of_zero_are_exact_under_version_1_or_refused(
+    bits: int, tmp_path: Path
+) -> None:
     """GPTQModel's subtraction borrows from the next field; AutoGPTQ's fills what lies above."""
     scheme = QuantScheme(bits, 32, False)
     value = _random(32, 64, scheme)
@@ -284,20 +361,32 @@ def test_zero_points_of_zero_are_exact_under_version_1_or_refused(bits: int, tmp
         for output, field in enumerate(row):
             packed[group, output * bits // 32] |= (field << output * bits % 32) & 0xFFFFFFFF
     tensors["qzeros"] = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    with pytest.raises(UnsupportedError, match="zero points of 'm' were destroyed when they were packed"):
+    with pytest.raises(
+        UnsupportedError, match="zero points of 'm' were destroyed when they were packed"
+    ):
         settings["m"].spec(_raw(tensors, tmp_path), expected)
 
 
 def test_groups_that_do_not_divide_the_row_are_smaller_ones_that_repeat(tmp_path: Path) -> None:
-    """[8, 96] in groups of 64 has two scales a row, of which the second is for 32 inputs; of 40, three."""
-    for size, scheme in ((64, QuantScheme(4, 32)), (40, QuantScheme(4, 8)), (96, QuantScheme(4, 96))):
-        codec = METHODS["gptq"].read_settings(_stated(_settings(4, size)), ["m"], ["m.qweight"])["m"]
+    """[8, 96] in groups of 64 has two scales a row, of which the second is for 32 inputs; of 40,
+    three.
+    """
+    for size, scheme in (
+        (64, QuantScheme(4, 32)),
+        (40, QuantScheme(4, 8)),
+        (96, QuantScheme(4, 96)),
+    ):
+        codec = METHODS["gptq"].read_settings(_stated(_settings(4, size)), ["m"], ["m.qweight"])[
+            "m"
+        ]
         place = torch.arange(96) // size
         codes, scale = torch.randint(0, 16, (8, 96)), torch.randn(8, int(place.max()) + 1).half()
         tensors = {
-            "qweight": _words(codes, 4).t(), "qzeros": torch.full((scale.shape[1], 1), 0x77777777, dtype=torch.int32),
-            "scales": scale.t(), "g_idx": place.to(torch.int32),
-        }  # fmt: skip
+            "qweight": _words(codes, 4).t(),
+            "qzeros": torch.full((scale.shape[1], 1), 0x77777777, dtype=torch.int32),
+            "scales": scale.t(),
+            "g_idx": place.to(torch.int32),
+        }
         raw, expected = _raw(tensors, tmp_path), TensorSpec("m.weight", (8, 96), DType.FLOAT32)
         spec = codec.spec(raw, expected)
         assert spec.scheme == scheme
@@ -311,11 +400,23 @@ def test_groups_that_do_not_divide_the_row_are_smaller_ones_that_repeat(tmp_path
 def test_groups_too_small_for_a_scheme_are_read_as_floats(tmp_path: Path) -> None:
     codec = METHODS["gptq"].read_settings(_stated(_settings(8, 12)), ["m"], ["m.qweight"])["m"]
     place = torch.arange(48) // 12
-    codes, scale, zero = torch.randint(0, 256, (6, 48)), torch.randn(6, 4).half(), torch.randint(1, 256, (6, 4))
-    tensors = {"qweight": _words(codes, 8).t(), "qzeros": _words(zero.t() - 1, 8), "scales": scale.t()}
+    codes, scale, zero = (
+        torch.randint(0, 256, (6, 48)),
+        torch.randn(6, 4).half(),
+        torch.randint(1, 256, (6, 4)),
+    )
+    tensors = {
+        "qweight": _words(codes, 8).t(),
+        "qzeros": _words(zero.t() - 1, 8),
+        "scales": scale.t(),
+    }
     raw, expected = _raw(tensors, tmp_path), TensorSpec("m.weight", (6, 48), DType.BFLOAT16)
     spec = codec.spec(raw, expected)
-    assert (spec.scheme, spec.dtype, spec.stored_as) == (None, DType.BFLOAT16, "GPTQ in groups of 12")
+    assert (spec.scheme, spec.dtype, spec.stored_as) == (
+        None,
+        DType.BFLOAT16,
+        "GPTQ in groups of 12",
+    )
     weight = ((codes - zero[:, place]) * scale.float()[:, place]).bfloat16()
     for part in (
         None,
@@ -335,19 +436,59 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     "3 bits": ({"bits": 3}, None, r"bits per weight are not supported \(found 3"),
     "marlin": ({"checkpoint_format": "marlin"}, None, "this layout of GPTQ is not read"),
     "int16 words": ({"pack_dtype": "int16"}, None, "packed into other words"),
-    "a group size of text": ({"group_size": "128"}, None, "wrong type for 'quantization_config.group_size'"),
-    "another group size": ({"group_size": 64}, None, r"_proj\.qzeros' does not fit scheme int4-g64"),
+    "a group size of text": (
+        {"group_size": "128"},
+        None,
+        "wrong type for 'quantization_config.group_size'",
+    ),
+    "another group size": (
+        {"group_size": 64},
+        None,
+        r"_proj\.qzeros' does not fit scheme int4-g64",
+    ),
     "other bits": ({"bits": 8}, None, r"_proj\.qweight' does not fit scheme int8-g32"),
-    "a bad pattern": ({"dynamic": {"-:(": {}}}, None, "pattern of quantization_config.dynamic is invalid"),
+    "a bad pattern": (
+        {"dynamic": {"-:(": {}}},
+        None,
+        "pattern of quantization_config.dynamic is invalid",
+    ),
     "no scales": ({}, {_Q + "scales": None}, "its scales are missing"),
-    "a shape": ({}, {_Q + "qweight": torch.zeros(8, 63, dtype=torch.int32)}, "qweight' does not fit scheme int4-g32"),
-    "a wrong type": ({}, {_Q + "qweight": torch.zeros(8, 64)}, "qweight' does not fit scheme int4-g32"),
-    "whole scales": ({}, {_Q + "scales": torch.ones(2, 64, dtype=torch.int32)}, "scales' holds no floats"),
-    "a long index": ({}, {_Q + "g_idx": torch.zeros(65, dtype=torch.int32)}, "g_idx' does not fit scheme"),
-    "a group beyond": ({}, {_Q + "g_idx": torch.full((64,), 2, dtype=torch.int32)}, r"not exist \(found 2, expected 0"),
-    "a group below": ({}, {_Q + "g_idx": torch.full((64,), -1, dtype=torch.int32)}, r"not exist \(found -1"),
-    "floats besides": ({}, {_UP + "weight": torch.zeros(96, 64)}, "is there in floats and quantized"),
-}  # fmt: skip
+    "a shape": (
+        {},
+        {_Q + "qweight": torch.zeros(8, 63, dtype=torch.int32)},
+        "qweight' does not fit scheme int4-g32",
+    ),
+    "a wrong type": (
+        {},
+        {_Q + "qweight": torch.zeros(8, 64)},
+        "qweight' does not fit scheme int4-g32",
+    ),
+    "whole scales": (
+        {},
+        {_Q + "scales": torch.ones(2, 64, dtype=torch.int32)},
+        "scales' holds no floats",
+    ),
+    "a long index": (
+        {},
+        {_Q + "g_idx": torch.zeros(65, dtype=torch.int32)},
+        "g_idx' does not fit scheme",
+    ),
+    "a group beyond": (
+        {},
+        {_Q + "g_idx": torch.full((64,), 2, dtype=torch.int32)},
+        r"not exist \(found 2, expected 0",
+    ),
+    "a group below": (
+        {},
+        {_Q + "g_idx": torch.full((64,), -1, dtype=torch.int32)},
+        r"not exist \(found -1",
+    ),
+    "floats besides": (
+        {},
+        {_UP + "weight": torch.zeros(96, 64)},
+        "is there in floats and quantized",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", _BROKEN)
@@ -356,13 +497,19 @@ def test_what_contradicts_itself_is_refused(case: str, llama: Path, tmp_path: Pa
     folder, _ = _coded(llama, tmp_path / "coded", _settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config={**_settings(), **changes})
     stored = {**load_file(folder / "model.safetensors"), **(tensors or {})}
-    save_file({name: one for name, one in stored.items() if one is not None}, folder / "model.safetensors")
+    save_file(
+        {name: one for name, one in stored.items() if one is not None}, folder / "model.safetensors"
+    )
     with pytest.raises(QuantkitError, match=reported):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("changes", [{"version": "gemv"}, {"bits": 8}, {"format": "llm-awq"}], ids=str)
-def test_other_kinds_of_awq_are_refused(changes: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"version": "gemv"}, {"bits": 8}, {"format": "llm-awq"}], ids=str
+)
+def test_other_kinds_of_awq_are_refused(
+    changes: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
     folder, _ = _coded(llama, tmp_path / "coded", {**_AWQ}, QuantScheme(4, 32, False))
     oracle.edit_json(folder / "config.json", quantization_config={**_AWQ, **changes})
     with pytest.raises(UnsupportedError, match="AWQ"):
@@ -370,7 +517,9 @@ def test_other_kinds_of_awq_are_refused(changes: dict[str, Any], llama: Path, tm
 
 
 def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Path) -> None:
-    settings = _settings(dynamic={"-:.*lm_head": {}, r"+:.*\.1\.mlp\..*": {"bits": 8, "group_size": -1}})
+    settings = _settings(
+        dynamic={"-:.*lm_head": {}, r"+:.*\.1\.mlp\..*": {"bits": 8, "group_size": -1}}
+    )
     folder, _ = _coded(llama, tmp_path / "coded", settings, QuantScheme(4, 32))
     other, _ = _coded(llama, tmp_path / "other", settings, QuantScheme(8, None))
     theirs = {n: t for n, t in load_file(other / "model.safetensors").items() if ".1.mlp." in n}
@@ -381,12 +530,18 @@ def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Pa
     assert set(found.values()) == {QuantScheme(8, None), QuantScheme(4, 32)}
     written = METHODS["gptq"].write_settings(found, [*found, "lm_head"])
     assert len(written["dynamic"]) == 3
-    read = METHODS["gptq"].read_settings(_stated(written), found, [f"{name}.qweight" for name in found])
+    read = METHODS["gptq"].read_settings(
+        _stated(written), found, [f"{name}.qweight" for name in found]
+    )
     assert {module: codec.scheme for module, codec in read.items()} == found
 
 
 def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
-    experts = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(36) for expert in range(128)]
+    experts = [
+        f"model.layers.{layer}.mlp.experts.{expert}.down_proj"
+        for layer in range(36)
+        for expert in range(128)
+    ]
     kept = {f"model.layers.{layer}.self_attn.o_proj": QuantScheme(4, 32) for layer in range(36)}
     written = METHODS["gptq"].write_settings(kept, [*kept, *experts])
     assert len(written["dynamic"]) == len(experts) == 4608
@@ -398,10 +553,16 @@ def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
         METHODS["gptq"].read_settings(_stated({**written, "dynamic": patterns}), kept, stored)
 
 
-@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, 8, False), QuantScheme(8, None)], ids=str)
-def test_theirs_goes_to_ours_and_back_to_the_same_bytes(scheme: QuantScheme, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(4, 32), QuantScheme(4, 8, False), QuantScheme(8, None)], ids=str
+)
+def test_theirs_goes_to_ours_and_back_to_the_same_bytes(
+    scheme: QuantScheme, llama: Path, tmp_path: Path
+) -> None:
     settings = _settings(scheme.bits, scheme.group_size or -1, sym=scheme.symmetric)
-    theirs, _ = _coded(llama, tmp_path / "theirs", settings, scheme, version=1 if scheme.symmetric else 2)
+    theirs, _ = _coded(
+        llama, tmp_path / "theirs", settings, scheme, version=1 if scheme.symmetric else 2
+    )
     there = tmp_path / "theirs"
     for number, to in enumerate(["compressed-tensors", "gptq", "awq", "gptq"]):
         if (to, scheme.bits) != ("awq", 8):
@@ -424,7 +585,11 @@ INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
     [
         ("gptq", [INT4, INT4, None], "gptqmodel, transformers with gptqmodel, vLLM"),
         ("gptq", [INT8, INT8, None], "gptqmodel, transformers with gptqmodel, vLLM on GPUs"),
-        ("gptq", [QuantScheme(4, 32, False)] * 2 + [None], "gptqmodel, transformers with gptqmodel"),
+        (
+            "gptq",
+            [QuantScheme(4, 32, False)] * 2 + [None],
+            "gptqmodel, transformers with gptqmodel",
+        ),
         ("gptq", [INT4, None, None], "gptqmodel, vLLM"),
         ("gptq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
         ("gptq", [INT4, INT8, None], "gptqmodel, vLLM on GPUs"),
@@ -433,5 +598,10 @@ INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
         ("awq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
     ],
 )
-def test_who_loads_a_folder_is_as_was_tried(method: str, schemes_of: list[QuantScheme | None], readers: str) -> None:
-    assert METHODS[method].readers(dict(zip(("a", "b", "lm_head"), schemes_of, strict=True))) == readers
+def test_who_loads_a_folder_is_as_was_tried(
+    method: str, schemes_of: list[QuantScheme | None], readers: str
+) -> None:
+    assert (
+        METHODS[method].readers(dict(zip(("a", "b", "lm_head"), schemes_of, strict=True)))
+        == readers
+    )

@@ -1,4 +1,6 @@
-"""GPTQ's zero points: any come back, and codes tell which version they are of, not a value that they happen to have."""
+"""GPTQ's zero points: any come back, and codes tell which version they are of, not a value that
+they happen to have.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,15 @@ def _around(weight: Tensor, zero: int | None, bits: int, above: float = 0.0) -> 
     scheme, (rows, columns) = QuantScheme(bits, 32, False), weight.shape
     groups, top = weight.float().reshape(rows, columns // 32, 32), scheme.levels - 1
     scale = (groups.abs().amax(-1) / (scheme.levels / 2 - 1)).half()
-    points = torch.full(scale.shape, zero) if zero is not None else torch.randint(6, 11, scale.shape)
-    codes = (groups / scale.float().unsqueeze(-1) + points.unsqueeze(-1) + above).round().clamp(0, top)
-    return QuantTensor(codes.reshape(rows, columns).to(torch.uint8), scale, points.to(torch.uint8), scheme)
+    points = (
+        torch.full(scale.shape, zero) if zero is not None else torch.randint(6, 11, scale.shape)
+    )
+    codes = (
+        (groups / scale.float().unsqueeze(-1) + points.unsqueeze(-1) + above).round().clamp(0, top)
+    )
+    return QuantTensor(
+        codes.reshape(rows, columns).to(torch.uint8), scale, points.to(torch.uint8), scheme
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +79,23 @@ def test_any_zero_points_go_to_gptq_and_come_back(
         assert value.zero is not None
         columns[name.removesuffix(".weight")] = weight.shape[1]
         tensors |= {
-            f"{name}_packed": _words(value.codes, bits), f"{name}_scale": value.scale,
+            f"{name}_packed": _words(value.codes, bits),
+            f"{name}_scale": value.scale,
             f"{name}_zero_point": _words(value.zero.t(), bits).t().contiguous(),
             f"{name}_shape": torch.tensor(weight.shape),
-        }  # fmt: skip
+        }
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    settings = method.write_settings(dict.fromkeys(columns, value.scheme), {**columns, "lm_head": 0})
+    settings = method.write_settings(
+        dict.fromkeys(columns, value.scheme), {**columns, "lm_head": 0}
+    )
     oracle.edit_json(source / "config.json", quantization_config=settings)
     there = quantkit.convert(source, tmp_path / "there", to="gptq", source_check=False)
     assert there.exact is not None
     assert there.exact.tensors == there.exact.equal == len(schemes(open_checkpoint(source)))
     quantkit.convert(tmp_path / "there", tmp_path / "again", to="gptq", source_check=False)
-    quantkit.convert(tmp_path / "again", tmp_path / "back", to="compressed-tensors", source_check=False)
+    quantkit.convert(
+        tmp_path / "again", tmp_path / "back", to="compressed-tensors", source_check=False
+    )
     assert quantkit.verify(source, tmp_path / "back").verdict == quantkit.Verdict.SAME
 
 
@@ -93,14 +106,20 @@ def _read(
     shape: tuple[int, int] = (32, 96),
 ) -> tuple[list[QuantTensor], list[str]]:
     """What modules hold by their settings, and what the user is told."""
-    stored = {f"{name}.{leaf}": part.contiguous() for name, own in modules.items() for leaf, part in own.items()}
+    stored = {
+        f"{name}.{leaf}": part.contiguous()
+        for name, own in modules.items()
+        for leaf, part in own.items()
+    }
     save_file(stored, folder / "model.safetensors")
     file, notes = open_file(folder / "model.safetensors"), list[str]()
     codecs = METHODS[settings["quant_method"]].read_settings(_stated(settings), modules, stored)
     found = []
     for name, codec in codecs.items():
         raw = RawModule(name, dict.fromkeys(file.tensors, file), folder, notes)
-        value = codec.decode(raw, codec.spec(raw, TensorSpec(f"{name}.weight", shape, DType.FLOAT32)))
+        value = codec.decode(
+            raw, codec.spec(raw, TensorSpec(f"{name}.weight", shape, DType.FLOAT32))
+        )
         assert isinstance(value, QuantTensor)
         found.append(value)
     return found, notes
@@ -118,7 +137,10 @@ def test_constant_zero_points_report_no_version_where_codes_do(
 ) -> None:
     """7 is stored by version 2 of z = 7, 8 by version 1 of z = 9: neither is symmetric."""
     zero = {1: 9, 2: 7}[version]
-    values = [_around(torch.randn(32, 96), zero if number == 1 or not one else None, 4) for number in range(7)]
+    values = [
+        _around(torch.randn(32, 96), zero if number == 1 or not one else None, 4)
+        for number in range(7)
+    ]
     modules = {f"m{number}": _gptq(value, version=version) for number, value in enumerate(values)}
     settings = _settings(sym=False, checkpoint_format=None if stated is None else FORMAT[stated])
     found, notes = _read(tmp_path, modules, settings)
@@ -130,14 +152,24 @@ def test_constant_zero_points_report_no_version_where_codes_do(
 @pytest.mark.parametrize(
     ("stored", "stated", "sym", "means"),
     [
-        (7, 1, False, 8), (7, 2, False, 7), (8, 1, False, 9), (8, 2, False, 8), (7, None, False, 8),
-        (8, None, False, 8), (7, 2, True, 8), (8, 1, True, 8), (5, None, False, 6),
+        (7, 1, False, 8),
+        (7, 2, False, 7),
+        (8, 1, False, 9),
+        (8, 2, False, 8),
+        (7, None, False, 8),
+        (8, None, False, 8),
+        (7, 2, True, 8),
+        (8, 1, True, 8),
+        (5, None, False, 6),
     ],
-)  # fmt: skip
+)
 def test_where_codes_cannot_report_the_settings_do_and_then_the_constant(
     stored: int, stated: int | None, sym: bool, means: int, tmp_path: Path
 ) -> None:
-    modules = {f"m{number}": _gptq(_around(torch.randn(32, 96) / 4, stored, 4, 0.5), version=2) for number in range(7)}
+    modules = {
+        f"m{number}": _gptq(_around(torch.randn(32, 96) / 4, stored, 4, 0.5), version=2)
+        for number in range(7)
+    }
     settings = _settings(sym=sym, checkpoint_format=None if stated is None else FORMAT[stated])
     for value in _read(tmp_path, modules, settings)[0]:
         assert _symmetric(value) == (means == 8)
@@ -145,12 +177,20 @@ def test_where_codes_cannot_report_the_settings_do_and_then_the_constant(
 
 
 def test_groups_of_one_sign_report_no_version(tmp_path: Path) -> None:
-    """Their zero point is 0, and their codes lie above it: together with others as if all were one step off."""
+    """Their zero point is 0, and their codes lie above it: together with others as if all were
+    one step off.
+    """
     values = []
     for _ in range(7):
-        value, positive = _around(torch.randn(32, 96), None, 4), _around(torch.randn(32, 96).abs(), 0, 4)
+        value, positive = (
+            _around(torch.randn(32, 96), None, 4),
+            _around(torch.randn(32, 96).abs(), 0, 4),
+        )
         assert value.zero is not None
-        for mixed, own in ((value.codes[:, :32], positive.codes[:, :32]), (value.scale[:, 0], positive.scale[:, 0])):
+        for mixed, own in (
+            (value.codes[:, :32], positive.codes[:, :32]),
+            (value.scale[:, 0], positive.scale[:, 0]),
+        ):
             mixed.copy_(own)
         value.zero[:, 0] = 0
         values.append(value)
@@ -174,7 +214,9 @@ def test_codes_of_two_versions_are_refused_and_odd_weights_outvoted(tmp_path: Pa
 
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize(("bits", "columns"), [(4, 100), (8, 102)])
-def test_whole_rows_whose_inputs_fill_no_word_are_read(bits: int, columns: int, indexed: bool, tmp_path: Path) -> None:
+def test_whole_rows_whose_inputs_fill_no_word_are_read(
+    bits: int, columns: int, indexed: bool, tmp_path: Path
+) -> None:
     scheme, modules = QuantScheme(bits, None, False), {}
     for number in range(7):
         weight = torch.randn(32, columns)
@@ -182,8 +224,12 @@ def test_whole_rows_whose_inputs_fill_no_word_are_read(bits: int, columns: int, 
         zero = torch.randint(6, 11, scale.shape, dtype=torch.uint8) + scheme.levels // 2 - 8
         codes = (weight / scale.float() + zero).round().clamp(0, scheme.levels - 1).to(torch.uint8)
         own = _gptq(QuantTensor(codes, scale, zero, scheme), version=1)
-        modules[f"m{number}"] = own if indexed else {name: one for name, one in own.items() if name != "g_idx"}
-    found, notes = _read(tmp_path, modules, _settings(bits, -1, checkpoint_format="gptq"), (32, columns))
+        modules[f"m{number}"] = (
+            own if indexed else {name: one for name, one in own.items() if name != "g_idx"}
+        )
+    found, notes = _read(
+        tmp_path, modules, _settings(bits, -1, checkpoint_format="gptq"), (32, columns)
+    )
     assert torch.equal(found[6].codes, codes)
     assert found[6].zero is not None
     assert torch.equal(found[6].zero, zero)
@@ -202,15 +248,22 @@ def test_a_zero_point_of_0_that_borrows_is_reported_once_unless_its_packer_is_kn
         modules[f"m{number}"] = _gptq(value, version=1)
     settings = _settings(checkpoint_format="gptq", meta={"quantizer": [writer]})
     notes = _read(tmp_path, modules, settings)[1]
-    assert ["zero points stored as 15, the first in 'm1'" in note for note in notes] == [True] * (writer is None)
+    assert ["zero points stored as 15, the first in 'm1'" in note for note in notes] == [True] * (
+        writer is None
+    )
 
 
 @pytest.mark.parametrize("settings", [_settings(), _AWQ], ids=["gptq", "awq"])
 def test_rotated_models_are_refused(settings: dict[str, Any]) -> None:
     for rotation in (None, "", "hadamard"):
-        method, stated = METHODS[settings["quant_method"]], _stated({**settings, "rotation": rotation})
+        method, stated = (
+            METHODS[settings["quant_method"]],
+            _stated({**settings, "rotation": rotation}),
+        )
         if not rotation:
             assert method.read_settings(stated, ["m"], ["m.qweight"])
             continue
-        with pytest.raises(UnsupportedError, match=r"rotated at run time are not read \(found rotation 'hadamard'"):
+        with pytest.raises(
+            UnsupportedError, match=r"rotated at run time are not read \(found rotation 'hadamard'"
+        ):
             method.read_settings(stated, ["m"], ["m.qweight"])

@@ -33,12 +33,19 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCHEMES = [QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 96, 128, 256)]
-SCHEMES += [QuantScheme(8, None), QuantScheme(4, None), QuantScheme(4, 32, False), QuantScheme(8, 64, False)]
+SCHEMES += [
+    QuantScheme(8, None),
+    QuantScheme(4, None),
+    QuantScheme(4, 32, False),
+    QuantScheme(8, 64, False),
+]
 UP = "model.layers.0.mlp.up_proj"
 AFFINE = {"group_size": 32, "bits": 4, "mode": "affine"}
 
 
-def _value(scheme: QuantScheme, dtype: torch.dtype, rows: int = 7, columns: int = 768) -> QuantTensor:
+def _value(
+    scheme: QuantScheme, dtype: torch.dtype, rows: int = 7, columns: int = 768
+) -> QuantTensor:
     """Random codes and scales of both signs; with zero points the scales have few bits."""
     generator = torch.Generator().manual_seed(scheme.bits * rows + columns)
     codes = torch.randint(0, scheme.levels, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -47,14 +54,18 @@ def _value(scheme: QuantScheme, dtype: torch.dtype, rows: int = 7, columns: int 
     if scheme.symmetric:
         return QuantTensor(codes, scale, None, scheme)
     zero = torch.randint(0, scheme.levels, shape, generator=generator, dtype=torch.uint8)
-    steps = torch.randint(-3, 3, shape, generator=generator).float().exp2() * torch.sign(scale.float())
+    steps = torch.randint(-3, 3, shape, generator=generator).float().exp2() * torch.sign(
+        scale.float()
+    )
     return QuantTensor(codes, steps.to(dtype), zero, scheme)
 
 
 def _raw(tensors: dict[str, Tensor], folder: Path) -> RawModule:
     """A module of a file with these tensors, by what their names end with."""
     folder.mkdir(exist_ok=True)
-    save_file({f"up.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {f"up.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     file = open_file(folder / "model.safetensors")
     return RawModule("up", dict.fromkeys(file.tensors, file), folder)
 
@@ -62,20 +73,34 @@ def _raw(tensors: dict[str, Tensor], folder: Path) -> RawModule:
 def _equal(one: Tensor | QuantTensor, other: Tensor | QuantTensor) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    same = torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale) and one.scheme == other.scheme
+    same = (
+        torch.equal(one.codes, other.codes)
+        and torch.equal(one.scale, other.scale)
+        and one.scheme == other.scheme
+    )
     return same and (one.zero is other.zero or torch.equal(one.zero, other.zero))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_codes_come_back_as_they_were(scheme: QuantScheme, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_codes_come_back_as_they_were(
+    scheme: QuantScheme, dtype: torch.dtype, tmp_path: Path
+) -> None:
     value, codec = _value(scheme, dtype), Mlx().codec(scheme)
     assert isinstance(codec, Affine)
-    written, spec = codec.encode(value), TensorSpec("up.weight", value.shape, DType.of(dtype), scheme)
+    written, spec = (
+        codec.encode(value),
+        TensorSpec("up.weight", value.shape, DType.of(dtype), scheme),
+    )
     assert isinstance(written, list)
     stored = codec.stored(spec)
-    assert [(DType.of(one.dtype), tuple(one.shape)) for one in written] == [(one.dtype, one.shape) for one in stored]
-    raw = _raw({one.name.removeprefix("up."): tensor for one, tensor in zip(stored, written, strict=True)}, tmp_path)
+    assert [(DType.of(one.dtype), tuple(one.shape)) for one in written] == [
+        (one.dtype, one.shape) for one in stored
+    ]
+    raw = _raw(
+        {one.name.removeprefix("up."): tensor for one, tensor in zip(stored, written, strict=True)},
+        tmp_path,
+    )
     assert _equal(codec.decode(raw, spec), value)  # as the encoder reads it back
     found = Affine().spec(raw, TensorSpec("up.weight", value.shape, DType.FLOAT32))
     again = Affine().decode(raw, found)
@@ -83,7 +108,11 @@ def test_codes_come_back_as_they_were(scheme: QuantScheme, dtype: torch.dtype, t
     assert torch.equal(again.dequantize(), value.dequantize())
     if scheme.group_size in (32, 64, 128) or scheme == QuantScheme(8, None):
         assert _equal(again, value)
-    for part in (TensorSlice(0, ((1, 3), (5, 6))), TensorSlice(1, ((256, 576),)), TensorSlice(1, ((8, 40),))):
+    for part in (
+        TensorSlice(0, ((1, 3), (5, 6))),
+        TensorSlice(1, ((256, 576),)),
+        TensorSlice(1, ((8, 40),)),
+    ):
         piece = Affine().decode(raw, found, part)
         assert isinstance(piece, QuantTensor)
         assert torch.equal(piece.dequantize(), part.of(value.dequantize()))
@@ -97,8 +126,12 @@ def test_float_offsets_are_read_as_floats(bits: int, tmp_path: Path) -> None:
     words = torch.empty(rows, columns * bits // 32, dtype=torch.int64)
     for row in range(rows):
         stream = sum(int(code) << (place * bits) for place, code in enumerate(codes[row]))
-        words[row] = torch.tensor([stream >> (32 * word) & 0xFFFFFFFF for word in range(words.shape[1])])
-    scale, offset = (torch.randn(rows, columns // size, generator=generator).bfloat16() for _ in range(2))
+        words[row] = torch.tensor(
+            [stream >> (32 * word) & 0xFFFFFFFF for word in range(words.shape[1])]
+        )
+    scale, offset = (
+        torch.randn(rows, columns // size, generator=generator).bfloat16() for _ in range(2)
+    )
     raw = _raw({"weight": words.to(torch.uint32), "scales": scale, "biases": offset}, tmp_path)
     wide = [one.float().repeat_interleave(size, 1) for one in (scale, offset)]
     expected = codes * wide[0] + wide[1]
@@ -118,12 +151,20 @@ def test_float_offsets_are_read_as_floats(bits: int, tmp_path: Path) -> None:
     [
         (lambda one: one.scale.fill_(10_000), "offset of a group (found -8 steps of 10000"),
         (lambda one: one.scale.fill_(math.nan), "offset of a group"),
-        (lambda one: one.zero.fill_(7) + one.scale.fill_(1.0009765625), "offset of a group (found -7 steps of 1.00098"),
-        (lambda one: one.zero.fill_(7) + one.scale.fill_(0), "offset of a group (found -7 steps of 0,"),
+        (
+            lambda one: one.zero.fill_(7) + one.scale.fill_(1.0009765625),
+            "offset of a group (found -7 steps of 1.00098",
+        ),
+        (
+            lambda one: one.zero.fill_(7) + one.scale.fill_(0),
+            "offset of a group (found -7 steps of 0,",
+        ),
     ],
     ids=["too large", "no number", "between two floats", "no step"],
 )
-def test_what_an_offset_cannot_say_is_refused(change: Callable[[QuantTensor], object], problem: str) -> None:
+def test_what_an_offset_cannot_say_is_refused(
+    change: Callable[[QuantTensor], object], problem: str
+) -> None:
     value = _value(QuantScheme(4, 32, "zero" not in change.__code__.co_names), torch.float16)
     change(value)
     reason = Affine(value.scheme).encode(value)
@@ -134,7 +175,9 @@ def test_what_an_offset_cannot_say_is_refused(change: Callable[[QuantTensor], ob
 def test_groups_that_mlx_has_not_are_refused() -> None:
     assert isinstance(Mlx().codec(QuantScheme(4, 48)), Reason)
     spec = TensorSpec("up.weight", (8, 80), DType.FLOAT16, QuantScheme(8, None))
-    with pytest.raises(UnsupportedError, match=r"'up.weight' .* as mlx: MLX has no groups .*int8 of 80 columns"):
+    with pytest.raises(
+        UnsupportedError, match=r"'up.weight' .* as mlx: MLX has no groups .*int8 of 80 columns"
+    ):
         Affine().stored(spec)
 
 
@@ -149,11 +192,14 @@ def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three schemes, and rows that MLX's largest groups do not divide."""
     folder = tmp_path_factory.mktemp("quantized") / "mixed"
     overrides = (
-        Override("*.v_proj", QuantScheme(8, None)), Override("*.down_proj", QuantScheme(8, None)),
+        Override("*.v_proj", QuantScheme(8, None)),
+        Override("*.down_proj", QuantScheme(8, None)),
         Override("*.o_proj", None),
-    )  # fmt: skip
+    )
     recipe = Recipe(QuantScheme(4, 32), overrides)
-    quantkit.quantize(model, folder, recipe, source_check=False, accept_quality_loss=True, method="rtn")
+    quantkit.quantize(
+        model, folder, recipe, source_check=False, accept_quality_loss=True, method="rtn"
+    )
     return folder
 
 
@@ -166,7 +212,10 @@ def mlx(quantized: Path, tmp_path: Path) -> Path:
 def test_a_folder_comes_back_byte_by_byte(quantized: Path, mlx: Path, tmp_path: Path) -> None:
     raw = json.loads((mlx / "config.json").read_text())
     by_row = {"group_size": 64, "bits": 8, "mode": "affine"}
-    own = {"model.layers.0.self_attn.v_proj": by_row, "model.layers.0.mlp.down_proj": {**by_row, "group_size": 32}}
+    own = {
+        "model.layers.0.self_attn.v_proj": by_row,
+        "model.layers.0.mlp.down_proj": {**by_row, "group_size": 32},
+    }
     assert raw["quantization"] == raw["quantization_config"] == AFFINE | own
     assert verify(quantized, mlx).verdict is Verdict.SAME
     assert quantkit.inspect(mlx).readers == ["quantkit", "mlx-lm"]
@@ -194,25 +243,34 @@ def _offset(module: str, tensors: dict[str, Tensor], bits: int = 4, *, exact: bo
     """Put codes with scales and offsets in the place of a weight."""
     shape = tensors[f"{module}.weight"].shape
     generator = torch.Generator().manual_seed(3)
-    words = torch.randint(-(2**31), 2**31, (*shape[:-1], shape[-1] * bits // 32), generator=generator)
+    words = torch.randint(
+        -(2**31), 2**31, (*shape[:-1], shape[-1] * bits // 32), generator=generator
+    )
     scale = torch.rand(*shape[:-1], shape[-1] // 32, generator=generator).bfloat16() / 16
     tensors[f"{module}.weight"] = words.to(torch.int32).view(torch.uint32)
     tensors[f"{module}.scales"] = scale
     tensors[f"{module}.biases"] = scale * -(1 << (bits - 1)) if exact else -scale * 7.25
 
 
-def _edited(model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object], **settings: Any) -> Path:
+def _edited(
+    model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object], **settings: Any
+) -> Path:
     oracle.copy(model, folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
-    changes = {"quantization": {**AFFINE, **settings}, "quantization_config": {**AFFINE, **settings}}
+    changes = {
+        "quantization": {**AFFINE, **settings},
+        "quantization_config": {**AFFINE, **settings},
+    }
     oracle.edit_json(folder / "config.json", **changes)
     return folder
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_is_read_with_its_codes_whatever_they_are(tied: bool, model: Path, tmp_path: Path) -> None:
+def test_an_embedding_is_read_with_its_codes_whatever_they_are(
+    tied: bool, model: Path, tmp_path: Path
+) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         if tied:
             del tensors["lm_head.weight"]
@@ -222,7 +280,9 @@ def test_an_embedding_is_read_with_its_codes_whatever_they_are(tied: bool, model
     folder = _edited(model, tmp_path / "mlx", edit)  # mlx-lm takes bits from the tensors
     oracle.edit_json(folder / "config.json", tie_word_embeddings=tied)
     source = open_checkpoint(folder)
-    assert schemes(source) == dict.fromkeys(["model.embed_tokens", *([] if tied else ["lm_head"])], QuantScheme(8, 32))
+    assert schemes(source) == dict.fromkeys(
+        ["model.embed_tokens", *([] if tied else ["lm_head"])], QuantScheme(8, 32)
+    )
     assert (read_as_floats(source), source.notes) == ({}, [])
     tensors = load_file(folder / "model.safetensors")
     codes = tensors["model.embed_tokens.weight"].view(torch.uint8)
@@ -236,12 +296,18 @@ def test_an_embedding_is_read_with_its_codes_whatever_they_are(tied: bool, model
     assert torch.equal(some.dequantize(), part.of(expected))
     quantkit.convert(folder, tmp_path / "out", to="mlx", source_check=False)
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(one, written[name]) for name, one in tensors.items() if "embed_tokens" in name)
+    assert all(
+        torch.equal(one, written[name]) for name, one in tensors.items() if "embed_tokens" in name
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
-    many = {"num_local_experts": 3} if kind == "mixtral" else {"num_experts": 3, "moe_intermediate_size": 64}
+    many = (
+        {"num_local_experts": 3}
+        if kind == "mixtral"
+        else {"num_experts": 3, "moe_intermediate_size": 64}
+    )
     made = oracle.make(kind, num_hidden_layers=1, num_experts_per_tok=2, **many).bfloat16()
     model = oracle.save(made, tmp_path / "model")
     before = {name: open_checkpoint(model).load(name) for name in open_checkpoint(model).names()}
@@ -251,7 +317,10 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
         for name in [name for name in tensors if ".experts." in name]:
             del tensors[name]
         for role in ("gate", "up", "down"):
-            parts = [before[f"model.layers.0.mlp.experts.{expert}.{role}_proj.weight"] for expert in range(3)]
+            parts = [
+                before[f"model.layers.0.mlp.experts.{expert}.{role}_proj.weight"]
+                for expert in range(3)
+            ]
             tensors[f"{layer}.switch_mlp.{role}_proj.weight"] = torch.stack(parts)  # type: ignore[arg-type]
         _offset(f"{layer}.switch_mlp.up_proj", tensors, exact=True)
         _offset(f"{layer}.switch_mlp.down_proj", tensors)
@@ -259,22 +328,30 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
 
     folder = _edited(model, tmp_path / "mlx", edit)
     source, tensors = open_checkpoint(folder), load_file(folder / "model.safetensors")
-    assert schemes(source) == {f"model.layers.0.mlp.experts.{one}.up_proj": QuantScheme(4, 32) for one in range(3)}
+    assert schemes(source) == {
+        f"model.layers.0.mlp.experts.{one}.up_proj": QuantScheme(4, 32) for one in range(3)
+    }
     downs = [f"model.layers.0.mlp.experts.{one}.down_proj.weight" for one in range(3)]
     gate = {"model.layers.0.mlp.gate.weight": "int8-g32"}
     assert read_as_floats(source) == gate | dict.fromkeys(downs, "MLX with float offsets")
     for role, middle in (("up", 8), ("down", 7.25)):
-        module, name = f"{layer}.switch_mlp.{role}_proj", f"model.layers.0.mlp.experts.1.{role}_proj.weight"
+        module, name = (
+            f"{layer}.switch_mlp.{role}_proj",
+            f"model.layers.0.mlp.experts.1.{role}_proj.weight",
+        )
         data = tensors[f"{module}.weight"][1].view(torch.uint8)
         codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).float()
         scale, offset = (
-            tensors[f"{module}.{leaf}"][1].float().repeat_interleave(32, 1) for leaf in ("scales", "biases")
+            tensors[f"{module}.{leaf}"][1].float().repeat_interleave(32, 1)
+            for leaf in ("scales", "biases")
         )
         expected = codes * scale + offset
         for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
             found = source.load(name, part)
             found = found.dequantize().bfloat16() if isinstance(found, QuantTensor) else found
-            assert torch.equal(found, expected.bfloat16() if part is None else part.of(expected).bfloat16()), middle
+            assert torch.equal(
+                found, expected.bfloat16() if part is None else part.of(expected).bfloat16()
+            ), middle
     untouched = "model.layers.0.mlp.experts.2.gate_proj.weight"
     assert _equal(source.load(untouched), before[untouched])
 
@@ -294,11 +371,17 @@ def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: P
     assert schemes(floats) == {"model.layers.0.mlp.gate_proj": QuantScheme(4, 32)}
     wide, narrow = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (8, 4))
     assert schemes(coded) == {
-        "model.embed_tokens": narrow, UP: narrow, "model.layers.0.mlp.gate_proj": QuantScheme(4, 32),
+        "model.embed_tokens": narrow,
+        UP: narrow,
+        "model.layers.0.mlp.gate_proj": QuantScheme(4, 32),
         "model.layers.0.mlp.down_proj": wide,
-    }  # fmt: skip
+    }
     assert not coded.notes
-    assert (str(wide), str(narrow), str(replace(narrow, group_size=64))) == ("q8_1", "q4_1", "q4_1-g64")
+    assert (str(wide), str(narrow), str(replace(narrow, group_size=64))) == (
+        "q8_1",
+        "q4_1",
+        "q4_1-g64",
+    )
     for name in (f"{UP}.weight", "model.layers.0.mlp.down_proj.weight"):
         for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
             found, value = coded.load(name, part), floats.load(name, part)
@@ -315,11 +398,17 @@ def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_are_written_as_one_module(kind: str, tmp_path: Path) -> None:
-    many = {"num_local_experts": 3} if kind == "mixtral" else {"num_experts": 3, "moe_intermediate_size": 64}
+    many = (
+        {"num_local_experts": 3}
+        if kind == "mixtral"
+        else {"num_experts": 3, "moe_intermediate_size": 64}
+    )
     made = oracle.make(kind, num_hidden_layers=1, num_experts_per_tok=2, **many).bfloat16()
     model = oracle.save(made, tmp_path / "model")
     recipe = Recipe(QuantScheme(4, 32), (Override("*.down_proj", QuantScheme(8, None)),))
-    quantkit.quantize(model, tmp_path / "int4", recipe, source_check=False, accept_quality_loss=True, method="rtn")
+    quantkit.quantize(
+        model, tmp_path / "int4", recipe, source_check=False, accept_quality_loss=True, method="rtn"
+    )
     quantkit.convert(tmp_path / "int4", tmp_path / "mlx", to="mlx", source_check=False)
     bank = "model.layers.0." + ("block_sparse_moe" if kind == "mixtral" else "mlp") + ".switch_mlp"
     size = 96 if kind == "mixtral" else 64
@@ -330,13 +419,25 @@ def test_experts_are_written_as_one_module(kind: str, tmp_path: Path) -> None:
     by_row = {"group_size": 32 if kind == "mixtral" else 64, "bits": 8, "mode": "affine"}
     assert own == AFFINE | {f"{bank}.down_proj": by_row}
     assert verify(tmp_path / "int4", tmp_path / "mlx").verdict is Verdict.SAME
-    quantkit.convert(tmp_path / "mlx", tmp_path / "back", to="compressed-tensors", source_check=False)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "int4" / name).read_bytes(), name
-    direct = quantkit.quantize(
-        model, tmp_path / "direct", recipe, to="mlx", source_check=False, accept_quality_loss=True, method="rtn"
+    quantkit.convert(
+        tmp_path / "mlx", tmp_path / "back", to="compressed-tensors", source_check=False
     )
-    assert (direct.path / "model.safetensors").read_bytes() == (tmp_path / "mlx" / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "int4" / name).read_bytes(), (
+            name
+        )
+    direct = quantkit.quantize(
+        model,
+        tmp_path / "direct",
+        recipe,
+        to="mlx",
+        source_check=False,
+        accept_quality_loss=True,
+        method="rtn",
+    )
+    assert (direct.path / "model.safetensors").read_bytes() == (
+        tmp_path / "mlx" / "model.safetensors"
+    ).read_bytes()
 
 
 Edit = Callable[[dict[str, Tensor]], object]
@@ -347,25 +448,57 @@ def _set(name: str, tensor: Tensor) -> Edit:
 
 
 DAMAGES: dict[str, tuple[Edit, dict[str, Any], str]] = {
-    "a mode": (lambda _: None, {"mode": "mxfp4"}, "names a mode of MLX that is not read .*'mxfp4', expected affine"),
-    "a module's mode": (lambda _: None, {UP: {"mode": "nvfp4"}}, "mode of MLX that is not read .*'nvfp4'"),
+    "a mode": (
+        lambda _: None,
+        {"mode": "mxfp4"},
+        "names a mode of MLX that is not read .*'mxfp4', expected affine",
+    ),
+    "a module's mode": (
+        lambda _: None,
+        {UP: {"mode": "nvfp4"}},
+        "mode of MLX that is not read .*'nvfp4'",
+    ),
     "no bits": (lambda _: None, {"bits": None}, "lacks the key 'bits'"),
     "bits as a text": (lambda _: None, {"bits": "4"}, "wrong type for 'quantization_config.bits'"),
     "a module's settings": (lambda _: None, {UP: 4}, "wrong type for"),
-    "other bits by name": (lambda _: None, {UP: {"bits": 8}}, "disagree with the config .*4 bits .*8 bits"),
+    "other bits by name": (
+        lambda _: None,
+        {UP: {"bits": 8}},
+        "disagree with the config .*4 bits .*8 bits",
+    ),
     "other groups by name": (lambda _: None, {UP: {"group_size": 64}}, "disagree with the config"),
-    "quantized and not": (lambda _: None, {UP: False}, "says that '.*up_proj' is not quantized .*up_proj.scales"),
-    "not and quantized": (lambda _: None, {"lm_head": dict(AFFINE)}, "says that 'lm_head' is quantized .*no scales"),
+    "quantized and not": (
+        lambda _: None,
+        {UP: False},
+        "says that '.*up_proj' is not quantized .*up_proj.scales",
+    ),
+    "not and quantized": (
+        lambda _: None,
+        {"lm_head": dict(AFFINE)},
+        "says that 'lm_head' is quantized .*no scales",
+    ),
     "no biases": (lambda tensors: tensors.pop(f"{UP}.biases"), {}, "up_proj.biases' is missing"),
     "no codes": (lambda tensors: tensors.pop(f"{UP}.weight"), {}, "up_proj.weight' is missing"),
-    "signed codes": (_set("weight", torch.zeros(96, 8, dtype=torch.int32)), {}, "do not fit together as MLX's"),
+    "signed codes": (
+        _set("weight", torch.zeros(96, 8, dtype=torch.int32)),
+        {},
+        "do not fit together as MLX's",
+    ),
     "codes of floats": (_set("weight", torch.zeros(96, 8)), {}, "do not fit together as MLX's"),
-    "bytes as scales": (_set("scales", torch.zeros(96, 2, dtype=torch.uint8)), {}, "do not fit together"),
+    "bytes as scales": (
+        _set("scales", torch.zeros(96, 2, dtype=torch.uint8)),
+        {},
+        "do not fit together",
+    ),
     "other biases": (_set("biases", torch.zeros(96, 2)), {}, "do not fit together"),
     "too many biases": (_set("biases", torch.zeros(96, 4).bfloat16()), {}, "do not fit together"),
     "no groups": (_set("scales", torch.zeros(96, 0).bfloat16()), {}, "do not fit together"),
     "a number as scales": (_set("scales", torch.zeros(()).bfloat16()), {}, "do not fit together"),
-    "too few rows": (_set("weight", torch.zeros(95, 8, dtype=torch.uint32)), {}, "do not fit together"),
+    "too few rows": (
+        _set("weight", torch.zeros(95, 8, dtype=torch.uint32)),
+        {},
+        "do not fit together",
+    ),
     "7 bits": (_set("weight", torch.zeros(96, 14, dtype=torch.uint32)), {}, "do not fit together"),
     "another tensor": (_set("offsets", torch.zeros(96)), {}, "unexpected tensor .*up_proj.offsets"),
 }

@@ -1,4 +1,6 @@
-"""Which modules a `quantization_config` quantizes, held against compressed-tensors' own matching; and its faults."""
+"""Which modules a `quantization_config` quantizes, held against compressed-tensors' own
+matching; and its faults.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,17 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, read_codecs
 from quantkit.formats.registry import METHODS
 
-MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(12) for name in "qkvo"] + ["lm_head"]
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(12) for name in "qkvo"] + [
+    "lm_head"
+]
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "dynamic": False,
+}
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -29,7 +40,8 @@ def _config(**groups: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {
-            name: {"targets": targets, "weights": {**WEIGHTS, **changes}} for name, (targets, changes) in groups.items()
+            name: {"targets": targets, "weights": {**WEIGHTS, **changes}}
+            for name, (targets, changes) in groups.items()
         },
         "ignore": ["lm_head"],
     }
@@ -42,9 +54,20 @@ def _read(raw: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "pattern",
-    [".*q_proj", r"re:^model\.layers\.[0-9]{1,2}\.self_attn\.[qk]_proj$", "re:.*layers.1.*", "re:layers", "re:model",
-     "re:.*(v|o)_proj$", "re:(?i).*V_PROJ", "re:.*", "re:", "q_proj", "model.layers.1.self_attn.q_proj"],
-)  # fmt: skip
+    [
+        ".*q_proj",
+        r"re:^model\.layers\.[0-9]{1,2}\.self_attn\.[qk]_proj$",
+        "re:.*layers.1.*",
+        "re:layers",
+        "re:model",
+        "re:.*(v|o)_proj$",
+        "re:(?i).*V_PROJ",
+        "re:.*",
+        "re:",
+        "q_proj",
+        "model.layers.1.self_attn.q_proj",
+    ],
+)
 def test_patterns_match_what_they_match_for_compressed_tensors(pattern: str) -> None:
     found = _read(_config(one=([pattern], {})))
     assert set(found) == {module for module in MODULES[:-1] if match_name(module, pattern)}
@@ -69,26 +92,41 @@ def test_a_name_is_closer_than_a_pattern_and_that_than_a_class() -> None:
     [
         (["Linear"], ["Linear"], "model.layers.0.self_attn.q_proj"),
         (["re:.*q_proj"], ["re:.*layers.2.*"], "model.layers.2.self_attn.q_proj"),
-        (["model.layers.5.self_attn.k_proj"], ["model.layers.5.self_attn.k_proj"], "model.layers.5.self_attn.k_proj"),
+        (
+            ["model.layers.5.self_attn.k_proj"],
+            ["model.layers.5.self_attn.k_proj"],
+            "model.layers.5.self_attn.k_proj",
+        ),
     ],
 )
 def test_two_groups_that_contradict_each_other_are_refused_by_name(
     targets: list[str], others: list[str], module: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"two schemes \(found int4-g32 in 'one' and int8-g32 in 'two'") as found:
+    with pytest.raises(
+        CheckpointError, match=r"two schemes \(found int4-g32 in 'one' and int8-g32 in 'two'"
+    ) as found:
         _read(_config(one=(targets, {}), two=(others, {"num_bits": 8})))
     assert f"'{module}'" in str(found.value)
-    assert _read(_config(one=(targets, {}), two=(others, {}))) == _read(_config(one=([*targets, *others], {})))
+    assert _read(_config(one=(targets, {}), two=(others, {}))) == _read(
+        _config(one=([*targets, *others], {}))
+    )
 
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"re:(\w|\.|.)*(\w|\.|.)*[XY]", "re:(.*?)*(?:x|y)(?<=z)", "re:(?:(?:a{999}){999}){999}",
-     "re:" + "(?:" * 90 + "a" + "{1,9})" * 90, "re:.{99999999999999999999}"],
+    [
+        r"re:(\w|\.|.)*(\w|\.|.)*[XY]",
+        "re:(.*?)*(?:x|y)(?<=z)",
+        "re:(?:(?:a{999}){999}){999}",
+        "re:" + "(?:" * 90 + "a" + "{1,9})" * 90,
+        "re:.{99999999999999999999}",
+    ],
     ids=range(5),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("place", ["targets", "ignore"])
-def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_takes_for_ever_is_given_up(
+    pattern: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantkit.patterns.MAX_SECONDS", 0.2)
     raw = _config(one=(["Linear"], {}))
     if place == "targets":
@@ -99,15 +137,30 @@ def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str, mon
         _read(raw)
 
 
-@pytest.mark.parametrize("pattern", ["re:(a|.)*(a|.)*X", "re:(.*)*(.*)*(.*)*$X", "re:" + "(.*.*)*" * 20 + "X"])
+@pytest.mark.parametrize(
+    "pattern", ["re:(a|.)*(a|.)*X", "re:(.*)*(.*)*(.*)*$X", "re:" + "(.*.*)*" * 20 + "X"]
+)
 def test_a_pattern_that_only_pythons_own_matching_never_ends_is_matched(pattern: str) -> None:
     assert _read(_config(one=([pattern], {}))) == {}
 
 
-@pytest.mark.parametrize("pattern", ["re:(", "re:[", "re:*", "re:(?R)", r"re:\p{L}", "re:(?P<a>.)(?P<a>.)",
-                                     "re:" + "(" * 900 + ")" * 900, "re:" + "a" * 20_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "re:(",
+        "re:[",
+        "re:*",
+        "re:(?R)",
+        r"re:\p{L}",
+        "re:(?P<a>.)(?P<a>.)",
+        "re:" + "(" * 900 + ")" * 900,
+        "re:" + "a" * 20_000,
+    ],
+)
 def test_an_invalid_pattern_is_named(pattern: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^x/config\.json: a pattern of quantization_config.* is"):
+    with pytest.raises(
+        CheckpointError, match=r"^x/config\.json: a pattern of quantization_config.* is"
+    ):
         _read(_config(one=([pattern], {})))
 
 
@@ -126,24 +179,40 @@ WRONG: dict[str, Change] = {
     "group no object": lambda raw: raw["config_groups"].update(one=[]),
     "groups a list": lambda raw: raw.update(config_groups=[WEIGHTS]),
     "groups null": lambda raw: raw.update(config_groups=None),
-    "too many groups": lambda raw: raw.update(config_groups={str(i): raw["config_groups"]["one"] for i in range(999)}),
+    "too many groups": lambda raw: raw.update(
+        config_groups={str(i): raw["config_groups"]["one"] for i in range(999)}
+    ),
     "ignore a number": lambda raw: raw.update(ignore=5),
     "ignore of null": lambda raw: raw.update(ignore=[None]),
     "format a list": lambda raw: raw.update(format=["pack-quantized"]),
     "method a list": lambda raw: raw.update(quant_method=["compressed-tensors"]),
     "weights null": lambda raw: raw["config_groups"]["one"].update(weights=None),
     **{
-        f"{key} {value!r}": lambda raw, key=key, value=value: raw["config_groups"]["one"]["weights"].update(  # type: ignore[misc]
+        f"{key} {value!r}": lambda raw, key=key, value=value: raw["config_groups"]["one"][
+            "weights"
+        ].update(  # type: ignore[misc]
             {key: value}
         )
         for key, value in [
-            ("group_size", -1), ("group_size", 0), ("group_size", 32.0), ("group_size", "32"), ("group_size", True),
-            ("group_size", None), ("group_size", 10**30), ("num_bits", 4.0), ("num_bits", "4"), ("num_bits", None),
-            ("num_bits", True), ("num_bits", [4]), ("symmetric", "true"), ("symmetric", 1), ("type", ["int"]),
+            ("group_size", -1),
+            ("group_size", 0),
+            ("group_size", 32.0),
+            ("group_size", "32"),
+            ("group_size", True),
+            ("group_size", None),
+            ("group_size", 10**30),
+            ("num_bits", 4.0),
+            ("num_bits", "4"),
+            ("num_bits", None),
+            ("num_bits", True),
+            ("num_bits", [4]),
+            ("symmetric", "true"),
+            ("symmetric", 1),
+            ("type", ["int"]),
             ("strategy", 7),
         ]
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -158,9 +227,16 @@ def test_a_value_of_the_wrong_kind_names_its_file(case: str) -> None:
     ("strategy", "changes"),
     [("group", {}), ("channel", {"group_size": -1}), ("tensor", {"group_size": None})],
 )
-def test_a_strategy_that_is_not_said_is_reported_by_the_group_size(strategy: str, changes: dict[str, Any]) -> None:
+def test_a_strategy_that_is_not_said_is_reported_by_the_group_size(
+    strategy: str, changes: dict[str, Any]
+) -> None:
     unsaid, said = (
-        read_codecs({SETTINGS: _config(one=(["Linear"], {**changes, "strategy": one}))}, MODULES, Path("x"), METHODS)[1]
+        read_codecs(
+            {SETTINGS: _config(one=(["Linear"], {**changes, "strategy": one}))},
+            MODULES,
+            Path("x"),
+            METHODS,
+        )[1]
         for one in (None, strategy)
     )
     assert said
@@ -169,9 +245,18 @@ def test_a_strategy_that_is_not_said_is_reported_by_the_group_size(strategy: str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_bits": 3}, {"type": "float"}, {"strategy": "block"}, {"dynamic": True}, {"dynamic": "local"},
-     {"group_size": 20}, {"actorder": "dynamic"}, {"actorder": True}, {"actorder": ["group"]}],
-)  # fmt: skip
+    [
+        {"num_bits": 3},
+        {"type": "float"},
+        {"strategy": "block"},
+        {"dynamic": True},
+        {"dynamic": "local"},
+        {"group_size": 20},
+        {"actorder": "dynamic"},
+        {"actorder": True},
+        {"actorder": ["group"]},
+    ],
+)
 def test_another_scheme_is_not_supported(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=r"^x/config\.json: "):
         _read(_config(one=(["Linear"], changes)))

@@ -27,16 +27,29 @@ from quantkit.tensors.tensor_slice import TensorSlice
 FP8 = torch.float8_e4m3fn
 BLOCK = 32
 _ROWS = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
     "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
-    }},
-}  # fmt: skip
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+        }
+    },
+}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
-    "exponents": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    "blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
+    "exponents": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
     "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
     "rows": _ROWS,
 }
@@ -46,7 +59,11 @@ def _small(weight: Tensor, kind: str) -> dict[str, Tensor]:
     """A weight in FP8, and its scales by the ends of their names."""
     if kind == "tensor":
         scale = weight.abs().max() / 448
-        return {"": (weight / scale).to(FP8), "_scale": scale.bfloat16(), "input": torch.tensor(0.25)}
+        return {
+            "": (weight / scale).to(FP8),
+            "_scale": scale.bfloat16(),
+            "input": torch.tensor(0.25),
+        }
     if kind == "rows":
         scale = weight.abs().amax(1, keepdim=True) / 448
         return {"": (weight / scale).to(FP8), "_scale": scale}
@@ -58,7 +75,10 @@ def _small(weight: Tensor, kind: str) -> dict[str, Tensor]:
     if kind == "exponents":
         scale = scale.log2().ceil().exp2()
     codes = (blocks / scale[:, None, :, None]).view_as(padded)[: weight.shape[0], : weight.shape[1]]
-    return {"": codes.to(FP8), "_scale_inv": scale.to(torch.float8_e8m0fnu) if kind == "exponents" else scale}
+    return {
+        "": codes.to(FP8),
+        "_scale_inv": scale.to(torch.float8_e8m0fnu) if kind == "exponents" else scale,
+    }
 
 
 def _source(kind: str, folder: Path, **sizes: Any) -> tuple[Path, dict[str, Tensor]]:
@@ -67,8 +87,12 @@ def _source(kind: str, folder: Path, **sizes: Any) -> tuple[Path, dict[str, Tens
     tensors, expected = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if "_proj" in name]:
         for end, tensor in _small(tensors.pop(name), kind).items():
-            tensors[name.removesuffix("weight") + "input_scale" if end == "input" else name + end] = tensor
-        scale = next(tensors[name + end] for end in ("_scale_inv", "_scale") if name + end in tensors).float()
+            tensors[
+                name.removesuffix("weight") + "input_scale" if end == "input" else name + end
+            ] = tensor
+        scale = next(
+            tensors[name + end] for end in ("_scale_inv", "_scale") if name + end in tensors
+        ).float()
         if scale.dim() == 2:
             repeats = [BLOCK if size > 1 else 1 for size in scale.shape]
             repeats = repeats if kind in ("blocks", "exponents") else [1, 1]
@@ -100,9 +124,13 @@ def test_fp8_is_read_as_floats(kind: str, tensors_only: bool, tmp_path: Path) ->
 def test_fp8_means_what_transformers_makes_of_it(tmp_path: Path) -> None:
     folder, _ = _source("blocks", tmp_path / "src", hidden_size=64)
     raw, source = load_file(folder / "model.safetensors"), open_checkpoint(folder)
-    for name in [name for name in raw if name + "_scale_inv" in raw and raw[name].shape[0] % BLOCK == 0]:
+    for name in [
+        name for name in raw if name + "_scale_inv" in raw and raw[name].shape[0] % BLOCK == 0
+    ]:
         if raw[name].shape[1] % BLOCK == 0:
-            theirs = Fp8Dequantize(None)._dequantize_one(raw[name], raw[name + "_scale_inv"], torch.float32)
+            theirs = Fp8Dequantize(None)._dequantize_one(
+                raw[name], raw[name + "_scale_inv"], torch.float32
+            )
             assert torch.equal(source.load(name), theirs)  # type: ignore[arg-type]
 
 
@@ -129,7 +157,10 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object]]] = {
     "no scales of rows": ("rows", lambda t: t.pop(f"{UP}_scale")),
     "codes as bytes": ("blocks", lambda t: t.update({UP: t[UP].view(torch.uint8)})),
     "scales of floats": ("blocks", lambda t: t.update({UP: t[UP].float()})),
-    "scales of nothing": ("blocks", lambda t: t.update({"model.x.weight_scale_inv": torch.ones(1)})),
+    "scales of nothing": (
+        "blocks",
+        lambda t: t.update({"model.x.weight_scale_inv": torch.ones(1)}),
+    ),
     "scales twice": ("blocks", lambda t: t.update({f"{UP}_scale": torch.ones(1)})),
 }
 
@@ -153,7 +184,11 @@ def test_codes_and_scales_that_lack_each_other_are_refused(what: str, tmp_path: 
 def _folder(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> Path:
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "some", "dtype": "bfloat16", **({"quantization_config": settings} if settings else {})}
+    config = {
+        "model_type": "some",
+        "dtype": "bfloat16",
+        **({"quantization_config": settings} if settings else {}),
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -165,18 +200,38 @@ def test_mxfp4_without_its_other_half_is_refused(left: str, tmp_path: Path) -> N
         "q_proj.weight": torch.ones(8, 8),
     }
     folder = _folder(tmp_path / "src", tensors, {"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match=f"'experts.down_proj_{left}' lacks its codes or scales"):
+    with pytest.raises(
+        CheckpointError, match=f"'experts.down_proj_{left}' lacks its codes or scales"
+    ):
         open_checkpoint(folder, tensors_only=True)
 
 
 ELSEWHERE: dict[str, tuple[dict[str, Tensor], str]] = {
     "nvidia": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8)}, "hf_quant_config.json"),
     "autogptq": ({"l.q_proj.weight": torch.ones(8, 8)}, "quantize_config.json"),
-    "gptq": ({"l.q_proj.qweight": torch.ones(8, 64, dtype=torch.int32), "l.q_proj.scales": torch.ones(2, 64)}, ""),
-    "blocks": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8), "l.q_proj.weight_scale_inv": torch.ones(1, 1)}, ""),
-    "rows": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8), "l.q_proj.weight_scale": torch.ones(8, 1)}, ""),
+    "gptq": (
+        {
+            "l.q_proj.qweight": torch.ones(8, 64, dtype=torch.int32),
+            "l.q_proj.scales": torch.ones(2, 64),
+        },
+        "",
+    ),
+    "blocks": (
+        {
+            "l.q_proj.weight": torch.ones(8, 8).to(FP8),
+            "l.q_proj.weight_scale_inv": torch.ones(1, 1),
+        },
+        "",
+    ),
+    "rows": (
+        {"l.q_proj.weight": torch.ones(8, 8).to(FP8), "l.q_proj.weight_scale": torch.ones(8, 1)},
+        "",
+    ),
     "experts": (
-        {"l.experts.down_proj": torch.ones(2, 8, 8).to(FP8), "l.experts.down_proj_scale": torch.ones(2, 8, 1)},
+        {
+            "l.experts.down_proj": torch.ones(2, 8, 8).to(FP8),
+            "l.experts.down_proj_scale": torch.ones(2, 8, 1),
+        },
         "",
     ),
     "mxfp4": (
@@ -190,7 +245,9 @@ ELSEWHERE: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
-def test_what_is_quantized_and_does_not_say_so_in_its_config_is_refused(what: str, tmp_path: Path) -> None:
+def test_what_is_quantized_and_does_not_say_so_in_its_config_is_refused(
+    what: str, tmp_path: Path
+) -> None:
     tensors, file = ELSEWHERE[what]
     folder = _folder(tmp_path / "src", {**tensors, "l.k_proj.weight": torch.randn(8, 64)}, None)
     if file:
@@ -199,20 +256,27 @@ def test_what_is_quantized_and_does_not_say_so_in_its_config_is_refused(what: st
         lambda: quantkit.convert(folder, tmp_path / "dst", tensors_only=True),
         lambda: quantkit.quantize(folder, tmp_path / "dst", "int8", tensors_only=True),
     ):
-        with pytest.raises(UnsupportedError, match=r"quantized already.*in a scheme that its config does not name"):
+        with pytest.raises(
+            UnsupportedError, match=r"quantized already.*in a scheme that its config does not name"
+        ):
             job()
 
 
 def test_fbgemms_experts_have_a_scale_for_each_output(tmp_path: Path) -> None:
-    """As transformers' FbgemmFp8Llama4TextExperts holds them: [E, I, O], with scales [E, 1, O] or [E, O, 1]."""
+    """As transformers' FbgemmFp8Llama4TextExperts holds them: [E, I, O], with scales [E, 1, O]
+    or [E, O, 1].
+    """
     weight = torch.randn(3, 8, 8)
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(FP8)
     tensors = {
-        "experts.down_proj": codes, "experts.down_proj_scale": scale.transpose(1, 2).contiguous(),
-        "experts.gate_up_proj": codes.clone(), "experts.gate_up_proj_scale": scale.clone(),
-        "experts.input_scale_ub": torch.ones(1), "attn.k_scale": torch.ones(1),
-    }  # fmt: skip
+        "experts.down_proj": codes,
+        "experts.down_proj_scale": scale.transpose(1, 2).contiguous(),
+        "experts.gate_up_proj": codes.clone(),
+        "experts.gate_up_proj_scale": scale.clone(),
+        "experts.input_scale_ub": torch.ones(1),
+        "attn.k_scale": torch.ones(1),
+    }
     folder = _folder(tmp_path / "src", tensors, {"quant_method": "fbgemm_fp8"})
     source = open_checkpoint(folder, tensors_only=True)
     for name in ("experts.down_proj", "experts.gate_up_proj"):
@@ -225,8 +289,15 @@ def test_fbgemms_experts_have_a_scale_for_each_output(tmp_path: Path) -> None:
 
 def test_scales_that_do_not_go_with_their_weight_are_refused(tmp_path: Path) -> None:
     folder, _ = _source("blocks", tmp_path / "src")
-    for size, error in (([16, 16], UnsupportedError), ("128", CheckpointError), ([0, 1], CheckpointError)):
-        oracle.edit_json(folder / "config.json", quantization_config={**SETTINGS["blocks"], "weight_block_size": size})
+    for size, error in (
+        ([16, 16], UnsupportedError),
+        ("128", CheckpointError),
+        ([0, 1], CheckpointError),
+    ):
+        oracle.edit_json(
+            folder / "config.json",
+            quantization_config={**SETTINGS["blocks"], "weight_block_size": size},
+        )
         with pytest.raises(error, match=r"scales of|rows and columns of a block"):
             open_checkpoint(folder)
 
@@ -239,9 +310,17 @@ def test_mxfp4_means_what_transformers_makes_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "src"
     folder.mkdir()
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales, "a.q_proj.weight": torch.randn(16, 32)}
+    tensors = {
+        f"{name}_blocks": blocks,
+        f"{name}_scales": scales,
+        "a.q_proj.weight": torch.randn(16, 32),
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "some_oss", "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    config = {
+        "model_type": "some_oss",
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     source = open_checkpoint(folder, tensors_only=True)
     assert torch.equal(source.load(name), theirs)  # type: ignore[arg-type]
@@ -260,13 +339,24 @@ def test_settings_in_a_part_of_the_config_count(tmp_path: Path) -> None:
     made = quantkit.convert(folder, tmp_path / "dst", tensors_only=True).path
     found = load_file(made / "model.safetensors")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    assert "quantization_config" not in json.loads((made / "config.json").read_text())["text_config"]
+    assert (
+        "quantization_config" not in json.loads((made / "config.json").read_text())["text_config"]
+    )
 
 
 def test_gpt_oss_is_read_from_mxfp4_as_a_family_that_runs(tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
-    folder = oracle.save(oracle.make("gpt_oss", num_hidden_layers=1, rope_parameters={"rope_type": "default"}, **sizes),
-                         tmp_path / "src")  # fmt: skip
+    sizes = {
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "head_dim": 16,
+    }
+    folder = oracle.save(
+        oracle.make(
+            "gpt_oss", num_hidden_layers=1, rope_parameters={"rope_type": "default"}, **sizes
+        ),
+        tmp_path / "src",
+    )
     tensors, means = load_file(folder / "model.safetensors"), {}
     for name in ("gate_up_proj", "down_proj"):
         whole = f"model.layers.0.mlp.experts.{name}"

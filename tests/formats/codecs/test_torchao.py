@@ -28,14 +28,24 @@ PARTS = (None, TensorSlice(0, ((2, 5), (8, 9))), TensorSlice(1, ((8, 48),)))
 Made = tuple[dict[str, Tensor], dict[str, Any], Tensor]
 
 
-def _int8(codes: Tensor, block: list[int], *, zero: bool = False, kind: str = "Int8Tensor", bits: int = 8) -> Made:
-    """Tensors, what the header says, and the weights: one step below zero for each column of a random matrix."""
+def _int8(
+    codes: Tensor, block: list[int], *, zero: bool = False, kind: str = "Int8Tensor", bits: int = 8
+) -> Made:
+    """Tensors, what the header says, and the weights: one step below zero for each column of a
+    random matrix.
+    """
     rows, columns = codes.shape
     generator = torch.Generator().manual_seed(1)
     shape = (rows // block[0], columns // block[1])
     scale = torch.randn(shape, generator=generator)
-    points = torch.randint(-5, 5, shape, generator=generator, dtype=torch.int8) if zero else torch.zeros(shape).char()
-    wide, low = (one.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) for one in (scale, points))
+    points = (
+        torch.randint(-5, 5, shape, generator=generator, dtype=torch.int8)
+        if zero
+        else torch.zeros(shape).char()
+    )
+    wide, low = (
+        one.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) for one in (scale, points)
+    )
     reported: dict[str, Any] = {"block_size": block}
     if kind != "Int8Tensor":
         reported["target_dtype"] = INT4 if bits == 4 else INT8
@@ -56,7 +66,9 @@ def _int4(codes: Tensor, steps: float) -> Made:
 
 def _codes(bits: int, rows: int = 96, columns: int = 64) -> Tensor:
     half = 1 << (bits - 1)
-    return torch.randint(-half, half, (rows, columns), generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+    return torch.randint(
+        -half, half, (rows, columns), generator=torch.Generator().manual_seed(2), dtype=torch.int8
+    )
 
 
 INTX = "IntxUnpackedToInt8Tensor"
@@ -67,12 +79,13 @@ KINDS: dict[str, tuple[Made, QuantScheme | str]] = {
     "int8 with zero points": (_int8(_codes(8), [1, 64], zero=True), QuantScheme(8, None, False)),
     "int4 in bytes": (_int8(_codes(4), [1, 32], kind=INTX, bits=4), QuantScheme(4, 32)),
     "int4 in bytes, with zero points": (
-        _int8(_codes(4), [1, 32], zero=True, kind=INTX, bits=4), QuantScheme(4, 32, False),
+        _int8(_codes(4), [1, 32], zero=True, kind=INTX, bits=4),
+        QuantScheme(4, 32, False),
     ),
     "int4": (_int4(_codes(4), 0), QuantScheme(4, 32)),
     "int4 with whole offsets": (_int4(_codes(4), -2), QuantScheme(4, 32, False)),
     "int4 with float offsets": (_int4(_codes(4), 0.5), "torchao's Int4Tensor"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +107,10 @@ def _folder(made: Made, model: Path, folder: Path, module: str = UP) -> Path:
         "tensor_names": json.dumps([*plain, f"{module}.weight"]),
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt", **metadata})
-    settings = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
+    settings = {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+    }
     oracle.edit_json(folder / "config.json", quantization_config=settings)
     return folder
 
@@ -121,7 +137,8 @@ def test_codes_are_carried_to_what_is_written(model: Path, tmp_path: Path) -> No
     assert result.exact is not None
     assert result.exact.tensors == 1
     assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+        json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"]
+        == "pack-quantized"
     )
 
 
@@ -140,31 +157,75 @@ def _with(made: Made, reported: dict[str, Any] | None = None, **tensors: Tensor 
     return kept, {**made[1], **(reported or {})}, made[2]
 
 
-PER_ROW, PLAIN_INT4, IN_BYTES = (KINDS[kind][0] for kind in ("int8 per row", "int4", "int4 in bytes"))
+PER_ROW, PLAIN_INT4, IN_BYTES = (
+    KINDS[kind][0] for kind in ("int8 per row", "int4", "int4 in bytes")
+)
 DAMAGES: dict[str, tuple[Callable[[], Made], str]] = {
-    "tile-packed": (lambda: _with(PER_ROW, {"_type": "Int4TilePackedTo4dTensor"}), "is not read .*TilePackedTo4d"),
-    "small floats": (lambda: _with(PER_ROW, {"_type": "Float8Tensor"}), "is not read .*'Float8Tensor'"),
+    "tile-packed": (
+        lambda: _with(PER_ROW, {"_type": "Int4TilePackedTo4dTensor"}),
+        "is not read .*TilePackedTo4d",
+    ),
+    "small floats": (
+        lambda: _with(PER_ROW, {"_type": "Float8Tensor"}),
+        "is not read .*'Float8Tensor'",
+    ),
     "no class": (lambda: _with(PER_ROW, {"_type": 3}), "wrong type for .*_type"),
     "no blocks": (lambda: _with(PER_ROW, {"_data": {}}), "lacks the key 'block_size'"),
-    "blocks of three": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}), "do not fit together"),
-    "blocks between": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}), "do not fit together"),
-    "small blocks": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}), "do not fit together"),
-    "blocks of halves": (lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}), "do not fit together"),
-    "blocks of rows": (lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}), "do not fit together"),
+    "blocks of three": (
+        lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}),
+        "do not fit together",
+    ),
+    "blocks between": (
+        lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}),
+        "do not fit together",
+    ),
+    "small blocks": (
+        lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}),
+        "do not fit together",
+    ),
+    "blocks of halves": (
+        lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}),
+        "do not fit together",
+    ),
+    "blocks of rows": (
+        lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}),
+        "do not fit together",
+    ),
     "no scale": (lambda: _with(PER_ROW, scale=None), "do not fit together"),
-    "scales as integers": (lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()), "do not fit together"),
-    "other zero points": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 2).char()), "do not fit together"),
-    "zero points of floats": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 1)), "do not fit together"),
+    "scales as integers": (
+        lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()),
+        "do not fit together",
+    ),
+    "other zero points": (
+        lambda: _with(PER_ROW, zero_point=torch.zeros(96, 2).char()),
+        "do not fit together",
+    ),
+    "zero points of floats": (
+        lambda: _with(PER_ROW, zero_point=torch.zeros(96, 1)),
+        "do not fit together",
+    ),
     "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), "do not fit together"),
-    "too few codes": (lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()), "do not fit together"),
+    "too few codes": (
+        lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()),
+        "do not fit together",
+    ),
     "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), "do not fit together"),
-    "zero points between codes": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)), "are not codes"),
+    "zero points between codes": (
+        lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)),
+        "are not codes",
+    ),
     "zero points beyond codes": (
         lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 8).char()),
         "are not codes",
     ),
-    "no numbers": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))), "are not codes"),
-    "of activations": (lambda: _with(PER_ROW, act_pre_scale=torch.ones(64)), "scales of activations are not supported"),
+    "no numbers": (
+        lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))),
+        "are not codes",
+    ),
+    "of activations": (
+        lambda: _with(PER_ROW, act_pre_scale=torch.ones(64)),
+        "scales of activations are not supported",
+    ),
 }
 
 
@@ -185,5 +246,7 @@ def test_codes_beyond_their_bits_are_an_error(model: Path, tmp_path: Path) -> No
 def test_a_header_that_does_not_report_is_an_error(model: Path, tmp_path: Path) -> None:
     folder = _folder(PER_ROW, model, tmp_path / "src")
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    with pytest.raises(QuantkitError, match=r"the header does not describe '.*up_proj\._weight_qdata'"):
+    with pytest.raises(
+        QuantkitError, match=r"the header does not describe '.*up_proj\._weight_qdata'"
+    ):
         open_checkpoint(folder)

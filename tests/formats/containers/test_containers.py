@@ -1,4 +1,6 @@
-"""A container is one class and one row in the registry: a toy is found, read, verified, quantized and written."""
+"""A container is one class and one row in the registry: a toy is found, read, verified,
+quantized and written.
+"""
 
 from __future__ import annotations
 
@@ -136,10 +138,12 @@ class Loud:
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> LoudCheckpoint:  # fmt: skip
+    ) -> LoudCheckpoint:
         return LoudCheckpoint(path)
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str], method: object = None) -> list[Parameter]:
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: object = None
+    ) -> list[Parameter]:
         return parameters(config)
 
     def encoder(self, output: Output) -> LoudEncoder:
@@ -171,7 +175,9 @@ def loud(demo_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "loud"
 
 
-def test_it_is_written_found_and_the_same_model(demo_model: Path, loud: Path, capfd: Capture) -> None:
+def test_it_is_written_found_and_the_same_model(
+    demo_model: Path, loud: Path, capfd: Capture
+) -> None:
     assert open_checkpoint(loud).format == "loud"
     assert open_checkpoint(loud, "loud").names() == open_checkpoint(demo_model).names()
     assert verify(demo_model, loud).verdict is Verdict.SAME
@@ -181,13 +187,21 @@ def test_it_is_written_found_and_the_same_model(demo_model: Path, loud: Path, ca
     assert (found.weight_bytes, found.parameters) == (before.weight_bytes, before.parameters)
 
 
-def test_what_comes_from_it_is_what_comes_from_the_source(demo_model: Path, loud: Path, tmp_path: Path) -> None:
+def test_what_comes_from_it_is_what_comes_from_the_source(
+    demo_model: Path, loud: Path, tmp_path: Path
+) -> None:
     for source, name in ((demo_model, "direct"), (loud, "over")):
         quantkit.quantize(source, tmp_path / name, "int8")
         quantkit.convert(source, tmp_path / f"{name}-hf")
         quantkit.convert(source, tmp_path / f"{name}-meta", to="meta", mp=2)
-    for kind, file in (("", "model.safetensors"), ("-hf", "model.safetensors"), ("-meta", "consolidated.01.pth")):
-        assert (tmp_path / f"direct{kind}" / file).read_bytes() == (tmp_path / f"over{kind}" / file).read_bytes()
+    for kind, file in (
+        ("", "model.safetensors"),
+        ("-hf", "model.safetensors"),
+        ("-meta", "consolidated.01.pth"),
+    ):
+        assert (tmp_path / f"direct{kind}" / file).read_bytes() == (
+            tmp_path / f"over{kind}" / file
+        ).read_bytes()
     model, tokenizer = quantkit.load(loud)
     assert len(list(quantkit.generate(model, tokenizer.encode("Fellow"), max_new_tokens=4))) == 4
 
@@ -206,5 +220,7 @@ def test_two_containers_in_one_folder_are_ambiguous(demo_model: Path, loud: Path
     with pytest.raises(CheckpointError, match='`weights="meta"` or `weights="loud"`'):
         open_checkpoint(loud)
     assert open_checkpoint(loud, "meta").format == "meta"
-    with pytest.raises(RequestError, match=r"unknown kind of weights .*meta, safetensors, bin, .*loud"):
+    with pytest.raises(
+        RequestError, match=r"unknown kind of weights .*meta, safetensors, bin, .*loud"
+    ):
         open_checkpoint(loud, "quiet")

@@ -1,4 +1,6 @@
-"""GGUF files read: canonical tensors as the folder has that the file was made of, codes and floats as gguf has them."""
+"""GGUF files read: canonical tensors as the folder has that the file was made of, codes and
+floats as gguf has them.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,29 @@ from quantkit.tensors.tensor_slice import TensorSlice
 _ENDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 _ROWS = 320
-_TOKENS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *(f"word{number}" for number in range(_ROWS - 257))]
+_TOKENS = [
+    "<unk>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    *(f"word{number}" for number in range(_ROWS - 257)),
+]
 _TOKENIZER = {
-    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": _TOKENS,
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": _TOKENS,
     "tokenizer.ggml.scores": [float(-number) for number in range(_ROWS)],
     "tokenizer.ggml.token_type": [2, *[6] * 256, *[1] * (_ROWS - 257)],
-}  # fmt: skip
+}
 _FAMILIES = (
-    "llama-biases", "granite-multipliers", "qwen2-tied", "smollm3-no-theta", "phi3-partial", "gemma3", "olmo3",
-    "mixtral", "qwen2-moe", "olmoe",
-)  # fmt: skip
+    "llama-biases",
+    "granite-multipliers",
+    "qwen2-tied",
+    "smollm3-no-theta",
+    "phi3-partial",
+    "gemma3",
+    "olmo3",
+    "mixtral",
+    "qwen2-moe",
+    "olmoe",
+)
 
 
 @functools.cache
@@ -69,11 +84,15 @@ def _source(changes: str) -> tuple[Any, dict[str, Any]]:
     return HF.open(oracle.save(model, folder), "safetensors"), gguf_files.tensors_of(model)
 
 
-def _made(folder: Path, kind: str, types: Mapping[str, Ggml] | None = None, **changes: Any) -> tuple[Any, Path]:
+def _made(
+    folder: Path, kind: str, types: Mapping[str, Ggml] | None = None, **changes: Any
+) -> tuple[Any, Path]:
     """A Hugging Face folder of a tiny model, opened, and a GGUF file of the same."""
     source, tensors = _source(json.dumps([kind, changes]))
     folder.mkdir(exist_ok=True)
-    return source, gguf_files.write(folder / "model.gguf", metadata_of(source.config) | _ENDS, tensors, types)
+    return source, gguf_files.write(
+        folder / "model.gguf", metadata_of(source.config) | _ENDS, tensors, types
+    )
 
 
 def _opened(path: Path) -> GgufCheckpoint:
@@ -85,7 +104,9 @@ def _floats(value: Tensor | QuantTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", _FAMILIES)
-def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(case: str, tmp_path: Path) -> None:
+def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(
+    case: str, tmp_path: Path
+) -> None:
     kind, changes = CASES[case]
     source, path = _made(tmp_path, kind, **changes)
     found = _opened(path)
@@ -100,7 +121,9 @@ def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(case: str, tmp
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q8_0])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen2-tied", "gemma3"])
 def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_path: Path) -> None:
-    """llama.cpp loads such files of every architecture, whatever the converter writes by default."""
+    """llama.cpp loads such files of every architecture, whatever the converter writes by
+    default.
+    """
     family, changes = CASES[case]
     source, tensors = _source(json.dumps([family, changes]))
     metadata = metadata_of(source.config) | _ENDS
@@ -110,8 +133,12 @@ def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_pa
         for leaf in ("weight", "bias"):
             names = [f"blk.{layer}.attn_{part}.{leaf}" for part in "qkv"]
             if names[0] in merged:
-                merged[f"blk.{layer}.attn_qkv.{leaf}"] = np.concatenate([merged.pop(name) for name in names])
-    types = {name: kind for name in (*apart, *merged) if "attn_" in name and name.endswith("weight")}
+                merged[f"blk.{layer}.attn_qkv.{leaf}"] = np.concatenate(
+                    [merged.pop(name) for name in names]
+                )
+    types = {
+        name: kind for name in (*apart, *merged) if "attn_" in name and name.endswith("weight")
+    }
     types = {name: one for name, one in types.items() if "norm" not in name}
     expected = _opened(gguf_files.write(tmp_path / "apart.gguf", metadata, apart, types))
     found = _opened(gguf_files.write(tmp_path / "merged.gguf", metadata, merged, types))
@@ -125,10 +152,14 @@ def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_pa
 def test_end_tokens_of_keys_that_were_changed_later_count(tmp_path: Path) -> None:
     source, tensors = _source(json.dumps(["llama", {}]))
     keys = {"quantkit.eos_token_ids": [2, 9], "tokenizer.ggml.eos_token_id": 2}
-    written = gguf_files.write(tmp_path / "written.gguf", metadata_of(source.config) | _ENDS | keys, tensors)
+    written = gguf_files.write(
+        tmp_path / "written.gguf", metadata_of(source.config) | _ENDS | keys, tensors
+    )
     assert _opened(written).config.eos_token_ids == (2, 9)
     keys["tokenizer.ggml.eos_token_id"] = 5
-    changed = gguf_files.write(tmp_path / "changed.gguf", metadata_of(source.config) | _ENDS | keys, tensors)
+    changed = gguf_files.write(
+        tmp_path / "changed.gguf", metadata_of(source.config) | _ENDS | keys, tensors
+    )
     assert _opened(changed).config.eos_token_ids == (5,)
 
 
@@ -136,11 +167,16 @@ def test_end_tokens_of_keys_that_were_changed_later_count(tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", ["llama", "phi3", "qwen3-moe"])
 def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> None:
     family, changes = CASES[case]
-    changes = {**changes, "moe_intermediate_size": 64} if "moe_intermediate_size" in changes else changes
+    changes = (
+        {**changes, "moe_intermediate_size": 64} if "moe_intermediate_size" in changes else changes
+    )
     source, path = _made(tmp_path, family, {"": kind}, **changes)
     found = _opened(path)
     quantized = {name for name in found.names() if found.info(name).scheme is not None}
-    assert {name.removesuffix(".weight") for name in quantized} == {EMBEDDING, *linear_columns(source.config)}
+    assert {name.removesuffix(".weight") for name in quantized} == {
+        EMBEDDING,
+        *linear_columns(source.config),
+    }
     assert read_as_floats(found) == {}
     for name in source.names():
         value, before = found.load(name), _floats(source.load(name))
@@ -149,8 +185,12 @@ def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> N
         assert (_floats(value) - before).abs().max() <= step * (name in quantized)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml.FLOATS])
-def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml.FLOATS]
+)
+def test_a_type_means_what_gguf_says(
+    kind: GgmlType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ggml, "CHUNK_ELEMENTS", 1 << 12)  # several for a tensor
     source, tensors = _source(json.dumps(["qwen2", _WIDE]))
     blocks = np.random.default_rng(0).integers(0, 256, (256, kind.row_bytes(256)), np.uint8)
@@ -162,7 +202,9 @@ def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch
         expected = torch.from_numpy(gguf.dequantize(blocks, Ggml[kind]))
     value = found.load(name)
     if isinstance(value, QuantTensor):
-        torch.testing.assert_close(value.dequantize().float(), expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            value.dequantize().float(), expected, rtol=0, atol=0, equal_nan=True
+        )
     else:
         assert found.info(name).stored_as == (None if kind in ggml.SMALL_FLOATS else kind)
         assert torch.equal(value.nan_to_num(7), expected.nan_to_num(7))
@@ -183,7 +225,9 @@ def test_a_part_is_what_it_is_of_the_whole(case: str, kind: Ggml, tmp_path: Path
     found = _opened(path)
     for name in found.names():
         rows, *columns = found.info(name).shape
-        parts = [TensorSlice(0, ((rows // 4, rows // 2), (rows // 2 + 1, rows)))] if rows > 4 else []
+        parts = (
+            [TensorSlice(0, ((rows // 4, rows // 2), (rows // 2 + 1, rows)))] if rows > 4 else []
+        )
         if columns and columns[0] >= 64:
             parts.append(TensorSlice(1, ((32, 64),)))
         whole = found.load(name)
@@ -203,14 +247,23 @@ def test_columns_may_cut_groups_as_those_of_any_weight(tmp_path: Path) -> None:
         _opened(path).load(name, TensorSlice(1, ((1, 33),)))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Ggml.F16, "float16"), (Ggml.BF16, "bfloat16"), (Ggml.F32, "float32"),
-                                                (Ggml.Q4_0, "bfloat16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Ggml.F16, "float16"),
+        (Ggml.BF16, "bfloat16"),
+        (Ggml.F32, "float32"),
+        (Ggml.Q4_0, "bfloat16"),
+    ],
+)
 def test_the_float_type_is_that_of_the_matrices(kind: Ggml, expected: str, tmp_path: Path) -> None:
     _, path = _made(tmp_path, "llama", {"": kind})
     found = _opened(path)
     assert found.config.dtype == expected
     assert found.info("model.norm.weight").dtype == "float32"
-    mixed = _opened(_made(tmp_path / "mixed", "llama", {"": Ggml.Q8_0, "token_embd.weight": kind})[1])
+    mixed = _opened(
+        _made(tmp_path / "mixed", "llama", {"": Ggml.Q8_0, "token_embd.weight": kind})[1]
+    )
     assert mixed.config.dtype == expected
 
 
@@ -223,9 +276,14 @@ def test_an_embedding_in_integers_is_read_exactly(tmp_path: Path) -> None:
         "output.weight is Q5_0, read as float32, which is exact",
     ]
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for name, stored in {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}.items():
+    for name, stored in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "lm_head.weight": "output.weight",
+    }.items():
         assert found.info(name).dtype == "float32"
-        expected = torch.from_numpy(gguf.dequantize(reader[stored].data, reader[stored].tensor_type))
+        expected = torch.from_numpy(
+            gguf.dequantize(reader[stored].data, reader[stored].tensor_type)
+        )
         assert torch.equal(_floats(found.load(name)), expected)
     assert read_as_floats(found) == {}
     _, path = _made(tmp_path / "other", "llama", {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q4_1})
@@ -239,8 +297,12 @@ def test_numbers_of_the_exact_types_are_float32s() -> None:
         with np.errstate(all="ignore"):
             found = gguf.dequantize(rows, Ggml[kind]).astype(np.float64)
         finite = found[np.isfinite(found)]
-        scaled = finite / 2.0 ** np.floor(np.log2(np.abs(finite), where=finite != 0, out=np.zeros_like(finite)))
-        assert (scaled * 2**23 % 1 == 0).all(), kind  # no bit beyond a float32's, which rounding would have used up
+        scaled = finite / 2.0 ** np.floor(
+            np.log2(np.abs(finite), where=finite != 0, out=np.zeros_like(finite))
+        )
+        assert (scaled * 2**23 % 1 == 0).all(), (
+            kind
+        )  # no bit beyond a float32's, which rounding would have used up
         assert (scaled * 2**23 % 2 == 0).mean() > 0.5, kind
 
 
@@ -252,7 +314,9 @@ def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
     assert found.config.tied_embeddings
     assert found.names() == source.names()
     tensors["output.weight"] = tensors["token_embd.weight"] * 2
-    assert not _opened(gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors)).config.tied_embeddings
+    assert not _opened(
+        gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors)
+    ).config.tied_embeddings
 
 
 def _split(path: Path, count: int) -> list[Path]:
@@ -285,10 +349,16 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
         found = open_checkpoint(opened)
         assert found.path == parts[0]
         assert [file.path for file in found.files()] == parts
-        assert all(torch.equal(_floats(found.load(name)), _floats(source.load(name))) for name in source.names())
+        assert all(
+            torch.equal(_floats(found.load(name)), _floats(source.load(name)))
+            for name in source.names()
+        )
     content = parts[1].read_bytes()
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match=r"part-00002-of-00003.gguf: the weight file is missing \(found 2 of 3"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"part-00002-of-00003.gguf: the weight file is missing \(found 2 of 3",
+    ):
         open_checkpoint(parts[0])
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(CheckpointError, match="is not part 2 of 3"):
@@ -307,7 +377,9 @@ def test_a_folder_of_one_model_is_that_model(tmp_path: Path) -> None:
     (folder / "mmproj-a.gguf").write_bytes(b"GGUF")
     assert open_checkpoint(folder).path == folder / "a.gguf"
     (folder / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"several models in GGUF \(found a.gguf, b.gguf\); name the file"):
+    with pytest.raises(
+        CheckpointError, match=r"several models in GGUF \(found a.gguf, b.gguf\); name the file"
+    ):
         open_checkpoint(folder)
     (folder / "a.gguf").rename(folder / "a.bin")
     assert open_checkpoint(folder / "a.bin").format == "gguf"  # by how it begins
@@ -332,7 +404,9 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
         _opened(written({"blk.1.attn_k.weight": tensors["blk.1.attn_k.weight"][:8]}))
     with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' does not fit the heads"):
         _opened(written({"rope_freqs.weight": np.ones(3, np.float32)}))
-    with pytest.raises(UnsupportedError, match=r"'output_norm.weight' is of a type that is not read \(found Q8_0\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"'output_norm.weight' is of a type that is not read \(found Q8_0\)"
+    ):
         _opened(written({}, blocks={"output_norm.weight": (np.zeros(68, np.uint8), Ggml.Q8_0)}))
     metadata["general.quantization_version"] = 1
     with pytest.raises(UnsupportedError, match="is quantized by unknown rules"):
@@ -345,7 +419,9 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
 def test_a_config_says_whether_there_is_a_padding_token(stated: int | None, tmp_path: Path) -> None:
     source, tensors = _source(json.dumps(["phi3", {"vocab_size": _ROWS}]))
     ids = {} if stated is None else {"tokenizer.ggml.padding_token_id": stated}
-    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER | ids, tensors)
+    path = gguf_files.write(
+        tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER | ids, tensors
+    )
     quantkit.convert(path, tmp_path / "model", to="hf", source_check=False)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pad_token_id"] == stated
     if stated is None:
@@ -354,7 +430,9 @@ def test_a_config_says_whether_there_is_a_padding_token(stated: int | None, tmp_
 
 @pytest.mark.parametrize("weight", [0.0, 1e-7])
 def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path) -> None:
-    model = oracle.make("gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = oracle.make(
+        "gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -367,34 +445,54 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     found = require_exact(source, _opened(path))
     assert found.norms == (1 if weight else 0)
     assert ("1 norms rounded" in found.line()) == bool(weight)
-    rounded = {difference.name for difference in quantkit.verify(folder, path).differing if difference.within}
+    rounded = {
+        difference.name
+        for difference in quantkit.verify(folder, path).differing
+        if difference.within
+    }
     assert rounded == ({"model.norm.weight"} if weight else set())
-    assert not any(one.rule.name == "changed" for one in quantkit.diagnose(path, against=folder).findings)
+    assert not any(
+        one.rule.name == "changed" for one in quantkit.diagnose(path, against=folder).findings
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("cast", ["fp32", "bf16", "fp16"])
-def test_norms_of_all_sizes_survive_casts_there_and_back(dtype: Any, cast: Any, tmp_path: Path) -> None:
+def test_norms_of_all_sizes_survive_casts_there_and_back(
+    dtype: Any, cast: Any, tmp_path: Path
+) -> None:
     """`verify` knows what a cast and adding one have rounded."""
-    model = oracle.make("gemma", vocab_size=400, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = oracle.make(
+        "gemma", vocab_size=400, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(torch.randn_like(parameter) * torch.logspace(-9, 1, parameter.numel()))
+                parameter.copy_(
+                    torch.randn_like(parameter) * torch.logspace(-9, 1, parameter.numel())
+                )
     oracle.save(model, tmp_path / "made")
     shutil.copy(train(tmp_path / "text") / "tokenizer.model", tmp_path / "made")
-    source = quantkit.convert(tmp_path / "made", tmp_path / "source", dtype=dtype, source_check=False).path
-    file = quantkit.convert(source, tmp_path / "a.gguf", to="gguf", dtype=cast, source_check=False).path
+    source = quantkit.convert(
+        tmp_path / "made", tmp_path / "source", dtype=dtype, source_check=False
+    ).path
+    file = quantkit.convert(
+        source, tmp_path / "a.gguf", to="gguf", dtype=cast, source_check=False
+    ).path
     back = quantkit.convert(file, tmp_path / "back", source_check=False).path
     for result in (file, back):
         differing = quantkit.verify(source, result).differing
         assert any("norm" in difference.name for difference in differing)
         assert all(difference.within for difference in differing)
-        assert not any(one.rule.name == "changed" for one in quantkit.diagnose(result, against=source).findings)
+        assert not any(
+            one.rule.name == "changed" for one in quantkit.diagnose(result, against=source).findings
+        )
 
 
 def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path: Path) -> None:
-    model = oracle.make("gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = oracle.make(
+        "gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     (folder := tmp_path / "model").mkdir()
     source = HF.open(oracle.save(model, folder), "safetensors")
     tensors = gguf_files.tensors_of(model)
@@ -419,7 +517,9 @@ def test_windows_that_llama_cpp_does_not_know_are_reported(tmp_path: Path) -> No
 def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
     types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0}
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS}]))
-    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER, tensors, types)
+    path = gguf_files.write(
+        tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER, tensors, types
+    )
     found = open_checkpoint(path)
     assert schemes(found).keys() == {"model.layers.0.mlp.up_proj"}
     assert set(read_as_floats(found).values()) == {"Q4_1"}
@@ -427,9 +527,14 @@ def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
     assert quantkit.inspect(path).tensors == {"Q4_1 as bfloat16": 22, "float32": 7, "int8-g32": 1}
 
 
-def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_is_requested(tmp_path: Path) -> None:
+def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_is_requested(
+    tmp_path: Path,
+) -> None:
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS, "num_hidden_layers": 1}]))
-    metadata, types = metadata_of(source.config) | _ENDS | _TOKENIZER, {"token_embd.weight": Ggml.Q8_0}
+    metadata, types = (
+        metadata_of(source.config) | _ENDS | _TOKENIZER,
+        {"token_embd.weight": Ggml.Q8_0},
+    )
     path = gguf_files.write(tmp_path / "model.gguf", metadata, tensors, types)
     means = _opened(path).load(f"{EMBEDDING}.weight")
     assert isinstance(means, QuantTensor)

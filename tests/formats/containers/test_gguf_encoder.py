@@ -1,4 +1,6 @@
-"""Tensors as GGUF files hold them: read with the gguf library, read back halfway, in one file and in several."""
+"""Tensors as GGUF files hold them: read with the gguf library, read back halfway, in one file
+and in several.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,39 @@ FAMILIES = ["llama", "qwen2", "gemma2", "phi3", "qwen3-moe", "mixtral"]
 
 def config_of(case: str, **changes: Any) -> ModelConfig:
     kind, settings = CASES[case]
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 96, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-             "model_type": kind, "moe_intermediate_size": 64, "head_dim": 32, "num_experts_per_tok": 2}  # fmt: skip
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "vocab_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "model_type": kind,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "num_experts_per_tok": 2,
+    }
     return config_from_hf({**ENDS, **settings, **sizes, **changes}, "config.json")
 
 
-def values_of(config: ModelConfig, scheme: QuantScheme | None, dtype: DType) -> dict[str, Tensor | QuantTensor]:
+def values_of(
+    config: ModelConfig, scheme: QuantScheme | None, dtype: DType
+) -> dict[str, Tensor | QuantTensor]:
     found: dict[str, Tensor | QuantTensor] = {}
     for number, parameter in enumerate(parameters(config)):
-        value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)).to(dtype.torch)
+        value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)).to(
+            dtype.torch
+        )
         linear = parameter.linear
-        if scheme and parameter.is_linear_weight and linear and linear.quantizable and parameter.role != "head":
+        if (
+            scheme
+            and parameter.is_linear_weight
+            and linear
+            and linear.quantizable
+            and parameter.role != "head"
+        ):
             found[parameter.name] = quantize_rtn(value, scheme, torch.float16)
         else:
             found[parameter.name] = value
@@ -73,7 +96,9 @@ def append(chunks: Iterator[tuple[str, Any]], folder: Path) -> None:
             file.write(data)
 
 
-def encoder_of(config: ModelConfig, values: dict[str, Tensor | QuantTensor], max_bytes: int = ONE) -> GgufEncoder:
+def encoder_of(
+    config: ModelConfig, values: dict[str, Tensor | QuantTensor], max_bytes: int = ONE
+) -> GgufEncoder:
     metadata = {"general.architecture": "llama", "general.name": "a model"}
     extra = {"rope_freqs.weight": [float(number) for number in range(1, 17)]}
     return GgufEncoder(planned(config, values), config, metadata, extra, max_bytes, "model")
@@ -81,21 +106,33 @@ def encoder_of(config: ModelConfig, values: dict[str, Tensor | QuantTensor], max
 
 def same(found: Tensor | QuantTensor, expected: Tensor | QuantTensor) -> bool:
     if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.allclose(found, expected, atol=0)
+        return (
+            isinstance(found, Tensor)
+            and found.dtype == expected.dtype
+            and torch.allclose(found, expected, atol=0)
+        )
     assert isinstance(found, QuantTensor)
-    return found.scheme == expected.scheme and found.codes.equal(expected.codes) and found.scale.equal(expected.scale)
+    return (
+        found.scheme == expected.scheme
+        and found.codes.equal(expected.codes)
+        and found.scale.equal(expected.scale)
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("case", FAMILIES)
-def test_what_is_written_is_read_back(case: str, scheme: QuantScheme | None, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(
+    case: str, scheme: QuantScheme | None, tmp_path: Path
+) -> None:
     config = config_of(case)
     values = values_of(config, scheme, DType.BFLOAT16)
     encoder = encoder_of(config, values)
     for index, spec in enumerate(encoder.planned):
         append(encoder.encode(index, values[spec.name]), tmp_path)
         if not encoder.holds:
-            assert same(encoder.decode(index, tmp_path), values[spec.name]), spec.name  # the file is not whole yet
+            assert same(encoder.decode(index, tmp_path), values[spec.name]), (
+                spec.name
+            )  # the file is not whole yet
     for index, spec in enumerate(encoder.planned):
         assert same(encoder.decode(index, tmp_path), values[spec.name]), spec.name
     assert (tmp_path / "model.gguf").stat().st_size == encoder.total_bytes()
@@ -112,15 +149,18 @@ def test_the_owner_finds_the_tensors(tmp_path: Path) -> None:
     assert next(iter(tensors)) == "rope_freqs.weight"
     assert np.array_equal(tensors["rope_freqs.weight"].data, np.arange(1.0, 17.0, dtype=np.float32))
     assert {name for name in tensors if tensors[name].tensor_type.name == "F32"} == {
-        "rope_freqs.weight", "output_norm.weight",
+        "rope_freqs.weight",
+        "output_norm.weight",
         *(f"blk.{layer}.{part}_norm.weight" for layer in range(2) for part in ("attn", "ffn")),
-    }  # fmt: skip
+    }
     assert tensors["token_embd.weight"].tensor_type.name == "BF16"
     query = tensors["blk.1.attn_q.weight"]
     assert (query.tensor_type.name, list(query.shape)) == ("Q4_0", [128, 128])
     expected = values["model.layers.1.self_attn.q_proj.weight"]
     assert isinstance(expected, QuantTensor)
-    rows = expected.dequantize().view(4, 2, 16, 128).swapaxes(1, 2).reshape(128, 128)  # as llama.cpp's converter
+    rows = (
+        expected.dequantize().view(4, 2, 16, 128).swapaxes(1, 2).reshape(128, 128)
+    )  # as llama.cpp's converter
     assert np.array_equal(gguf.quants.dequantize(query.data, query.tensor_type), rows.numpy())
     fields = {key: field.contents() for key, field in reader.fields.items()}
     assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_0
@@ -167,7 +207,9 @@ def test_files_of_a_largest_size(max_bytes: int, tmp_path: Path) -> None:
 
     files = sorted(path.name for path in tmp_path.iterdir())
     count = len(files)
-    assert files == encoder.files() == [f"model-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    assert (
+        files == encoder.files() == [f"model-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    )
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == encoder.total_bytes()
     tensors = 0
     for index, name in enumerate(files):
@@ -197,7 +239,9 @@ def test_another_header_is_no_run_to_go_on_with() -> None:
 @pytest.mark.parametrize("scheme", [QuantScheme(4, 32, False), QuantScheme(4, 16)], ids=str)
 def test_what_blocks_do_not_hold_is_refused_before_anything_is_written(scheme: QuantScheme) -> None:
     config = config_of("llama")
-    with pytest.raises(UnsupportedError, match=r"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held"):
+    with pytest.raises(
+        UnsupportedError, match=r"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held"
+    ):
         encoder_of(config, values_of(config, scheme, DType.FLOAT16))
 
 

@@ -1,4 +1,6 @@
-"""Models written as GGUF: files with a manifest, folders, in parts; read back, verified, resumed."""
+"""Models written as GGUF: files with a manifest, folders, in parts; read back, verified,
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_and_its_manifest(made: Path, demo_model: Path, capfd: Capture) -> None:
-    assert sorted(path.name for path in made.parent.iterdir()) == ["demo.gguf", "demo.gguf.quantkit.json"]
+    assert sorted(path.name for path in made.parent.iterdir()) == [
+        "demo.gguf",
+        "demo.gguf.quantkit.json",
+    ]
     manifest = json.loads((made.parent / "demo.gguf.quantkit.json").read_text())
     assert list(manifest["files"]) == ["demo.gguf"]
     report = verify(demo_model, made)
@@ -51,7 +56,10 @@ def test_the_way_back_is_the_same_model(made: Path, demo_model: Path, tmp_path: 
     again = tmp_path / "demo.gguf"
     quantkit.convert(tmp_path / "back", again)
     first, second = (
-        {tensor.name: (tensor.tensor_type, tensor.data.tobytes()) for tensor in gguf.GGUFReader(path).tensors}
+        {
+            tensor.name: (tensor.tensor_type, tensor.data.tobytes())
+            for tensor in gguf.GGUFReader(path).tensors
+        }
         for path in (made, again)
     )
     assert first == second
@@ -59,7 +67,10 @@ def test_the_way_back_is_the_same_model(made: Path, demo_model: Path, tmp_path: 
 
 def test_a_folder_holds_one_file(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "model", to="gguf", source_check=False)
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.gguf", "quantkit.json"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "model.gguf",
+        "quantkit.json",
+    ]
     assert verify(tmp_path / "model").same
     assert verify(tmp_path / "model" / "model.gguf").same
     (tmp_path / "model" / "other.gguf").touch()
@@ -86,7 +97,9 @@ def test_a_manifest_does_not_speak_for_another_file(made: Path, tmp_path: Path) 
     copy.write_bytes(data)
     shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"the manifest is that of another file .*found demo\.gguf"):
+        with pytest.raises(
+            CheckpointError, match=r"the manifest is that of another file .*found demo\.gguf"
+        ):
             verify(copy)
         original.unlink(missing_ok=True)
 
@@ -114,14 +127,22 @@ def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -
 def test_codes_are_carried(scheme: str, demo_model: Path, tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file.gguf"
     quantkit.quantize(
-        demo_model, folder, scheme, method="rtn", keep="*.layers.0.*", source_check=False, accept_quality_loss=True
+        demo_model,
+        folder,
+        scheme,
+        method="rtn",
+        keep="*.layers.0.*",
+        source_check=False,
+        accept_quality_loss=True,
     )
     result = quantkit.convert(folder, file, source_check=False)
     quantkit.convert(file, tmp_path / "back", to="compressed-tensors", source_check=False)
     before, after, back = (open_checkpoint(path) for path in (folder, file, tmp_path / "back"))
     assert result.exact is not None
     assert result.exact.tensors == len(schemes(before)) > 0
-    assert schemes(after).keys() == schemes(before).keys() == schemes(back).keys(), "those that were kept are floats"
+    assert schemes(after).keys() == schemes(before).keys() == schemes(back).keys(), (
+        "those that were kept are floats"
+    )
     assert {*schemes(after).values(), *schemes(back).values()} == {QuantScheme(int(scheme[3]), 32)}
     for module in schemes(before):
         first, second, third = (one.load(f"{module}.weight") for one in (before, after, back))
@@ -139,9 +160,16 @@ def test_an_interrupted_run_goes_on(job: str, demo_model: Path, tmp_path: Path) 
         if job == "convert":
             return quantkit.convert(src, dst, **options)  # type: ignore[arg-type]
         return quantkit.quantize(
-            src, dst, "int4-g32", method="gptq", calibration=EXCERPT, samples=2, length=16, accept_quality_loss=True,
+            src,
+            dst,
+            "int4-g32",
+            method="gptq",
+            calibration=EXCERPT,
+            samples=2,
+            length=16,
+            accept_quality_loss=True,
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
     whole, file = tmp_path / "whole.gguf", tmp_path / "file.gguf"
     make(demo_model, whole, source_check=False)
@@ -151,27 +179,39 @@ def test_an_interrupted_run_goes_on(job: str, demo_model: Path, tmp_path: Path) 
         open_checkpoint(partial(file) / "file.gguf")
     make(demo_model, file, source_check=False, resume=True)
     assert file.read_bytes() == whole.read_bytes()
-    assert sorted(path.name for path in tmp_path.glob("file*")) == ["file.gguf", "file.gguf.quantkit.json"]
+    assert sorted(path.name for path in tmp_path.glob("file*")) == [
+        "file.gguf",
+        "file.gguf.quantkit.json",
+    ]
 
 
 def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     interrupted(quantkit.convert, demo_model, file)
     with pytest.raises(RequestError):
-        quantkit.convert(demo_model, file, template="none of these", source_check=False, resume=True)
+        quantkit.convert(
+            demo_model, file, template="none of these", source_check=False, resume=True
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "architecture", "tokens", "expected"),
     [
-        ("Phi3-mine", "llama", ["<s>"], "Phi 3-mine"),  # llama.cpp would look for tokens that there are not
+        (
+            "Phi3-mine",
+            "llama",
+            ["<s>"],
+            "Phi 3-mine",
+        ),  # llama.cpp would look for tokens that there are not
         ("my-phi-3", "phi3", ["<s>", "</s>"], "my-phi 3"),
         ("Phi-3-mini", "phi3", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "Phi-3-mini"),
         ("mine", "phi3", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "mine (Phi-3)"),
         ("mine", "llama", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "mine"),
     ],
 )
-def test_llama_cpp_goes_by_the_name_of_a_model(name: str, architecture: str, tokens: list[str], expected: str) -> None:
+def test_llama_cpp_goes_by_the_name_of_a_model(
+    name: str, architecture: str, tokens: list[str], expected: str
+) -> None:
     assert stated_name(name, architecture, tokens) == expected
 
 

@@ -20,9 +20,13 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 8
 LINEARS = {
-    "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 UP = "layers.1.feed_forward.w3"
 Tensors = dict[str, Tensor]
 
@@ -35,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _pairs(rows: Tensor, heads: int) -> Tensor:
-    """Rows of each head in the order 0, h/2, 1, h/2 + 1, ..., as gpt-fast's converter permutes them."""
+    """Rows of each head in the order 0, h/2, 1, h/2 + 1, ..., as gpt-fast's converter permutes
+    them.
+    """
     return rows.view(heads, 2, HEAD_DIM // 2, -1).transpose(1, 2).reshape(rows.shape)
 
 
@@ -48,9 +54,13 @@ def _floats(model: Path) -> Tensors:
     }
     for layer in range(2):
         q, k, v = (state[f"model.layers.{layer}.self_attn.{one}_proj.weight"] for one in "qkv")
-        tensors[f"layers.{layer}.attention.wqkv.weight"] = torch.cat([_pairs(q, HEADS), _pairs(k, KV_HEADS), v])
+        tensors[f"layers.{layer}.attention.wqkv.weight"] = torch.cat(
+            [_pairs(q, HEADS), _pairs(k, KV_HEADS), v]
+        )
         for theirs, name in LINEARS.items():
-            tensors[f"layers.{layer}.{theirs}.weight"] = state[f"model.layers.{layer}.{name}.weight"]
+            tensors[f"layers.{layer}.{theirs}.weight"] = state[
+                f"model.layers.{layer}.{name}.weight"
+            ]
     return tensors
 
 
@@ -91,7 +101,11 @@ def test_int8_codes_are_those_of_the_file(model: Path, tmp_path: Path) -> None:
     source = open_checkpoint(_folder(model, tmp_path / "src", tensors))
     codes, scales = (tensors[f"layers.1.attention.wqkv.{end}"] for end in ("weight", "scales"))
     half = HEAD_DIM // 2
-    order = [head * HEAD_DIM + 2 * (row % half) + row // half for head in range(KV_HEADS) for row in range(HEAD_DIM)]
+    order = [
+        head * HEAD_DIM + 2 * (row % half) + row // half
+        for head in range(KV_HEADS)
+        for row in range(HEAD_DIM)
+    ]
     first = HEADS * HEAD_DIM
     rows = [first + row for row in order]
     key = source.load("model.layers.1.self_attn.k_proj.weight")
@@ -104,9 +118,15 @@ def test_int8_codes_are_those_of_the_file(model: Path, tmp_path: Path) -> None:
     last = codes[first + KV_HEADS * HEAD_DIM :, 8:24]
     assert torch.equal(value.codes.int() - 128, last.int())
     part = TensorSlice(0, ((3, 9),))
-    assert torch.equal(source.load("model.layers.1.self_attn.k_proj.weight", part).codes, key.codes[3:9])  # type: ignore[union-attr]
+    assert torch.equal(
+        source.load("model.layers.1.self_attn.k_proj.weight", part).codes, key.codes[3:9]
+    )  # type: ignore[union-attr]
     head = source.info("lm_head.weight")
-    assert (str(head.scheme), head.dtype, source.info("model.embed_tokens.weight").scheme) == ("int8", "bfloat16", None)
+    assert (str(head.scheme), head.dtype, source.info("model.embed_tokens.weight").scheme) == (
+        "int8",
+        "bfloat16",
+        None,
+    )
     assert quantkit.inspect(source.path).readers == ["quantkit", "gpt-fast"]
 
 
@@ -118,13 +138,18 @@ def test_a_head_in_int8_is_no_longer_the_embedding(model: Path, tmp_path: Path) 
         oracle.edit_json(folder / "config.json", tie_word_embeddings=True)
         source = open_checkpoint(folder)
         assert source.config.tied_embeddings == tied
-        assert any("the head is int8 and no longer the embedding" in note for note in source.notes) != tied
+        assert (
+            any("the head is int8 and no longer the embedding" in note for note in source.notes)
+            != tied
+        )
 
 
 def test_the_download_goes_before_what_was_made_of_it(model: Path, tmp_path: Path) -> None:
     folder = _folder(model, tmp_path / "src", _floats(model), "model.pth")
     _folder(model, folder, _int8(_floats(model)))
-    assert open_checkpoint(folder).notes == [f"{folder}: model_int8.pth along with model.pth; ignored"]
+    assert open_checkpoint(folder).notes == [
+        f"{folder}: model_int8.pth along with model.pth; ignored"
+    ]
     shutil.copy(model / "model.safetensors", folder)
     both = open_checkpoint(folder)
     assert both.format == "hf"

@@ -1,4 +1,6 @@
-"""Canonical tensors out of the folders of all families: fused, stacked, in another order, in part."""
+"""Canonical tensors out of the folders of all families: fused, stacked, in another order, in
+part.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
     for name, tensor in stored.items():
         module, _, leaf = name.rpartition(".")
         if module.endswith("qkv_proj"):
-            sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+            sizes = [config.num_heads * config.head_dim] + 2 * [
+                config.num_kv_heads * config.head_dim
+            ]
             for part, rows in zip("qkv", tensor.split(sizes), strict=True):
                 found[f"{module.removesuffix('qkv_proj')}{part}_proj.{leaf}"] = rows
         elif module.endswith("mlp.gate_up_proj"):
@@ -69,36 +73,49 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
             leaf, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
             for expert, matrix in enumerate(tensor):
                 linears = {"gate_proj": matrix[..., ::2], "up_proj": matrix[..., 1::2]}
-                for linear, part in linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]:
-                    found[f"{module}.{expert}.{linear}.{kind}"] = part.t() if part.ndim == 2 else part
+                for linear, part in (
+                    linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]
+                ):
+                    found[f"{module}.{expert}.{linear}.{kind}"] = (
+                        part.t() if part.ndim == 2 else part
+                    )
         elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
             half = config.head_dim // 2  # of each head turns, in pairs side by side
             heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
             turned, (first, second) = heads[:, :half], heads[:, half:].chunk(2, dim=1)
-            found[name] = torch.cat((turned[:, ::2], first, turned[:, 1::2], second), dim=1).flatten(0, 1)
+            found[name] = torch.cat(
+                (turned[:, ::2], first, turned[:, 1::2], second), dim=1
+            ).flatten(0, 1)
         else:
             found[_renamed(name, config.architecture)] = tensor
     return found
 
 
 _OUTPUT_NORMS = {
-    "post_attention_layernorm": "attention_output_layernorm", "post_feedforward_layernorm": "mlp_output_layernorm",
-}  # fmt: skip
+    "post_attention_layernorm": "attention_output_layernorm",
+    "post_feedforward_layernorm": "mlp_output_layernorm",
+}
 
 
 def _renamed(name: str, kind: str) -> str:
     changes = {
-        "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
+        "mixtral": {
+            "block_sparse_moe": "mlp",
+            ".w1.": ".gate_proj.",
+            ".w2.": ".down_proj.",
+            ".w3.": ".up_proj.",
+        },
         "gpt_oss": {"mlp.router": "mlp.gate"},
         "qwen2_moe": {"mlp.shared_expert.": "mlp.shared_experts."},
         "glm4": {
-            "post_self_attn_layernorm": "attention_output_layernorm", "post_mlp_layernorm": "mlp_output_layernorm",
+            "post_self_attn_layernorm": "attention_output_layernorm",
+            "post_mlp_layernorm": "mlp_output_layernorm",
         },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
         "olmo2": _OUTPUT_NORMS,
         "olmo3": _OUTPUT_NORMS,
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
-    }  # fmt: skip
+    }
     for old, new in changes.get(kind, {}).items():
         if old in name:
             name = name.replace(old, new)
@@ -146,12 +163,16 @@ def test_parts_of_fused_and_stacked_tensors(case: str, tmp_path: Path) -> None:
         ("phi3", "self_attn.k_proj.weight", 16 * 64 * 4),
         ("mixtral", "mlp.experts.2.up_proj.weight", 96 * 64 * 4),
         ("gpt-oss", "mlp.experts.2.down_proj.weight", 96 * 64 * 4),
-        ("gpt-oss", "mlp.experts.2.up_proj.weight", 2 * 96 * 64 * 4),  # its rows alternate with those of gate
+        (
+            "gpt-oss",
+            "mlp.experts.2.up_proj.weight",
+            2 * 96 * 64 * 4,
+        ),  # its rows alternate with those of gate
     ],
 )
 def test_no_more_is_read_than_must_be(
     case: str, name: str, maximum: int, tmp_path: Path, bytes_read: list[int]
-) -> None:  # fmt: skip
+) -> None:
     checkpoint = opened(oracle.save(make(case), tmp_path))
     bytes_read.clear()
     checkpoint.load(BLOCK.format(layer=1) + name)
@@ -175,8 +196,12 @@ def _canonical(checkpoint: HFCheckpoint) -> dict[str, Any]:
     return {name: checkpoint.load(name) for name in checkpoint.names()}
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"])
-def test_experts_stacked_and_apart_are_the_same(case: str, tmp_path: Path, bytes_read: list[int]) -> None:
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"]
+)
+def test_experts_stacked_and_apart_are_the_same(
+    case: str, tmp_path: Path, bytes_read: list[int]
+) -> None:
     own = _canonical(opened(oracle.save(make(case), tmp_path / "own")))
     stacked = opened(restacked(case, tmp_path / "stacked"))
     bytes_read.clear()
@@ -195,7 +220,9 @@ def test_each_layers_stacked_experts_lie_as_its_own_shapes_say(tmp_path: Path) -
     folder = oracle.save(model, tmp_path / "mixed", save_original_format=False)
 
     def turn(stored: dict[str, Tensor]) -> None:
-        for name in [name for name, tensor in stored.items() if ".layers.1." in name and tensor.ndim == 3]:
+        for name in [
+            name for name, tensor in stored.items() if ".layers.1." in name and tensor.ndim == 3
+        ]:
             stored[name] = stored[name].transpose(1, 2).contiguous()
 
     assert torch.equal(_table(_canonical(opened(_edited(folder, turn)))), _table(own))
@@ -235,11 +262,14 @@ _MIXTRAL = "model.layers.1.block_sparse_moe.experts."
 
 
 def test_a_missing_expert_is_named_as_it_is_called_on_disk(tmp_path: Path) -> None:
-    folder = _edited(oracle.save(make("mixtral"), tmp_path), lambda stored: stored.pop(_MIXTRAL + "3.w1.weight"))
+    folder = _edited(
+        oracle.save(make("mixtral"), tmp_path), lambda stored: stored.pop(_MIXTRAL + "3.w1.weight")
+    )
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
-    assert str(caught.value) == (
-        f"{folder}: tensor '{_MIXTRAL}3.w1.weight' is missing (found 59 of 60 tensors); "
+    assert (
+        str(caught.value)
+        == f"{folder}: tensor '{_MIXTRAL}3.w1.weight' is missing (found 59 of 60 tensors); "
         "a weight file is missing or the config is another model's"
     )
 
@@ -251,9 +281,10 @@ def test_one_expert_too_many_is_refused(tmp_path: Path) -> None:
     folder = _edited(oracle.save(make("mixtral"), tmp_path), add)
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
-    assert str(caught.value) == (
-        f"{folder}: tensor '{_MIXTRAL}4.w1.weight' belongs to an expert beyond those of the config (found expert 4, "
-        "expected experts 0 to 3); the config is another model's"
+    assert (
+        str(caught.value)
+        == f"{folder}: tensor '{_MIXTRAL}4.w1.weight' belongs to an expert beyond those of the"
+        " config (found expert 4, expected experts 0 to 3); the config is another model's"
     )
 
 
@@ -264,15 +295,18 @@ def test_experts_in_two_forms_are_refused(tmp_path: Path) -> None:
     folder = _edited(oracle.save(make("mixtral"), tmp_path), add)
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
-    assert str(caught.value) == (
-        f"{folder}: the experts of layer 1 are stored in two forms (found '{_MIXTRAL}0.w1' and "
-        "'model.layers.1.mlp.experts.down_proj', expected a tensor for each expert, or one for all); "
-        "the folder has weight files of two versions of the model"
+    assert (
+        str(caught.value)
+        == f"{folder}: the experts of layer 1 are stored in two forms (found '{_MIXTRAL}0.w1' and"
+        " 'model.layers.1.mlp.experts.down_proj', expected a tensor for each expert, or one for"
+        " all); the folder has weight files of two versions of the model"
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_float_type_is_that_of_the_tensors_where_none_is_said(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_float_type_is_that_of_the_tensors_where_none_is_said(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     folder = oracle.save(make("llama").to(dtype), tmp_path)
     oracle.edit_json(folder / "config.json", dtype=None, torch_dtype=None)
     assert opened(folder).config.dtype == str(dtype).removeprefix("torch.")
@@ -284,7 +318,9 @@ def test_a_stack_of_too_few_experts_is_misshapen(tmp_path: Path) -> None:
         stored[name] = stored[name][:3].clone()
 
     folder = _edited(restacked("mixtral", tmp_path), cut)
-    with pytest.raises(CheckpointError, match=r"experts.down_proj' has the wrong shape \(found \[3, 64, 96\]"):
+    with pytest.raises(
+        CheckpointError, match=r"experts.down_proj' has the wrong shape \(found \[3, 64, 96\]"
+    ):
         opened(folder)
 
 
@@ -292,14 +328,21 @@ SCHEMES = [QuantScheme(8, None), QuantScheme(4, 32), QuantScheme(4, 32, symmetri
 
 
 def quantized_on_disk(folder: Path, scheme: QuantScheme) -> dict[str, QuantTensor]:
-    """Replace the linears of a folder, as they are called there, by compressed-tensors; what they are now."""
+    """Replace the linears of a folder, as they are called there, by compressed-tensors; what
+    they are now.
+    """
     file, method = folder / "model.safetensors", CompressedTensors()
     found, stored = {}, load_file(file)
     for name, tensor in list(stored.items()):
         if (tensor.ndim == 2 and name.endswith("proj.weight")) or ".experts." in name:
-            module, value = name.removesuffix(".weight"), quantize_rtn(stored.pop(name), scheme, torch.float32)
+            module, value = (
+                name.removesuffix(".weight"),
+                quantize_rtn(stored.pop(name), scheme, torch.float32),
+            )
             found[module] = value
-            expected = method.codec(scheme).stored(TensorSpec(name, value.shape, DType.FLOAT32, scheme))
+            expected = method.codec(scheme).stored(
+                TensorSpec(name, value.shape, DType.FLOAT32, scheme)
+            )
             tensors = method.codec(scheme).encode(value)
             stored.update({one.name: data for one, data in zip(expected, tensors, strict=True)})
     save_file(stored, file, {"format": "pt"})
@@ -311,7 +354,9 @@ def quantized_on_disk(folder: Path, scheme: QuantScheme) -> dict[str, QuantTenso
 def same(one: object, other: object) -> bool:
     assert isinstance(one, QuantTensor)
     assert isinstance(other, QuantTensor)
-    zeros = (one.zero is None) == (other.zero is None) and (one.zero is None or torch.equal(one.zero, other.zero))
+    zeros = (one.zero is None) == (other.zero is None) and (
+        one.zero is None or torch.equal(one.zero, other.zero)
+    )
     return torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale) and zeros
 
 
@@ -326,13 +371,22 @@ def test_fused_modules_are_split_as_they_are_quantized(scheme: QuantScheme, tmp_
         own, canonical = fused.rows(start, stop), f"{block}self_attn.{name}_proj.weight"
         assert checkpoint.info(canonical).scheme == scheme
         assert same(checkpoint.load(canonical), own)
-        for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((8, 16), (0, 8))), TensorSlice(1, ((32, 64),))):
+        for part in (
+            TensorSlice(0, ((8, 16),)),
+            TensorSlice(0, ((8, 16), (0, 8))),
+            TensorSlice(1, ((32, 64),)),
+        ):
             assert same(checkpoint.load(canonical, part), part.of_weight(own))
     names = [f"{block}mlp.{part}_proj.weight" for part in ("gate", "up")]
-    assert [same(checkpoint.load(name), modules[block + "mlp.gate_up_proj"].rows(*rows)) for name, rows in zip(
-        names, [(0, 96), (96, 192)], strict=True
-    )] == [True, True]  # fmt: skip
-    stored = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "gate_up" in name)
+    assert [
+        same(checkpoint.load(name), modules[block + "mlp.gate_up_proj"].rows(*rows))
+        for name, rows in zip(names, [(0, 96), (96, 192)], strict=True)
+    ] == [True, True]
+    stored = sum(
+        tensor.nbytes
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if "gate_up" in name
+    )
     assert stored == 3 * sum(checkpoint.stored_bytes(name) for name in names)
 
 
@@ -357,7 +411,9 @@ def test_rotary_rows_are_brought_into_canonical_order(
     turn(monkeypatch, interleaved=interleaved, partial=partial)
     checkpoint = opened(folder)
     turned = partial or 8
-    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2) for i in range(turned // 2)]
+    pairs = [
+        (2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2) for i in range(turned // 2)
+    ]
     pairs += [(turned + i, turned + (8 - turned) // 2 + i) for i in range((8 - turned) // 2)]
     order = [first for first, _ in pairs] + [second for _, second in pairs]
     for name in checkpoint.names():
@@ -391,7 +447,7 @@ def turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | N
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_rotary_rows_of_quantized_modules(
     scheme: QuantScheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     folder = oracle.save(oracle.make("qwen3", head_dim=8), tmp_path)
     modules = quantized_on_disk(folder, scheme)
     turn(monkeypatch, interleaved=True, partial=None)
@@ -403,7 +459,11 @@ def test_rotary_rows_of_quantized_modules(
     expected = QuantTensor(own.codes[index], own.scale[index], zero, scheme)
     checkpoint = opened(folder)
     assert same(checkpoint.load(name + ".weight"), expected)
-    for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((3, 12),)), TensorSlice(1, ((32, 64),))):
+    for part in (
+        TensorSlice(0, ((8, 16),)),
+        TensorSlice(0, ((3, 12),)),
+        TensorSlice(1, ((32, 64),)),
+    ):
         assert same(checkpoint.load(name + ".weight", part), part.of_weight(expected))
 
 

@@ -1,4 +1,6 @@
-"""Folders as their families have them on disk: written again as they were read, quantized, and resumed."""
+"""Folders as their families have them on disk: written again as they were read, quantized, and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def _all_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def _require_same(written: Path, source: Path) -> None:
@@ -83,7 +89,9 @@ def test_rotary_rows_go_back_to_their_order(
     _require_same(_convert(source, tmp_path / "quantized"), source)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"]
+)
 def test_stacked_experts_are_written_as_the_family_has_them(case: str, tmp_path: Path) -> None:
     own = oracle.save(make(case), tmp_path / "own")
     _require_same(_convert(restacked(case, tmp_path / "stacked"), tmp_path / "made"), own)
@@ -91,7 +99,9 @@ def test_stacked_experts_are_written_as_the_family_has_them(case: str, tmp_path:
 
 @pytest.mark.parametrize("case", ["phi3", "mixtral", "gemma2", "olmoe", "qwen2-moe"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_a_quantized_folder_is_written_as_it_was(scheme: QuantScheme, case: str, tmp_path: Path) -> None:
+def test_a_quantized_folder_is_written_as_it_was(
+    scheme: QuantScheme, case: str, tmp_path: Path
+) -> None:
     source = oracle.save(make(case), tmp_path / "source")
     quantized_on_disk(source, scheme)
     made = _convert(source, tmp_path / "made")
@@ -122,22 +132,38 @@ QUANTIZED = {
     "phi3": {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"},
     "mixtral": {
         *(f"self_attn.{part}_proj" for part in "qkvo"),
-        *(f"block_sparse_moe.experts.{expert}.{part}" for expert in range(4) for part in ("w1", "w2", "w3")),
+        *(
+            f"block_sparse_moe.experts.{expert}.{part}"
+            for expert in range(4)
+            for part in ("w1", "w2", "w3")
+        ),
     },
     "gpt-oss": {
         *(f"self_attn.{part}_proj" for part in "qkvo"),
-        *(f"mlp.experts.{expert}.{part}_proj" for expert in range(4) for part in ("gate", "up", "down")),
+        *(
+            f"mlp.experts.{expert}.{part}_proj"
+            for expert in range(4)
+            for part in ("gate", "up", "down")
+        ),
     },
 }
 
 
 @pytest.mark.parametrize("case", QUANTIZED)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_quantized_modules_have_the_names_on_disk(scheme: QuantScheme, case: str, tmp_path: Path) -> None:
+def test_quantized_modules_have_the_names_on_disk(
+    scheme: QuantScheme, case: str, tmp_path: Path
+) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
     made = quantized(source, tmp_path / "made", Recipe(scheme))
-    modules = {name.removesuffix(".weight_packed") for name in _weights(made) if name.endswith(".weight_packed")}
-    assert modules == {BLOCK.format(layer=layer) + module for layer in range(3) for module in QUANTIZED[case]}
+    modules = {
+        name.removesuffix(".weight_packed")
+        for name in _weights(made)
+        if name.endswith(".weight_packed")
+    }
+    assert modules == {
+        BLOCK.format(layer=layer) + module for layer in range(3) for module in QUANTIZED[case]
+    }
     result = opened(made)
     assert result.names() == source.names()
     for name in result.names():
@@ -147,12 +173,15 @@ def test_quantized_modules_have_the_names_on_disk(scheme: QuantScheme, case: str
             assert isinstance(value, Tensor)
             assert torch.equal(value, original), name
         else:
-            assert same(value, round_to_nearest(original, scheme, torch.float32, column_kernels)[0]), name
+            assert same(
+                value, round_to_nearest(original, scheme, torch.float32, column_kernels)[0]
+            ), name
     settings = json.loads((made / "config.json").read_text())[SETTINGS]
     routers = {"mixtral": ["block_sparse_moe.gate"], "gpt-oss": ["mlp.router"]}.get(case, [])
     assert settings["ignore"] == [
-        *(BLOCK.format(layer=layer) + router for layer in range(3) for router in routers), "lm_head",
-    ]  # fmt: skip
+        *(BLOCK.format(layer=layer) + router for layer in range(3) for router in routers),
+        "lm_head",
+    ]
 
 
 def test_settings_without_weights_report_the_schemes(tmp_path: Path) -> None:
@@ -190,28 +219,43 @@ def test_parts_of_a_fused_module_have_one_scheme(pattern: str, tmp_path: Path) -
     with pytest.raises(RequestError) as caught:
         _scheme_map("phi3", tmp_path, Override(pattern, None))
     layer = 1 if "layers.1" in pattern else 0
-    assert str(caught.value) == (
-        f"'model.layers.{layer}.self_attn.qkv_proj' is one module on disk and cannot have several schemes "
-        "(found q_proj int8, k_proj int8, v_proj kept); give them all one, by the pattern '*.qkv_proj'"
+    assert (
+        str(caught.value)
+        == f"'model.layers.{layer}.self_attn.qkv_proj' is one module on disk and cannot have"
+        " several schemes (found q_proj int8, k_proj int8, v_proj kept); give them all one, by"
+        " the pattern '*.qkv_proj'"
     )
 
 
 def test_patterns_match_the_names_on_disk(tmp_path: Path) -> None:
     kept = _scheme_map("phi3", tmp_path / "phi3", Override("*.1.self_attn.qkv_proj", None)).kept()
     assert kept == [*(f"model.layers.1.self_attn.{part}_proj" for part in "qkv"), "lm_head"]
-    kept = _scheme_map("mixtral", tmp_path / "mixtral", Override("*.0.block_sparse_moe.experts.3.w2", None)).kept()
+    kept = _scheme_map(
+        "mixtral", tmp_path / "mixtral", Override("*.0.block_sparse_moe.experts.3.w2", None)
+    ).kept()
     assert kept == ["model.layers.0.mlp.experts.3.down_proj", "lm_head"]
-    kept = _scheme_map("gpt-oss", tmp_path / "gpt-oss", Override("*.1.mlp.experts.down_proj", None)).kept()
-    assert kept == [*(f"model.layers.1.mlp.experts.{expert}.down_proj" for expert in range(4)), "lm_head"]
+    kept = _scheme_map(
+        "gpt-oss", tmp_path / "gpt-oss", Override("*.1.mlp.experts.down_proj", None)
+    ).kept()
+    assert kept == [
+        *(f"model.layers.1.mlp.experts.{expert}.down_proj" for expert in range(4)),
+        "lm_head",
+    ]
 
 
 STOPS = {
     "phi3": ["self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight"],
-    "gpt-oss": ["mlp.experts.0.up_proj.weight", "mlp.experts.2.up_proj.weight", "mlp.experts.3.gate_proj.bias"],
+    "gpt-oss": [
+        "mlp.experts.0.up_proj.weight",
+        "mlp.experts.2.up_proj.weight",
+        "mlp.experts.3.gate_proj.bias",
+    ],
 }
 
 
-@pytest.mark.parametrize(("case", "stop"), [(case, stop) for case, stops in STOPS.items() for stop in stops])
+@pytest.mark.parametrize(
+    ("case", "stop"), [(case, stop) for case, stops in STOPS.items() for stop in stops]
+)
 @pytest.mark.parametrize("whole", [False, True], ids=["floats", "int8"])
 def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
     whole: bool, case: str, stop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,10 +296,12 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("case", ["phi3", "gpt-oss", "mixtral"])
-@pytest.mark.parametrize("recipe", [None, Recipe(INT8), Recipe(QuantScheme(4, 32, symmetric=False))], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [None, Recipe(INT8), Recipe(QuantScheme(4, 32, symmetric=False))], ids=str
+)
 def test_what_is_written_so_far_is_read_back_part_by_part(
     recipe: Recipe | None, case: str, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
     assigned = {} if recipe is None else SchemeMap.of(recipe, source.config).schemes
     blocks = tensor_blocks(source, assigned, target("compressed-tensors"))
@@ -266,14 +312,18 @@ def test_what_is_written_so_far_is_read_back_part_by_part(
         for index, spec in enumerate(planned):
             value = source.load(spec.name)
             assert isinstance(value, Tensor)
-            given = value if spec.scheme is None else quantize_rtn(value, spec.scheme, spec.dtype.torch)
+            given = (
+                value if spec.scheme is None else quantize_rtn(value, spec.scheme, spec.dtype.torch)
+            )
             for _, data in encoder.encode(index, given):
                 file.write(data)
             file.flush()
             held = held + 1 if encoder.holds else 0
             max_held = max(max_held, held)
             read = [] if held else [encoder.decode(index, tmp_path)]
-            assert all(torch.equal(one, given) if spec.scheme is None else same(one, given) for one in read), spec.name
+            assert all(
+                torch.equal(one, given) if spec.scheme is None else same(one, given) for one in read
+            ), spec.name
     assert max_held <= 2  # of q, k and v
     assert file.name == str(tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_size == encoder.total_bytes()
@@ -288,23 +338,34 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(values, folder / "model.safetensors", {"format": "pt"})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"are one tensor on disk, 'model.layers.0.mlp.experts.gate_up_proj'"):
+    with pytest.raises(
+        UnsupportedError, match=r"are one tensor on disk, 'model.layers.0.mlp.experts.gate_up_proj'"
+    ):
         _convert(folder, tmp_path / "made")
     quantkit.convert(folder, tmp_path / "made", dtype="fp32", source_check=False)
 
 
 @pytest.mark.parametrize(
     ("case", "readers"),
-    [("phi3", "quantkit, transformers with compressed-tensors, vLLM on GPUs"), ("gpt-oss", "quantkit"),
-     ("mixtral", "quantkit, transformers with compressed-tensors, vLLM on GPUs")],
-)  # fmt: skip
-def test_it_is_reported_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
+    [
+        ("phi3", "quantkit, transformers with compressed-tensors, vLLM on GPUs"),
+        ("gpt-oss", "quantkit"),
+        ("mixtral", "quantkit, transformers with compressed-tensors, vLLM on GPUs"),
+    ],
+)
+def test_it_is_reported_who_loads_quantized_experts(
+    case: str, readers: str, tmp_path: Path
+) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
-    assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers().partition("; ")[0] == readers
+    assert (
+        opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers().partition("; ")[0]
+        == readers
+    )
     kept = Recipe(INT8).keeping(["*.experts.*"] if case == "gpt-oss" else ["lm_head"])
     vllm = "" if case == "gpt-oss" else ", vLLM on GPUs"
-    assert opened(quantized(source, tmp_path / "kept", kept)).readers().partition("; ")[0] == (
-        f"quantkit, transformers with compressed-tensors{vllm}"
+    assert (
+        opened(quantized(source, tmp_path / "kept", kept)).readers().partition("; ")[0]
+        == f"quantkit, transformers with compressed-tensors{vllm}"
     )
 
 
@@ -316,18 +377,28 @@ def test_transformers_loads_quantized_folders(case: str, tmp_path: Path) -> None
     oracle.copy(tmp_path / "source", tmp_path / "floats")
     result = opened(made)
     values = {name: result.load(name) for name in result.names()}
-    planned = [spec for block in tensor_blocks(source, {}, target("compressed-tensors")) for spec in block.tensors]
+    planned = [
+        spec
+        for block in tensor_blocks(source, {}, target("compressed-tensors"))
+        for spec in block.tensors
+    ]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
     with (tmp_path / "floats" / "model.safetensors").open("wb") as file:
         for index, spec in enumerate(planned):
             value = values[spec.name]
-            for _, data in encoder.encode(index, value if isinstance(value, Tensor) else value.dequantize()):
+            for _, data in encoder.encode(
+                index, value if isinstance(value, Tensor) else value.dequantize()
+            ):
                 file.write(data)
     oracle.copy(tmp_path / "source", tmp_path / "theirs")
-    (tmp_path / "theirs" / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes())
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(
+        (made / "model.safetensors").read_bytes()
+    )
     oracle.edit_json(tmp_path / "theirs" / "config.json", **{SETTINGS: settings})
     tokens = oracle.random_tokens(12)
-    theirs, expected = (oracle.logits(oracle.load(tmp_path / name), tokens) for name in ("theirs", "floats"))
+    theirs, expected = (
+        oracle.logits(oracle.load(tmp_path / name), tokens) for name in ("theirs", "floats")
+    )
     assert torch.allclose(theirs, expected, atol=1e-4)
 
 
@@ -361,18 +432,26 @@ def test_experts_of_several_schemes_are_not_loaded_by_transformers(
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers().partition("; ")[0] == readers
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
-    notes = prepare(QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")).notes
+    notes = prepare(
+        QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")
+    ).notes
     assert (
-        f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
-        "quantkit does"
-    ) in notes
+        f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen"
+        " in 5.23); quantkit does" in notes
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_meta_folder_is_refused_or_holds_the_same_tensors(case: str, tmp_path: Path) -> None:
     source = oracle.save(make(case), tmp_path / "source")
-    if case not in ("llama", "phi3", "smollm3"):  # three layers of SmolLM3 all have rotary positions
-        with pytest.raises(UnsupportedError, match=r"^Meta's format cannot hold [^\n]*; convert to 'hf' instead$"):
+    if case not in (
+        "llama",
+        "phi3",
+        "smollm3",
+    ):  # three layers of SmolLM3 all have rotary positions
+        with pytest.raises(
+            UnsupportedError, match=r"^Meta's format cannot hold [^\n]*; convert to 'hf' instead$"
+        ):
             quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
         assert not (tmp_path / "meta").exists()
         return

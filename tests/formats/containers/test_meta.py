@@ -1,4 +1,6 @@
-"""Meta's format, held against shards and a forward pass written here from Meta's own conventions."""
+"""Meta's format, held against shards and a forward pass written here from Meta's own
+conventions.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ TIKTOKEN_ROWS = 256 + len(MERGES) + 256
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head in the order 0, h/2, 1, h/2 + 1, ...: the pairs that Meta rotates together."""
+    """Rows of each head in the order 0, h/2, 1, h/2 + 1, ...: the pairs that Meta rotates
+    together.
+    """
     half = head_dim // 2
     order = [i // 2 + (i % 2) * half for i in range(head_dim)]
     return rows.reshape(-1, head_dim, rows.shape[-1])[:, order].reshape(rows.shape)
@@ -63,7 +67,9 @@ def _meta_tensors(model: Any) -> Tensors:
         for theirs, metas in MODULES.items():
             value = state[f"model.layers.{layer}.{theirs}.weight"]
             rotary = metas in ("attention.wq", "attention.wk")
-            tensors[f"layers.{layer}.{metas}.weight"] = _interleaved(value, head_dim) if rotary else value
+            tensors[f"layers.{layer}.{metas}.weight"] = (
+                _interleaved(value, head_dim) if rotary else value
+            )
     return tensors
 
 
@@ -82,7 +88,9 @@ def _params(model: Any) -> dict[str, Any]:
 
 
 def _shards(tensors: Tensors, kv_heads: int, mp: int, embedding_axis: int) -> list[Tensors]:
-    """What each rank holds; a KV head lies on several ranks where there are more ranks than heads."""
+    """What each rank holds; a KV head lies on several ranks where there are more ranks than
+    heads.
+    """
     shards: list[Tensors] = [{} for _ in range(mp)]
     for name, value in tensors.items():
         module = name.split(".")[-2]
@@ -103,10 +111,18 @@ def _write(folder: Path, shards: list[Tensors], params: dict[str, Any]) -> Path:
 
 
 def _meta_folder(
-    folder: Path, model: Any, mp: int = 1, embedding_axis: int = 1, dtype: torch.dtype = torch.float32
+    folder: Path,
+    model: Any,
+    mp: int = 1,
+    embedding_axis: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     tensors = {name: value.to(dtype) for name, value in _meta_tensors(model).items()}
-    return _write(folder, _shards(tensors, model.config.num_key_value_heads, mp, embedding_axis), _params(model))
+    return _write(
+        folder,
+        _shards(tensors, model.config.num_key_value_heads, mp, embedding_axis),
+        _params(model),
+    )
 
 
 def _read(folder: Path) -> list[Tensors]:
@@ -149,14 +165,20 @@ def _meta_logits(weights: Tensors, params: dict[str, Any], tokens: Tensor) -> Te
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"]) * weights[name]
 
     def rotated(x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(x.reshape(count, -1, size // 2, 2)) * turns).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(x.reshape(count, -1, size // 2, 2)) * turns
+        ).flatten(-2)
 
     mask = torch.full((count, count), -torch.inf).triu(1)
     x = weights["tok_embeddings.weight"][tokens]
     for layer in range(params["n_layers"]):
         prefix = f"layers.{layer}."
-        wq, wk, wv, wo = (weights[f"{prefix}attention.{name}.weight"].T for name in ("wq", "wk", "wv", "wo"))
-        w1, w2, w3 = (weights[f"{prefix}feed_forward.{name}.weight"].T for name in ("w1", "w2", "w3"))
+        wq, wk, wv, wo = (
+            weights[f"{prefix}attention.{name}.weight"].T for name in ("wq", "wk", "wv", "wo")
+        )
+        w1, w2, w3 = (
+            weights[f"{prefix}feed_forward.{name}.weight"].T for name in ("w1", "w2", "w3")
+        )
         h = norm(x, prefix + "attention_norm.weight")
         q = rotated((h @ wq).view(count, heads, size))
         k = rotated((h @ wk).view(count, kv_heads, size)).repeat_interleave(heads // kv_heads, 1)
@@ -173,7 +195,9 @@ def test_the_rows_are_paired_as_meta_rotates_them(changes: dict[str, Any], tmp_p
     model = oracle.make("llama", **changes)
     tokens = oracle.random_tokens(30)
     expected = oracle.logits(model, tokens)[0]
-    assert (_meta_logits(_meta_tensors(model), _params(model), tokens[0]) - expected).abs().max() < 1e-4
+    assert (
+        _meta_logits(_meta_tensors(model), _params(model), tokens[0]) - expected
+    ).abs().max() < 1e-4
     quantkit.convert(oracle.save(model, tmp_path / "hf"), tmp_path / "meta", to="meta")
     (written,) = _read(tmp_path / "meta")
     assert (_meta_logits(written, _params(model), tokens[0]) - expected).abs().max() < 1e-4
@@ -181,7 +205,17 @@ def test_the_rows_are_paired_as_meta_rotates_them(changes: dict[str, Any], tmp_p
 
 @pytest.mark.parametrize(
     ("changes", "mp"),
-    [({}, 1), ({}, 2), ({}, 4), ({}, 8), (SIX_HEADS, 1), (SIX_HEADS, 2), (SIX_HEADS, 6), (FOUR_KV, 2), (FOUR_KV, 8)],
+    [
+        ({}, 1),
+        ({}, 2),
+        ({}, 4),
+        ({}, 8),
+        (SIX_HEADS, 1),
+        (SIX_HEADS, 2),
+        (SIX_HEADS, 6),
+        (FOUR_KV, 2),
+        (FOUR_KV, 8),
+    ],
 )
 @pytest.mark.parametrize("embedding_axis", [0, 1])
 def test_shards_give_the_logits_of_transformers(
@@ -203,8 +237,12 @@ def test_meta_to_hf_and_back_is_bit_exact(mp: int, dtype: torch.dtype, tmp_path:
     assert open_checkpoint(tmp_path / "back").config == open_checkpoint(source).config
 
 
-@pytest.mark.parametrize(("changes", "mp"), [(SIX_HEADS, 2), (SIX_HEADS, 6), (FOUR_KV, 4), (FOUR_KV, 8)])
-def test_grouped_heads_come_back_bit_exact(changes: dict[str, Any], mp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "mp"), [(SIX_HEADS, 2), (SIX_HEADS, 6), (FOUR_KV, 4), (FOUR_KV, 8)]
+)
+def test_grouped_heads_come_back_bit_exact(
+    changes: dict[str, Any], mp: int, tmp_path: Path
+) -> None:
     source = _meta_folder(tmp_path / "meta", oracle.make("llama", **changes), mp)
     quantkit.convert(source, tmp_path / "hf")
     quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=mp)
@@ -213,7 +251,12 @@ def test_grouped_heads_come_back_bit_exact(changes: dict[str, Any], mp: int, tmp
 
 def test_heads_of_70b_go_from_8_shards_to_16_and_back(tmp_path: Path) -> None:
     """64 heads and 8 KV heads, each of which lies on two of 16 shards; narrow otherwise."""
-    wide = {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 512, "intermediate_size": 1024}
+    wide = {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+    }
     model = oracle.make("llama", **wide, num_hidden_layers=2)
     eight = _meta_folder(tmp_path / "eight", model, 8)
     quantkit.convert(eight, tmp_path / "sixteen", to="meta", mp=16)
@@ -223,7 +266,9 @@ def test_heads_of_70b_go_from_8_shards_to_16_and_back(tmp_path: Path) -> None:
     for other in ("sixteen", "back"):
         report = quantkit.verify(eight, tmp_path / other)
         assert report.verdict is Verdict.SAME
-        assert all(probe.divergence.largest_logit_difference == 0 for probe in report.probes.values())
+        assert all(
+            probe.divergence.largest_logit_difference == 0 for probe in report.probes.values()
+        )
 
 
 def test_each_tensor_keeps_its_own_float_type(tmp_path: Path) -> None:
@@ -268,11 +313,15 @@ def test_the_hf_folder_gives_transformers_the_original_logits(mp: int, tmp_path:
     quantkit.convert(_meta_folder(tmp_path / "meta", model, mp), tmp_path / "hf")
     tokens = oracle.random_tokens(24, batch=2)
     loaded = oracle.load(tmp_path / "hf")
-    torch.testing.assert_close(oracle.logits(loaded, tokens), oracle.logits(model, tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        oracle.logits(loaded, tokens), oracle.logits(model, tokens), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("mp", "embedding_axis"), [(1, 0), (2, 0), (2, 1), (4, 1)])
-def test_a_doubled_output_is_tied_in_hf_and_doubled_again_in_meta(mp: int, embedding_axis: int, tmp_path: Path) -> None:
+def test_a_doubled_output_is_tied_in_hf_and_doubled_again_in_meta(
+    mp: int, embedding_axis: int, tmp_path: Path
+) -> None:
     model = oracle.make("llama", tie_word_embeddings=True, vocab_size=TIKTOKEN_ROWS)
     source = _meta_folder(tmp_path / "meta", model, mp, embedding_axis)
     if embedding_axis == 0:
@@ -282,7 +331,9 @@ def test_a_doubled_output_is_tied_in_hf_and_doubled_again_in_meta(mp: int, embed
     assert "lm_head.weight" not in open_checkpoint(tmp_path / "hf").names()
     tokens = oracle.random_tokens(16)
     loaded = oracle.load(tmp_path / "hf")
-    torch.testing.assert_close(oracle.logits(loaded, tokens), oracle.logits(model, tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        oracle.logits(loaded, tokens), oracle.logits(model, tokens), rtol=0, atol=1e-5
+    )
     quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=mp, source_check=False)
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
 
@@ -306,20 +357,28 @@ def test_the_embedding_is_split_by_rows_for_a_tiktoken_vocabulary(tmp_path: Path
     quantkit.convert(source, tmp_path / "hf", source_check=False)
     quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False)
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
-    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (
+        source / "tokenizer.model"
+    ).read_bytes()
 
 
 def test_the_embedding_is_split_by_rows_for_a_byte_level_tokenizer_json(tmp_path: Path) -> None:
-    source = _meta_folder(tmp_path / "meta", oracle.make("llama", vocab_size=TIKTOKEN_ROWS), 2, embedding_axis=0)
+    source = _meta_folder(
+        tmp_path / "meta", oracle.make("llama", vocab_size=TIKTOKEN_ROWS), 2, embedding_axis=0
+    )
     _write_tiktoken(source)
     quantkit.convert(source, tmp_path / "hf", source_check=False)
     (tmp_path / "hf" / "tokenizer.model").unlink()
-    notes = quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False).notes
+    notes = quantkit.convert(
+        tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False
+    ).notes
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
     assert any("has no tokenizer.model" in note for note in notes)
 
 
-def test_the_embedding_is_split_by_columns_for_a_sentencepiece_vocabulary(demo_model: Path, tmp_path: Path) -> None:
+def test_the_embedding_is_split_by_columns_for_a_sentencepiece_vocabulary(
+    demo_model: Path, tmp_path: Path
+) -> None:
     quantkit.convert(demo_model, tmp_path / "hf")
     quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=2)
     expected = _read(demo_model)
@@ -347,9 +406,13 @@ def _meta_hidden(params: dict[str, Any]) -> int:
 
 def _from_params(params: dict[str, Any], config: ModelConfig) -> ModelConfig:
     return config_from_meta(
-        json.loads(json.dumps(params)), "params.json", vocab_size=config.vocab_size,
-        intermediate_size=_meta_hidden(params), tied_embeddings=False, dtype=config.dtype,
-    )  # fmt: skip
+        json.loads(json.dumps(params)),
+        "params.json",
+        vocab_size=config.vocab_size,
+        intermediate_size=_meta_hidden(params),
+        tied_embeddings=False,
+        dtype=config.dtype,
+    )
 
 
 @settings(deadline=None)
@@ -375,18 +438,26 @@ def test_params_json_gives_the_widths_of_published_models(
     dim: int, hidden: int, published: tuple[int, float | None]
 ) -> None:
     multiple_of, multiplier = published
-    assert _meta_hidden({"dim": dim, "multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}) == hidden
+    assert (
+        _meta_hidden({"dim": dim, "multiple_of": multiple_of, "ffn_dim_multiplier": multiplier})
+        == hidden
+    )
     assert _meta_hidden(config_to_meta(_llama(hidden_size=dim, intermediate_size=hidden))) == hidden
 
 
 SCALED = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @pytest.mark.parametrize("factor", [None, 8.0, 32.0, 16.0])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000000.0])
-def test_rope_settings_come_back_from_params_json(theta: float, factor: float | None, tmp_path: Path) -> None:
+def test_rope_settings_come_back_from_params_json(
+    theta: float, factor: float | None, tmp_path: Path
+) -> None:
     rope = {"rope_type": "default"} if factor is None else {**SCALED, "factor": factor}
     model = oracle.make("llama", rope_parameters={**rope, "rope_theta": theta})
     quantkit.convert(oracle.save(model, tmp_path / "hf"), tmp_path / "meta", to="meta", mp=2)
@@ -400,9 +471,12 @@ def test_rope_settings_come_back_from_params_json(theta: float, factor: float | 
 
 
 @pytest.mark.parametrize(
-    ("theta", "scaled", "context"), [(10000.0, False, 4096), (500000.0, False, 8192), (500000.0, True, 131072)]
+    ("theta", "scaled", "context"),
+    [(10000.0, False, 4096), (500000.0, False, 8192), (500000.0, True, 131072)],
 )
-def test_params_json_leaves_out_what_the_reference_code_passes_itself(theta: float, scaled: bool, context: int) -> None:
+def test_params_json_leaves_out_what_the_reference_code_passes_itself(
+    theta: float, scaled: bool, context: int
+) -> None:
     rope = {**SCALED, "factor": 8.0} if scaled else {"rope_type": "default"}
     config = _llama(rope_parameters={**rope, "rope_theta": theta}, max_position_embeddings=context)
     params = config_to_meta(config)
@@ -410,14 +484,22 @@ def test_params_json_leaves_out_what_the_reference_code_passes_itself(theta: flo
     assert _from_params(params, config).max_context == context
 
 
-@pytest.mark.parametrize(("heads", "dim", "factor"), [(8, 64, 32.0), (2, 3072, 32.0), (2, 4096, 8.0)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "factor"), [(8, 64, 32.0), (2, 3072, 32.0), (2, 4096, 8.0)]
+)
 def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
     heads: int, dim: int, factor: float, tmp_path: Path
 ) -> None:
     model = oracle.make(
-        "llama", hidden_size=dim, num_attention_heads=heads, num_key_value_heads=heads, head_dim=8,
-        num_hidden_layers=1, intermediate_size=8, vocab_size=16,
-    )  # fmt: skip
+        "llama",
+        hidden_size=dim,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=8,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=16,
+    )
     params = {**_params(model), "head_dim": 8, "use_scaled_rope": True, "rope_theta": 500000.0}
     folder = _write(tmp_path / "meta", _shards(_meta_tensors(model), heads, 1, 1), params)
     checkpoint = open_checkpoint(folder)
@@ -434,8 +516,23 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
         ("llama", {"attention_bias": True}, "biases"),
         ("llama", {"mlp_bias": True}, "biases"),
         ("llama", {"head_dim": 16}, "a head size"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear rope"),
-        ("llama", {"rope_parameters": {**SCALED, "factor": 8.0, "high_freq_factor": 3.0, "rope_theta": 1e4}}, "llama3"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "linear rope",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    **SCALED,
+                    "factor": 8.0,
+                    "high_freq_factor": 3.0,
+                    "rope_theta": 1e4,
+                }
+            },
+            "llama3",
+        ),
         ("mistral", {"sliding_window": 7}, "sliding-window"),
         ("smollm3", {"no_rope_layers": [1, 0, 1]}, "layers without rotary positions"),
         ("qwen2", {}, "biases"),
@@ -456,7 +553,9 @@ def test_a_model_that_metas_format_has_no_words_for_is_refused(
 
 @pytest.mark.parametrize("stated", [-1, None, oracle.SIZES["vocab_size"]])
 @pytest.mark.parametrize("embedding_axis", [0, 1])
-def test_the_vocabulary_is_that_of_the_embedding(stated: int | None, embedding_axis: int, tmp_path: Path) -> None:
+def test_the_vocabulary_is_that_of_the_embedding(
+    stated: int | None, embedding_axis: int, tmp_path: Path
+) -> None:
     folder = _meta_folder(tmp_path / "meta", oracle.make("llama"), 2, embedding_axis)
     oracle.edit_json(folder / "params.json", vocab_size=stated)
     assert open_checkpoint(folder).config.vocab_size == oracle.SIZES["vocab_size"]
@@ -502,12 +601,20 @@ def test_shards_with_different_tensors_are_refused(change: str, tmp_path: Path) 
         if change == "renamed":
             shards[1]["layers.3.attention.wo.weight"] = value
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth: holds other tensors than consolidated\.00"):
+    with pytest.raises(
+        CheckpointError, match=r"consolidated\.01\.pth: holds other tensors than consolidated\.00"
+    ):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.2.attention.wk.weight", "layers.0.attention.wv.weight", "layers.1.ffn_norm.weight", "norm.weight"]
+    "name",
+    [
+        "layers.2.attention.wk.weight",
+        "layers.0.attention.wv.weight",
+        "layers.1.ffn_norm.weight",
+        "norm.weight",
+    ],
 )
 def test_copies_that_differ_among_shards_are_refused(name: str, tmp_path: Path) -> None:
     model = oracle.make("llama")
@@ -525,7 +632,9 @@ def test_shards_of_different_float_types_are_refused(tmp_path: Path) -> None:
     name = "layers.1.attention.wq.weight"
     shards[0][name] = shards[0][name].bfloat16()
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' .*float32.*bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' .*float32.*bfloat16"
+    ):
         quantkit.convert(folder, tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["meta"]
 
@@ -540,18 +649,24 @@ def test_shards_of_different_float_types_are_refused(tmp_path: Path) -> None:
         (True, "tok_embeddings.weight", 0),
     ],
 )
-def test_a_shard_with_a_smaller_tensor_is_refused(tied: bool, name: str, axis: int, tmp_path: Path) -> None:
+def test_a_shard_with_a_smaller_tensor_is_refused(
+    tied: bool, name: str, axis: int, tmp_path: Path
+) -> None:
     model = oracle.make("llama", tie_word_embeddings=tied)
     shards = _shards(_meta_tensors(model), 2, 2, 1)
     shards[1][name] = shards[1][name].narrow(axis, 0, 8).clone()
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' has another shape"):
+    with pytest.raises(
+        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' has another shape"
+    ):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("mp", [1, 2])
 @pytest.mark.parametrize("stated", [1, 2, 8])
-def test_kv_heads_that_contradict_the_weights_are_refused(stated: int, mp: int, tmp_path: Path) -> None:
+def test_kv_heads_that_contradict_the_weights_are_refused(
+    stated: int, mp: int, tmp_path: Path
+) -> None:
     folder = _meta_folder(tmp_path / "meta", oracle.make("llama", num_key_value_heads=4), mp)
     oracle.edit_json(folder / "params.json", n_kv_heads=stated)
     with pytest.raises(CheckpointError, match=r"k_proj|wk"):

@@ -1,4 +1,6 @@
-"""Models with the widths and tokenizers of published ones, to GGUF and back: transformers judges tokens and logits."""
+"""Models with the widths and tokenizers of published ones, to GGUF and back: transformers judges
+tokens and logits.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,13 @@ class RoundTrip:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def round_trip(
-    request: pytest.FixtureRequest, real_shape: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    real_shape: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> RoundTrip:
-    return RoundTrip(request.param, real_shape(request.param), tmp_path_factory.mktemp(request.param))
+    return RoundTrip(
+        request.param, real_shape(request.param), tmp_path_factory.mktemp(request.param)
+    )
 
 
 def read_ends(folder: Path) -> set[int]:
@@ -51,13 +57,17 @@ def read_ends(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_tokens_of_a_folder_are_those_of_transformers(name: str, real_shape: Callable[[str], Path]) -> None:
+def test_tokens_of_a_folder_are_those_of_transformers(
+    name: str, real_shape: Callable[[str], Path]
+) -> None:
     reference = AutoTokenizer.from_pretrained(str(real_shape(name)))
     tokenizer = load_tokenizer(real_shape(name))
     for text in TEXTS:
         ids = reference(text)["input_ids"]
         assert tokenizer.encode(text, specials=True) == ids, text
-        assert tokenizer.decode(ids, specials=True) == reference.decode(ids, clean_up_tokenization_spaces=False), text
+        assert tokenizer.decode(ids, specials=True) == reference.decode(
+            ids, clean_up_tokenization_spaces=False
+        ), text
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -98,13 +108,18 @@ def test_the_file_has_the_shapes_of_the_model(round_trip: RoundTrip) -> None:
     settings = SHAPES[round_trip.name].settings
     rows = len(AutoTokenizer.from_pretrained(str(round_trip.source))) + PADDING
     assert tensors["token_embd.weight"].shape.tolist() == [settings["hidden_size"], rows]
-    assert tensors["blk.0.ffn_down.weight"].shape.tolist() == [settings["intermediate_size"], settings["hidden_size"]]
+    assert tensors["blk.0.ffn_down.weight"].shape.tolist() == [
+        settings["intermediate_size"],
+        settings["hidden_size"],
+    ]
     assert ("output.weight" in tensors) == (not settings["tie_word_embeddings"])
     assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == rows
 
 
 def require_same_tokenizer(source: Path, copy: Path) -> None:
-    """Require that transformers cuts strings, joins tokens and writes prompts the same way for two folders."""
+    """Require that transformers cuts strings, joins tokens and writes prompts the same way for
+    two folders.
+    """
     expected, actual = (AutoTokenizer.from_pretrained(str(folder)) for folder in (source, copy))
     for text in TEXTS:
         for specials in (False, True):
@@ -124,7 +139,9 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 def render(tokenizer: Any, tools: Any) -> str:
     """Return the prompt of a conversation."""
-    prompt: str = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+    prompt: str = tokenizer.apply_chat_template(
+        MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     return prompt
 
 
@@ -132,7 +149,9 @@ def require_same_logits(source: Path, copy: Path) -> None:
     """Require that transformers and quantkit compute the same logits for two folders."""
     tokens = torch.tensor([AutoTokenizer.from_pretrained(str(source))(TEXTS[3])["input_ids"]])
     expected = oracle.logits(oracle.load(source), tokens)
-    torch.testing.assert_close(oracle.logits(oracle.load(copy), tokens), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        oracle.logits(oracle.load(copy), tokens), expected, rtol=1e-4, atol=1e-4
+    )
     with torch.inference_mode():
         actual = oracle.ours(copy)(tokens, torch.arange(tokens.shape[1]))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

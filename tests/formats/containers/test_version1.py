@@ -1,4 +1,6 @@
-"""A folder that quantkit wrote before format version 2 of the manifest: it opens, verifies and generates."""
+"""A folder that quantkit wrote before format version 2 of the manifest: it opens, verifies and
+generates.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,19 @@ def test_its_manifest_is_read_under_the_new_names() -> None:
     assert read["recipe"] == raw["plan"]
     assert read["modules"] == raw["tensors"]
     renamed = {"plan", "tensors", "recipe", "modules"}
-    assert {k: v for k, v in read.items() if k not in renamed} == {k: v for k, v in raw.items() if k not in renamed}
+    assert {k: v for k, v in read.items() if k not in renamed} == {
+        k: v for k, v in raw.items() if k not in renamed
+    }
 
 
 def test_it_opens_with_the_schemes_it_was_given() -> None:
     found = schemes(open_checkpoint(FOLDER))
-    recorded = {module: facts["scheme"] for module, facts in manifest.read(FOLDER)["modules"].items()}
-    assert {module: str(scheme) for module, scheme in found.items()} == {m: s for m, s in recorded.items() if s}
+    recorded = {
+        module: facts["scheme"] for module, facts in manifest.read(FOLDER)["modules"].items()
+    }
+    assert {module: str(scheme) for module, scheme in found.items()} == {
+        m: s for m, s in recorded.items() if s
+    }
     assert set(recorded.values()) == {"int4-g32", "int4-g64", None}
 
 
@@ -71,12 +79,16 @@ def test_it_continues_a_prompt_as_it_did(dtype: torch.dtype) -> None:
     model, tokenizer = quantkit.load(FOLDER, device="cpu", dtype=dtype)
     ids, expected = tokenizer.encode(EXPECTED["prompt"]), torch.tensor(EXPECTED["tokens"])
     if dtype == torch.float32:
-        assert list(quantkit.generate(model, ids, max_new_tokens=len(expected))) == EXPECTED["tokens"]
+        assert (
+            list(quantkit.generate(model, ids, max_new_tokens=len(expected))) == EXPECTED["tokens"]
+        )
     text = torch.tensor([[*ids, *EXPECTED["tokens"]]])
     with torch.inference_mode():
         logits = model(text, torch.arange(text.shape[1]))[0, len(ids) - 1 : -1].float()
     likeliest = logits.amax(-1)
-    assert (logits.gather(-1, expected[:, None])[:, 0] >= likeliest * (1 - 4 * torch.finfo(dtype).eps)).all()
+    assert (
+        logits.gather(-1, expected[:, None])[:, 0] >= likeliest * (1 - 4 * torch.finfo(dtype).eps)
+    ).all()
 
 
 def test_inspect_says_what_made_it(capfd: Capture) -> None:

@@ -22,7 +22,12 @@ NOT_NEW = ("there/",)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("dst", NO_NAMES + NOT_NEW)
 def test_a_destination_that_is_no_new_name(
-    dst: str, command: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    dst: str,
+    command: str,
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
@@ -43,7 +48,9 @@ def test_it_is_refused_before_anything_is_opened(tmp_path: Path, capfd: Capture)
     assert (code, "not a name for a new folder" in err) == (2, True)
 
 
-def test_an_output_is_not_built_where_its_source_is(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_an_output_is_not_built_where_its_source_is(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     shutil.copytree(demo_model, tmp_path / "out.partial")
     before = contents(tmp_path / "out.partial")
     code, _, err = run(capfd, "convert", tmp_path / "out.partial", tmp_path / "out", "--resume")
@@ -51,7 +58,9 @@ def test_an_output_is_not_built_where_its_source_is(demo_model: Path, tmp_path: 
     assert contents(tmp_path / "out.partial") == before
 
 
-def test_a_loop_of_links_is_a_destination_that_is_there(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_loop_of_links_is_a_destination_that_is_there(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     (tmp_path / "out").symlink_to("out")
     assert run(capfd, "convert", demo_model, tmp_path / "out")[0] == 5
 
@@ -79,7 +88,9 @@ def _change(source: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["changed", "gone", "new"])
-def test_a_run_is_not_resumed_with_other_files_next_to_the_weights(how: str, source: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_files_next_to_the_weights(
+    how: str, source: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / "out"
     interrupted(quantkit.convert, source, dst)
     name = _change(source, how)
@@ -99,7 +110,9 @@ def test_another_tokenizer_is_noticed(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
-def test_a_file_next_to_the_weights_that_changes_meanwhile_is_noticed(how: str, source: Path, tmp_path: Path) -> None:
+def test_a_file_next_to_the_weights_that_changes_meanwhile_is_noticed(
+    how: str, source: Path, tmp_path: Path
+) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             _change(source, how)

@@ -1,4 +1,6 @@
-"""What somebody else put into a partial folder, or made of its journal: refused, and nothing outside is touched."""
+"""What somebody else put into a partial folder, or made of its journal: refused, and nothing
+outside is touched.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ PLANTS = (_link, _link_to_nothing, _second_name, _pipe, _folder)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", ["next shard", "first shard", "config.json", "quantkit.json", JOURNAL])
+@pytest.mark.parametrize(
+    "name", ["next shard", "first shard", "config.json", "quantkit.json", JOURNAL]
+)
 def test_what_is_no_plain_file_is_refused(
     name: str, plant: Callable[[Path, Path], None], demo_model: Path, dst: Path, victim: Path
 ) -> None:
@@ -123,7 +127,11 @@ def test_what_is_planted_while_a_run_goes_on_is_refused(
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("plant", PLANTS[:-1])
 def test_a_partial_folder_that_is_none_is_refused(
-    plant: Callable[[Path, Path], None], resume: bool, demo_model: Path, tmp_path: Path, victim: Path
+    plant: Callable[[Path, Path], None],
+    resume: bool,
+    demo_model: Path,
+    tmp_path: Path,
+    victim: Path,
 ) -> None:
     target = victim.parent if plant is _link else victim
     plant(partial(tmp_path / "new"), target)
@@ -132,7 +140,9 @@ def test_a_partial_folder_that_is_none_is_refused(
     assert contents(victim.parent) == {"victim": SECRET}
 
 
-def test_a_link_to_an_interrupted_run_is_not_followed(demo_model: Path, dst: Path, tmp_path: Path) -> None:
+def test_a_link_to_an_interrupted_run_is_not_followed(
+    demo_model: Path, dst: Path, tmp_path: Path
+) -> None:
     before = contents(partial(dst))
     partial(tmp_path / "new").symlink_to(partial(dst))
     with pytest.raises(ResumeError, match="is in the way"):
@@ -149,9 +159,13 @@ def test_what_belongs_to_another_user_is_refused(what: str, demo_model: Path, ds
         quantkit.convert(demo_model, dst, resume=True)
 
 
-@pytest.mark.parametrize("line", [b"garbage", b"{}", b"[]", b"5", b"null", b'"', b"\xff\xfe", b"[" * 20_000, b""])
+@pytest.mark.parametrize(
+    "line", [b"garbage", b"{}", b"[]", b"5", b"null", b'"', b"\xff\xfe", b"[" * 20_000, b""]
+)
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_a_journal_that_is_none(place: str, line: bytes, demo_model: Path, dst: Path, capfd: Capture) -> None:
+def test_a_journal_that_is_none(
+    place: str, line: bytes, demo_model: Path, dst: Path, capfd: Capture
+) -> None:
     journal = partial(dst) / JOURNAL
     lines = journal.read_bytes()
     journal.write_bytes(line + b"\n" + lines if place == "first" else lines + line + b"\n")
@@ -202,17 +216,25 @@ def test_a_fingerprint_that_is_none(value: Any, demo_model: Path, dst: Path) -> 
         quantkit.convert(demo_model, dst, resume=True)
 
 
-@pytest.mark.parametrize("state", [None, 5, [], {}, [5], [{"records": 5, "position": 1}], [{"position": "x"}]])
-def test_a_journal_with_a_state_of_another_form(state: Any, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "state", [None, 5, [], {}, [5], [{"records": 5, "position": 1}], [{"position": "x"}]]
+)
+def test_a_journal_with_a_state_of_another_form(
+    state: Any, demo_model: Path, tmp_path: Path
+) -> None:
     interrupted(lambda *a, **b: quantkit.convert(*a, to="meta", **b), demo_model, tmp_path / "out")
     rewrite_last(partial(tmp_path / "out"), lambda entry: entry.update(state=state))
     with pytest.raises(ResumeError, match=NOT_OURS):
         quantkit.convert(demo_model, tmp_path / "out", to="meta", resume=True)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere/victim", "absolute", "quantkit.json", JOURNAL, "", "..", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../elsewhere/victim", "absolute", "quantkit.json", JOURNAL, "", "..", "a\0b"]
+)
 @pytest.mark.parametrize("sealed", [True, False])
-def test_a_journal_that_names_other_files(sealed: bool, name: str, demo_model: Path, dst: Path, victim: Path) -> None:
+def test_a_journal_that_names_other_files(
+    sealed: bool, name: str, demo_model: Path, dst: Path, victim: Path
+) -> None:
     """Each would be cut to the size that the journal gives."""
     named = str(victim) if name == "absolute" else name
 
@@ -224,7 +246,9 @@ def test_a_journal_that_names_other_files(sealed: bool, name: str, demo_model: P
         rewrite_last(partial(dst), change)
     else:
         journal = partial(dst) / JOURNAL
-        journal.write_bytes(journal.read_bytes().replace(b'"files": {', b'"files": {' + f'"{named}": 0, '.encode()))
+        journal.write_bytes(
+            journal.read_bytes().replace(b'"files": {', b'"files": {' + f'"{named}": 0, '.encode())
+        )
     with pytest.raises(ResumeError, match=NOT_OURS):
         quantkit.convert(demo_model, dst, resume=True)
     assert contents(victim.parent) == {"victim": SECRET}
@@ -232,7 +256,9 @@ def test_a_journal_that_names_other_files(sealed: bool, name: str, demo_model: P
 
 @pytest.mark.parametrize("to", ["hf", "meta"])
 def test_a_flipped_bit_in_the_journal_is_noticed(to: str, demo_model: Path, tmp_path: Path) -> None:
-    """Some would go into the files: the checksums of a `.pth` are there, and records of the manifest."""
+    """Some would go into the files: the checksums of a `.pth` are there, and records of the
+    manifest.
+    """
     dst = tmp_path / "out"
     folder = interrupted(lambda *a, **b: quantkit.convert(*a, to=to, **b), demo_model, dst)
     whole = (folder / JOURNAL).read_bytes()
@@ -253,7 +279,9 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         (partial(dst) / "notes.txt").write_text("mine")
 
-    with pytest.raises(DestinationError, match=r"notes\.txt: is not part of the output.*`resume=True`"):
+    with pytest.raises(
+        DestinationError, match=r"notes\.txt: is not part of the output.*`resume=True`"
+    ):
         quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert not dst.exists()
     (partial(dst) / "notes.txt").rename(tmp_path / "notes.txt")
@@ -272,7 +300,9 @@ def test_a_file_that_is_gone_is_noticed(demo_model: Path, dst: Path) -> None:
     assert not dst.exists()
 
 
-def test_another_folder_of_the_same_name_is_not_taken_for_the_output(demo_model: Path, dst: Path) -> None:
+def test_another_folder_of_the_same_name_is_not_taken_for_the_output(
+    demo_model: Path, dst: Path
+) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             partial(dst).rename(dst.with_name("moved"))
@@ -296,7 +326,9 @@ def test_scratch_of_earlier_runs_is_removed(demo_model: Path, dst: Path, victim:
     assert contents(victim.parent) == {"victim": SECRET}
 
 
-def test_a_failed_run_removes_no_more_than_its_own_folder(demo_model: Path, tmp_path: Path, victim: Path) -> None:
+def test_a_failed_run_removes_no_more_than_its_own_folder(
+    demo_model: Path, tmp_path: Path, victim: Path
+) -> None:
     source, dst = tmp_path / "source", tmp_path / "out"
     shutil.copytree(demo_model, source)
 
@@ -342,7 +374,9 @@ def test_an_output_that_found_its_name_taken_is_finished_later(
     assert not partial(dst).exists()
 
 
-def test_a_run_killed_after_the_rename_leaves_a_whole_model(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_run_killed_after_the_rename_leaves_a_whole_model(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
     killed = (

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    InterruptedRunError,
+    RequestError,
+    ResumeError,
+)
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.container import Chunk, tensor_bytes
@@ -40,7 +46,9 @@ class Bytes:
     holds = False
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.planned = [TensorSpec(f"tensor {index}", (8,), DType.FLOAT32) for index in range(COUNT)]
+        self.planned = [
+            TensorSpec(f"tensor {index}", (8,), DType.FLOAT32) for index in range(COUNT)
+        ]
         self._names = names
 
     def total_bytes(self) -> int:
@@ -54,7 +62,10 @@ class Bytes:
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor)
-        yield self._names[index * len(self._names) // COUNT], tensor_bytes(value, StoredTensor("", DType.FLOAT32, (8,)))
+        yield (
+            self._names[index * len(self._names) // COUNT],
+            tensor_bytes(value, StoredTensor("", DType.FLOAT32, (8,))),
+        )
 
     def finish(self) -> Iterator[Chunk]:
         return iter(())
@@ -72,7 +83,13 @@ class Bytes:
         return {}
 
 
-def make(dst: Path, names: Sequence[str], *, resume: bool = False, before: Callable[[], object] = lambda: None) -> None:
+def make(
+    dst: Path,
+    names: Sequence[str],
+    *,
+    resume: bool = False,
+    before: Callable[[], object] = lambda: None,
+) -> None:
     """
     Args:
         before: called before the files get their names.
@@ -108,7 +125,10 @@ def test_files_lie_next_to_their_manifest(names: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("there", ["the destination", "the manifest", "the last part"])
 def test_nothing_is_overwritten(there: str, names: list[str], tmp_path: Path) -> None:
-    path = tmp_path / {"the destination": "x.gguf", "the manifest": MANIFEST, "the last part": names[-1]}[there]
+    path = (
+        tmp_path
+        / {"the destination": "x.gguf", "the manifest": MANIFEST, "the last part": names[-1]}[there]
+    )
     path.write_text("mine")
     with pytest.raises(DestinationError, match="exists already; nothing is overwritten"):
         make(tmp_path / "x.gguf", names)
@@ -116,7 +136,9 @@ def test_nothing_is_overwritten(there: str, names: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("which", ["the manifest", "the first part"])
-def test_what_appears_meanwhile_is_not_overwritten(which: str, names: list[str], tmp_path: Path) -> None:
+def test_what_appears_meanwhile_is_not_overwritten(
+    which: str, names: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / (MANIFEST if which == "the manifest" else names[0])
     with pytest.raises(DestinationError, match="appeared while writing"):
         make(tmp_path / "x.gguf", names, before=lambda: path.write_text("mine"))
@@ -155,11 +177,18 @@ def stop(step: int, after: bool, killed: bool, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["interrupted", "killed"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("names", "step"), [(["x.gguf"], 0), (["x.gguf"], 1), (SPLIT, 0), (SPLIT, 2), (SPLIT, 3)])
+@pytest.mark.parametrize(
+    ("names", "step"), [(["x.gguf"], 0), (["x.gguf"], 1), (SPLIT, 0), (SPLIT, 2), (SPLIT, 3)]
+)
 def test_an_interruption_leaves_all_or_nothing(
-    names: list[str], step: int, after: bool, killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    names: list[str],
+    step: int,
+    after: bool,
+    killed: bool,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     whole = tmp_path_factory.mktemp("made")
     make(whole / "x.gguf", names)
     dst, complete = tmp_path / "x.gguf", after and step == len(names)
@@ -179,7 +208,9 @@ def test_an_interruption_leaves_all_or_nothing(
     assert contents(tmp_path) == contents(whole)
 
 
-def test_only_what_the_run_placed_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_the_run_placed_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched:
         stop(1, False, True, patched)
         with pytest.raises(KeyboardInterrupt):
@@ -215,7 +246,9 @@ def test_an_unfinished_file_is_no_model(tmp_path: Path) -> None:
     require_finished(tmp_path / "x.gguf", manifest.NAME)
 
 
-@pytest.mark.parametrize(("name", "problem"), [(SPLIT[0], "a part of a model"), ("x.GGUF", "end in small letters")])
+@pytest.mark.parametrize(
+    ("name", "problem"), [(SPLIT[0], "a part of a model"), ("x.GGUF", "end in small letters")]
+)
 def test_names_that_are_no_destination(name: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=problem) as caught:
         require_name(tmp_path / name)
@@ -223,7 +256,9 @@ def test_names_that_are_no_destination(name: str, problem: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_verify_finds_what_is_not_as_it_was_written(damage: str, names: list[str], tmp_path: Path) -> None:
+def test_verify_finds_what_is_not_as_it_was_written(
+    damage: str, names: list[str], tmp_path: Path
+) -> None:
     make(tmp_path / "x.gguf", names)
     last = tmp_path / names[-1]
     if damage == "changed":
@@ -232,8 +267,14 @@ def test_verify_finds_what_is_not_as_it_was_written(damage: str, names: list[str
         last.write_bytes(content)
     else:
         last.unlink()
-    with pytest.raises(CheckpointError, match="is not what quantkit wrote" if damage == "changed" else "is missing"):
+    with pytest.raises(
+        CheckpointError, match="is not what quantkit wrote" if damage == "changed" else "is missing"
+    ):
         verify_model(tmp_path / "x.gguf")
     (tmp_path / MANIFEST).rename(tmp_path / "else.json")
-    with pytest.raises(RequestError if not any(map(Path.exists, map(tmp_path.joinpath, names))) else CheckpointError):
+    with pytest.raises(
+        RequestError
+        if not any(map(Path.exists, map(tmp_path.joinpath, names)))
+        else CheckpointError
+    ):
         verify_model(tmp_path / "x.gguf")

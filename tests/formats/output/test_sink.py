@@ -1,4 +1,6 @@
-"""A thread that writes or hashes may fail of anything: the job ends with that error, and nobody waits for ever."""
+"""A thread that writes or hashes may fail of anything: the job ends with that error, and nobody
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,27 @@ def _in_writing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sink._GrowingFile, "write", write)
 
 
-@pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("a bug"), OSError(errno.EIO, "Input/output")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no more"), RuntimeError("a bug"), OSError(errno.EIO, "Input/output")]
+)
 @pytest.mark.parametrize("place", [_in_writing, _in_hashing])
 @pytest.mark.parametrize("in_flight", [1 << 26, 1], ids=["at a safe point", "while others wait"])
 def test_an_error_in_a_thread_ends_the_job(
-    in_flight: int, place: Break, error: Exception, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_flight: int,
+    place: Break,
+    error: Exception,
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
     with monkeypatch.context() as broken:
         broken.setattr(sink, "IN_FLIGHT_BYTES", in_flight)
         place(broken, error)
-        expected = DestinationError if isinstance(error, OSError) and place is _in_writing else type(error)
+        expected = (
+            DestinationError if isinstance(error, OSError) and place is _in_writing else type(error)
+        )
         with pytest.raises(expected, match=r"no more|a bug|Input/output"):
             quantkit.convert(demo_model, dst)
     assert not [thread for thread in threading.enumerate() if thread.name == "quantkit-write"]
