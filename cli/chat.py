@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from quantkit.base.json_values import printable
 from quantkit.cli import options
 from quantkit.cli.conversation import Alone, converse
 from quantkit.cli.options import RUN, Command, section
@@ -17,7 +18,6 @@ from quantkit.cli.output import is_rank0_process, require_stdout, warn
 from quantkit.cli.processes import is_single_process, require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.json_values import printable
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import checked_count
 from quantkit.text.chat import chat_format
@@ -172,7 +172,7 @@ def _talk_to_server(
 def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     import torch
 
-    from quantkit.jobs.load import Placement, load, load_draft
+    from quantkit.jobs.inference.load import Placement, load, load_draft
     from quantkit.runtime.chat_session import ChatSession, conversation_length
     from quantkit.runtime.engine import Engine
 

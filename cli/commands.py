@@ -17,15 +17,15 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
-from quantkit.jobs.convert_options import ConvertOptions
-from quantkit.jobs.quantize_options import OUTPUT, SCHEMES, QuantizeOptions
+from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.quantize.options import OUTPUT, SCHEMES, QuantizeOptions
 from quantkit.tensors.mix import mix_named
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
-    from quantkit.jobs.estimate import Estimate
-    from quantkit.jobs.result import ConvertResult, QuantizeResult
+    from quantkit.jobs.output.result import ConvertResult, QuantizeResult
+    from quantkit.jobs.quantize.estimate import Estimate
     from quantkit.tensors.recipe import Recipe
 
 
@@ -162,7 +162,7 @@ def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
     """
     outputs = Outputs(data)
 
-    from quantkit.jobs.imatrix import imatrix as job
+    from quantkit.jobs.quantize.imatrix import imatrix as job
 
     with ProgressDisplay() as progress:
         made = job(
@@ -209,7 +209,7 @@ def push(data: str | None, **given: Any) -> None:
     commit, and are compared with it. If it is interrupted, the same command continues. Log in
     before: hf auth login.
     """
-    from quantkit.jobs.push import push as job
+    from quantkit.jobs.push.push import push as job
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
@@ -239,7 +239,7 @@ def convert(data: str | None, **given: Any) -> None:
     """
     require_models(given["src"], makes=given["dst"])
 
-    from quantkit.jobs.convert import convert as job
+    from quantkit.jobs.convert.convert import convert as job
 
     with together(device="cpu") as group:
         outputs = Outputs(data, makes=given["dst"])
@@ -281,7 +281,7 @@ def quantize(data: str | None, **given: Any) -> None:
 
     from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
-    from quantkit.jobs.quantize import quantize as job
+    from quantkit.jobs.quantize.quantize import quantize as job
 
     shared = arguments["method"] != "rtn" and (
         arguments["method"] == "gptq" or _has_int4(arguments["scheme"])

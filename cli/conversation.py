@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 import click
 
+from quantkit.base.json_values import shown
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import as_options, mention, note, print_generated
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 
 _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from quantkit import memory
-from quantkit.cgroups import cpu_quota
-from quantkit.memory import size_text
-from quantkit.processors import (
+from quantkit.base import memory
+from quantkit.base.cgroups import cpu_quota
+from quantkit.base.memory import size_text
+from quantkit.base.processors import (
     cpu_features,
     logical_processors,
     physical_cores,

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import finite
 from quantkit.cli.output import say
 from quantkit.errors import DestinationError, RequestError
-from quantkit.json_values import finite
 
 STDOUT = "-"
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.base.option_fields import OTHER, option
 from quantkit.cli import options, prompts
 from quantkit.cli.options import RUN, Command
 from quantkit.cli.output import is_rank0_process, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
-from quantkit.jobs.option_fields import OTHER, option
-from quantkit.jobs.prompts_file import STDIN, checked
+from quantkit.jobs.inference.prompts_file import STDIN, checked
 from quantkit.runtime.request import (
     BATCH_SIZE,
     BEAM_SEARCH,

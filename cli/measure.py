@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.base.json_values import shown
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import RUN, Command, section
@@ -16,7 +17,6 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.evals.table import named
-from quantkit.json_values import shown
 from quantkit.quality.positions import TOKENS
 
 if TYPE_CHECKING:

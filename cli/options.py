@@ -18,13 +18,13 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from quantkit import errors
+from quantkit.base.json_values import shown
+from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, declared
+from quantkit.base.processors import checked_threads, set_threads
 from quantkit.cli.output import as_options, note
 from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
-from quantkit.jobs.option_fields import OTHER, IfExists, OptionInfo, declared
-from quantkit.json_values import shown
 from quantkit.kernels import BACKENDS
-from quantkit.processors import checked_threads, set_threads
 from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams

@@ -13,9 +13,9 @@ from typing import TextIO
 
 import click
 
+from quantkit.base.json_values import printable
 from quantkit.cli.entry import missing_streams
 from quantkit.errors import DestinationError
-from quantkit.json_values import printable
 
 DEFAULT_COLUMNS = 80
 """Width of a terminal that has none."""

@@ -115,7 +115,7 @@ class ProgressDisplay:
         self._steps = JobSteps(steps, self._clock()) if steps else None
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
-        """Show what a job reports; see `quantkit.progress.Progress`."""
+        """Show what a job reports; see `quantkit.base.progress.Progress`."""
         raise_if_interrupted()
         with self._writing():
             now, before = self._clock(), self._phase

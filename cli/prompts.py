@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from quantkit.arguments import as_path
+from quantkit.base.arguments import as_path
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import (
     mention,
@@ -23,8 +23,8 @@ from quantkit.cli.output import (
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.output.lines import encoded
-from quantkit.jobs.generate_file import FileJob, warmed_up
-from quantkit.jobs.prompts_file import STDIN, input_bytes
+from quantkit.jobs.inference.generate_file import FileJob, warmed_up
+from quantkit.jobs.inference.prompts_file import STDIN, input_bytes
 from quantkit.runtime.request import checked_options, shortened, text_ids, with_prompt
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def show(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
-    from quantkit.jobs.load import Placement, load, load_draft
+    from quantkit.jobs.inference.load import Placement, load, load_draft
     from quantkit.runtime.generate import Pace, generate
 
     if args.backend == "transformers":
@@ -70,7 +70,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
 
 def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
     """The same through transformers, in one process."""
-    from quantkit.jobs.load import load_by_transformers
+    from quantkit.jobs.inference.load import load_by_transformers
     from quantkit.runtime.generate import Pace
 
     if group.size > 1:
@@ -92,7 +92,7 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
 
 def show_on_devices(args: GenerateArgs) -> None:
     """The same through XLA; with several hosts, the first one prints."""
-    from quantkit.jobs.load import load_xla
+    from quantkit.jobs.inference.load import load_xla
     from quantkit.runtime.generate import Pace
 
     prompt = _prompt(args)

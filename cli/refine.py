@@ -13,7 +13,7 @@ from quantkit.cli.options import Command, section
 from quantkit.cli.output import as_options, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
-from quantkit.jobs.refine_options import OUTPUT, RefineOptions
+from quantkit.jobs.refine.options import OUTPUT, RefineOptions
 
 
 @click.command(cls=Command)
@@ -37,7 +37,7 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) ->
     """
     require_models(quantized, given["against"], makes=dst)
 
-    from quantkit.jobs.refine import refine as job
+    from quantkit.jobs.refine.refine import refine as job
 
     output = dst if dst is not None else given["delta"]
     with together({**given, "against": None}, given["device"]) as group:
@@ -70,7 +70,7 @@ def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | N
     """
     require_models(model, makes=dst)
 
-    from quantkit.jobs.apply_delta import apply_delta as job
+    from quantkit.jobs.refine.apply_delta import apply_delta as job
 
     outputs = Outputs(data, reads=[delta], makes=dst)
     with ProgressDisplay() as progress:

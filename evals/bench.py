@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.arguments import (
+from quantkit.base.arguments import (
     as_integer,
     as_number,
     as_paths,
@@ -29,6 +29,11 @@ from quantkit.arguments import (
     require_instance,
     wrong_type,
 )
+from quantkit.base.json_values import shown
+from quantkit.base.memory import enough_memory, total_bytes
+from quantkit.base.option_fields import called_with
+from quantkit.base.processors import checked_threads
+from quantkit.base.progress import Progress, deduplicated
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
@@ -39,15 +44,10 @@ from quantkit.evals.table import named, short_names
 from quantkit.evals.timing import MIN_CONTEXT, PROMPT, Decoding, LeftOut, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.option_fields import called_with
-from quantkit.json_values import shown
 from quantkit.kernels import dispatch
-from quantkit.memory import enough_memory, total_bytes
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model, own_dtype, require_kernels
-from quantkit.processors import checked_threads
-from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run

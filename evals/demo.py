@@ -13,17 +13,17 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.evals.table import WIDTH, Table, render
 from quantkit.evals.timing import use_threads
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
-from quantkit.jobs.convert import convert
+from quantkit.jobs.convert.convert import convert
+from quantkit.jobs.inference.load import load
 from quantkit.jobs.inspect import inspect
-from quantkit.jobs.load import load
-from quantkit.jobs.quantize import quantize
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.jobs.quantize.quantize import quantize
 from quantkit.quality import measures
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.generate import generate

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.arguments import (
+from quantkit.base.arguments import (
     as_integer,
     as_path,
     as_paths,
@@ -23,6 +23,7 @@ from quantkit.arguments import (
     require_flags,
     require_instance,
 )
+from quantkit.base.progress import Progress, deduplicated, in_phase
 from quantkit.calibration.conversations import ModelChat, model_chat
 from quantkit.calibration.documents import TextSource
 from quantkit.data.files import EXCERPT, excerpt
@@ -40,7 +41,6 @@ from quantkit.jobs.inspect import inspect
 from quantkit.kernels.dispatch import allowed_backends
 from quantkit.model.device import usable_device
 from quantkit.model.load import own_dtype, require_kernels
-from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals import optional
 from quantkit.evals.models import Model, backend_names
 from quantkit.evals.texts import prefix_token, rolling
 from quantkit.model.load import load_model
-from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED
 from quantkit.runtime.generate import generate, text_pieces
 from quantkit.tensors.finite import finite_logits

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import CheckpointError, RequestError
@@ -29,7 +30,6 @@ from quantkit.formats.output.destination import destination_errors
 from quantkit.model.decoder import Decoder
 from quantkit.model.layerwise import Batch
 from quantkit.model.linear import QuantLinear
-from quantkit.progress import Progress, silent
 from quantkit.quality.measures import text_windows
 from quantkit.tensors.dtypes import DType
 from quantkit.text.tokenizer import Tokenizer

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from quantkit.base.json_values import finite, shown
 from quantkit.errors import RequestError
 from quantkit.evals.samples import TextDetails
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.texts import DocumentScore
 from quantkit.evals.timing import Speed
-from quantkit.json_values import finite, shown
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
 from quantkit.quality.positions import PositionDivergence

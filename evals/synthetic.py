@@ -14,14 +14,14 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import Parameter, linear_columns, parameters
-from quantkit.arguments import as_path
+from quantkit.base.arguments import as_path
+from quantkit.base.json_values import read_settings
 from quantkit.errors import RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.registry import HF
-from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.evals import optional
 from quantkit.evals.texts import articles
 from quantkit.files.hub_answers import checked_answers
-from quantkit.progress import Progress, silent
 from quantkit.quality.figures import Estimate
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}

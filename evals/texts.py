@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import has_documents, read_documents
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -23,7 +24,6 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED, Windows, log_loss, perplexity
 from quantkit.text.export import export_json
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantkit.base.memory import enough_memory, malloc_trim, peak_bytes, reset_peak, size_text
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.models import backend_names
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.memory import enough_memory, malloc_trim, peak_bytes, reset_peak, size_text
 from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import free_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.processors import cpu_features
+from quantkit.base.processors import cpu_features
 
 
 @dataclass(frozen=True)

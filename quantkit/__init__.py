@@ -57,6 +57,7 @@ from quantkit.version import __version__
 
 if TYPE_CHECKING:
     from quantkit import errors as errors
+    from quantkit.base.progress import Progress as Progress
     from quantkit.doctor.diagnose import diagnose as diagnose
     from quantkit.doctor.findings import Diagnosis as Diagnosis
     from quantkit.evals.bench import BenchModel as BenchModel
@@ -67,25 +68,24 @@ if TYPE_CHECKING:
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
     from quantkit.jobs import plan as plan
-    from quantkit.jobs.apply_delta import apply_delta as apply_delta
-    from quantkit.jobs.convert import convert as convert
-    from quantkit.jobs.estimate import Estimate as Estimate
-    from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
-    from quantkit.jobs.generate_file import generate_file as generate_file
-    from quantkit.jobs.imatrix import ImatrixResult as ImatrixResult
-    from quantkit.jobs.imatrix import imatrix as imatrix
+    from quantkit.jobs.convert.convert import convert as convert
+    from quantkit.jobs.inference.generate_file import GeneratedFile as GeneratedFile
+    from quantkit.jobs.inference.generate_file import generate_file as generate_file
+    from quantkit.jobs.inference.llama import Llama as Llama
+    from quantkit.jobs.inference.load import load as load
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
-    from quantkit.jobs.llama import Llama as Llama
-    from quantkit.jobs.load import load as load
-    from quantkit.jobs.push import push as push
-    from quantkit.jobs.push_result import PushResult as PushResult
-    from quantkit.jobs.quantize import quantize as quantize
-    from quantkit.jobs.refine import refine as refine
-    from quantkit.jobs.refine_result import RefineResult as RefineResult
-    from quantkit.jobs.result import ConvertResult as ConvertResult
-    from quantkit.jobs.result import QuantizeResult as QuantizeResult
-    from quantkit.progress import Progress as Progress
+    from quantkit.jobs.output.result import ConvertResult as ConvertResult
+    from quantkit.jobs.output.result import QuantizeResult as QuantizeResult
+    from quantkit.jobs.push.push import push as push
+    from quantkit.jobs.push.result import PushResult as PushResult
+    from quantkit.jobs.quantize.estimate import Estimate as Estimate
+    from quantkit.jobs.quantize.imatrix import ImatrixResult as ImatrixResult
+    from quantkit.jobs.quantize.imatrix import imatrix as imatrix
+    from quantkit.jobs.quantize.quantize import quantize as quantize
+    from quantkit.jobs.refine.apply_delta import apply_delta as apply_delta
+    from quantkit.jobs.refine.refine import refine as refine
+    from quantkit.jobs.refine.result import RefineResult as RefineResult
     from quantkit.quality.gate import Gate as Gate
     from quantkit.quality.manifest_check import FolderReport as FolderReport
     from quantkit.quality.verify import Verdict as Verdict
@@ -107,25 +107,25 @@ if TYPE_CHECKING:
 
 _JOBS = {
     "ChatSession": "quantkit.runtime.chat_session",
-    "Llama": "quantkit.jobs.llama",
-    "Progress": "quantkit.progress",
+    "Llama": "quantkit.jobs.inference.llama",
+    "Progress": "quantkit.base.progress",
     "Tokenizer": "quantkit.text.tokenizer",
-    "apply_delta": "quantkit.jobs.apply_delta",
+    "apply_delta": "quantkit.jobs.refine.apply_delta",
     "bench": "quantkit.evals.bench",
     "chat_format": "quantkit.text.chat",
-    "convert": "quantkit.jobs.convert",
+    "convert": "quantkit.jobs.convert.convert",
     "diagnose": "quantkit.doctor.diagnose",
     "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
     "generate_batch": "quantkit.runtime.generate_batch",
-    "generate_file": "quantkit.jobs.generate_file",
-    "imatrix": "quantkit.jobs.imatrix",
+    "generate_file": "quantkit.jobs.inference.generate_file",
+    "imatrix": "quantkit.jobs.quantize.imatrix",
     "inspect": "quantkit.jobs.inspect",
-    "load": "quantkit.jobs.load",
+    "load": "quantkit.jobs.inference.load",
     "open_checkpoint": "quantkit.formats.detect",
-    "push": "quantkit.jobs.push",
-    "quantize": "quantkit.jobs.quantize",
-    "refine": "quantkit.jobs.refine",
+    "push": "quantkit.jobs.push.push",
+    "quantize": "quantkit.jobs.quantize.quantize",
+    "refine": "quantkit.jobs.refine.refine",
     "sampling_defaults": "quantkit.runtime.generation_config",
     "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
@@ -135,22 +135,22 @@ _TYPES = {
     "BenchModel": "quantkit.evals.bench",
     "BenchResult": "quantkit.evals.bench_result",
     "Completion": "quantkit.runtime.request",
-    "ConvertResult": "quantkit.jobs.result",
+    "ConvertResult": "quantkit.jobs.output.result",
     "Diagnosis": "quantkit.doctor.findings",
     "Estimate": "quantkit.jobs.plan",
     "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
-    "GeneratedFile": "quantkit.jobs.generate_file",
-    "ImatrixResult": "quantkit.jobs.imatrix",
+    "GeneratedFile": "quantkit.jobs.inference.generate_file",
+    "ImatrixResult": "quantkit.jobs.quantize.imatrix",
     "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.request",
     "Override": "quantkit.tensors.recipe",
-    "PushResult": "quantkit.jobs.push_result",
+    "PushResult": "quantkit.jobs.push.result",
     "QuantScheme": "quantkit.tensors.scheme",
-    "QuantizeResult": "quantkit.jobs.result",
+    "QuantizeResult": "quantkit.jobs.output.result",
     "Recipe": "quantkit.tensors.recipe",
-    "RefineResult": "quantkit.jobs.refine_result",
+    "RefineResult": "quantkit.jobs.refine.result",
     "SamplingParams": "quantkit.runtime.sampling_params",
     "Verdict": "quantkit.quality.verify",
     "VerifyReport": "quantkit.quality.verify",

@@ -85,14 +85,18 @@ EXCEPTIONS = {
         "tests/": "`ChatSession.ask`",
     },
     "asked": dict.fromkeys(
-        ("docs/errors.md", "quantkit/jobs/certificate.py", "quantkit/quality/positions.py"),
+        (
+            "docs/errors.md",
+            "quantkit/jobs/quantize/certificate.py",
+            "quantkit/quality/positions.py",
+        ),
         "a key of the manifest",
     ),
     "(a|one|each|no) text": dict.fromkeys(
         (
             "evals/",
             "quantkit/quality/",
-            "quantkit/jobs/certificate.py",
+            "quantkit/jobs/quantize/certificate.py",
             "tests/evals/",
             "docs/",
             "cli/measure.py",

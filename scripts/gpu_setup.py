@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import linear_columns
+from quantkit.base.memory import malloc_trim, peak_bytes
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
-from quantkit.memory import malloc_trim, peak_bytes
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 

@@ -28,7 +28,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.compressed_weights import PackQuantized
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.load import load_model
 from quantkit.quality.gate import RtnBaseline

@@ -30,7 +30,7 @@ from torch import Tensor
 import quantkit
 from quantkit.calibration import quantizers
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs import quantize_work as job
+from quantkit.jobs.quantize import work as job
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn

@@ -193,8 +193,8 @@ def equal_codes(source: Path, file: Path) -> bool:
     """
     import gguf
 
-    from quantkit.architectures.gguf import gguf_architecture, gguf_tensors
     from quantkit.formats.detect import open_checkpoint
+    from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors
     from quantkit.tensors.qtensor import QuantTensor
 
     checkpoint = open_checkpoint(source)

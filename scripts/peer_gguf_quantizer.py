@@ -61,8 +61,8 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
     import gguf
     import torch
 
-    from quantkit.architectures.gguf import gguf_architecture, gguf_tensors, stored_offset
     from quantkit.formats.detect import open_checkpoint
+    from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors, stored_offset
     from quantkit.tensors.qtensor import QuantTensor
 
     checkpoint = open_checkpoint(file)

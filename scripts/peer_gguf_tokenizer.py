@@ -201,7 +201,7 @@ def tokenize(out: Path) -> None:
 
 
 def compare(out: Path) -> None:
-    from quantkit.json_values import read_json
+    from quantkit.base.json_values import read_json
     from quantkit.text.gguf_tokenizer import text_folder
     from quantkit.text.tokenizer import load_tokenizer
 

@@ -85,11 +85,11 @@ def main() -> None:
     options = parser.parse_args()
 
     import quantkit
-    from quantkit.architectures.gguf import gguf_tensors
     from quantkit.calibration.data import load_calibration
     from quantkit.calibration.importance import squared_inputs
     from quantkit.formats.detect import open_checkpoint
     from quantkit.formats.folder import checked_tokenizer
+    from quantkit.formats.gguf.names import gguf_tensors
     from quantkit.quality.measures import text_windows
     from quantkit.text.tokenizer import prompt_start
 

@@ -23,7 +23,7 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, TargetName, targets
-from quantkit.jobs.quantize_options import Method
+from quantkit.jobs.quantize.options import Method
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name

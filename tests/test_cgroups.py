@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.cgroups import MemoryLimit, cpu_quota, memory_limits
+from quantkit.base.cgroups import MemoryLimit, cpu_quota, memory_limits
 
 NO_LIMIT = "9223372036854771712"  # version 1
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit import memory
-from quantkit.cgroups import MemoryLimit
+from quantkit.base import memory
+from quantkit.base.cgroups import MemoryLimit
 
 GB = 10**9
 

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 
-from quantkit import patterns
+from quantkit.base import patterns
+from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
-from quantkit.patterns import MatchTime, Pattern
 
 NAMES = [
     f"model.layers.{layer}.{part}_proj"

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import processors
-from quantkit.errors import RequestError
-from quantkit.processors import (
+from quantkit.base import processors
+from quantkit.base.processors import (
     checked_threads,
     cpu_features,
     physical_cores,
@@ -23,10 +22,11 @@ from quantkit.processors import (
     quota_threads,
     set_threads,
 )
+from quantkit.errors import RequestError
 
 _SET = """
 import sys
-from quantkit import processors
+from quantkit.base import processors
 processors.cpu_quota, processors.physical_cores = lambda: {quota}, lambda: 64
 processors.set_threads({count})
 assert "torch" not in sys.modules

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.answers.calls import Syntax
 from quantkit.answers.pieces import Call
-from quantkit.json_values import MAX_DEPTH, depth
+from quantkit.base.json_values import MAX_DEPTH, depth
 
 _MAX_HEAD = 200
 

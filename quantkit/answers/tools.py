@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.arguments import as_string, require_flags
+from quantkit.base.arguments import as_string, require_flags
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_rule
 from quantkit.grammar.schema import MAX_CHARACTERS, checked_schema
-from quantkit.json_values import shown
 
 MAX_TOOLS = 128
 """Of one request, as in OpenAI's API."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from quantkit.architectures.config import LayerConfig, Limits, ModelConfig
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SCALE, RopeConfig
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, shown
 
 _KNOWN = {
     "dim",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, shown
 
 _REQUIRED = {
     "default": (),

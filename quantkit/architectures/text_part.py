@@ -13,8 +13,8 @@ from typing import Any, Literal
 from quantkit.architectures.config import Limits
 from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings
 
 _Tied = Literal["by default", "if stated", "if either states it"]
 _MODEL, _EMBEDDING = EMBEDDING.split(".")

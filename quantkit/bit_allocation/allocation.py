@@ -16,9 +16,9 @@ from jinja2 import Environment, StrictUndefined
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import Parameter, fused_modules, parameters
-from quantkit.arguments import as_integer, as_number
+from quantkit.base.arguments import as_integer, as_number
+from quantkit.base.memory import size_text
 from quantkit.errors import RequestError
-from quantkit.memory import size_text
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe

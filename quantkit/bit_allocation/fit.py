@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.base.memory import size_text
+from quantkit.base.progress import Progress, silent
 from quantkit.bit_allocation.allocation import (
     CANDIDATES,
     Allocation,
@@ -32,8 +34,6 @@ from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, codec
 from quantkit.formats.codecs.compressed_weights import SHAPE
 from quantkit.formats.codecs.ggml import BlockType
 from quantkit.formats.codecs.gptq_zeros import G_IDX
-from quantkit.memory import size_text
-from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import head_layers, input_groups, layer_kinds
+from quantkit.base.memory import malloc_trim
+from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.bit_allocation.allocation import Unit
 from quantkit.calibration.effort import every_group, groups_of
 from quantkit.calibration.estimate import backward_bytes, block_flops, largest_block
@@ -36,10 +38,8 @@ from quantkit.calibration.fisher import TURN, FisherPasses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.progress import Progress, Stretches, in_phase, silent
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.gptq import Damped, SingularError
 from quantkit.solver.grid import search_scales

@@ -20,10 +20,10 @@ from dataclasses import replace
 from torch import nn
 
 from quantkit.architectures.topology import InputGroup
+from quantkit.base.memory import malloc_trim
 from quantkit.calibration.block_pair import BlockPair, linear_of, unload
 from quantkit.calibration.group_solver import Result
 from quantkit.calibration.streams import FLOAT, QUANTIZED, ExpertStreams, Streams
-from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
 from quantkit.tensors.products import times

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.kv_scales import NO_SCALE, scale_names
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.layerwise import Batch, layerwise_hidden
-from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import window_length
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.float8 import E4M3_MAX

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.base.json_values import shown
 from quantkit.calibration.conversations import (
     TEMPLATE_SECONDS,
     ModelChat,
@@ -21,7 +22,6 @@ from quantkit.calibration.conversations import (
     rendered,
 )
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import shown
 from quantkit.text.chat import TemplateChat
 from quantkit.text.template_process import Budget
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import shown
 from quantkit.text.chat import TemplateChat, message_text, template_chat
 from quantkit.text.chat_template import ChatTemplates, Message
 from quantkit.text.template_process import Budget

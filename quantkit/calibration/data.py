@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_seed
+from quantkit.base.arguments import as_seed
 from quantkit.calibration.collector import DocumentText
 from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import TextSource, read_documents

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from quantkit.base.json_values import LINES_OF_ARRAY
 from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decoded
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time
 from quantkit.files.hub_answers import checked_answers, checked_commit
 from quantkit.files.hub_failures import short
-from quantkit.json_values import LINES_OF_ARRAY
 
 TextSource = str | Path | Iterable[object]
 """A file, a folder of `datasets`, a dataset on a hub by its name, a dataset, or strings."""

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.topology import InputGroup, head_layers, input_groups
+from quantkit.base.memory import malloc_trim
+from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS, has_factor
 from quantkit.calibration.fisher import TURN, FisherPasses
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.memory import malloc_trim
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.progress import Progress, Stretches, in_phase, silent
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
-from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 

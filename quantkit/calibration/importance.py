@@ -11,10 +11,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.packaged import PackagedText
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import window_length
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import observe_inputs

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.base.memory import malloc_trim, set_mmap_threshold
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.block_quantizer import MIN_TOKENS_PER_INPUT
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort, batch_samples
@@ -29,8 +31,6 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
-from quantkit.memory import malloc_trim, set_mmap_threshold
-from quantkit.progress import Progress, silent
 from quantkit.tensors.products import exact_float32, times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, rendered
 from quantkit.calibration.data import Calibration
 from quantkit.data.files import CALIBRATION
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.progress import Progress, silent
 from quantkit.quality.measures import token_losses
 from quantkit.text.chat import TemplateChat
 from quantkit.text.template_process import Budget

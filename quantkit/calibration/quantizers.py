@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups
+from quantkit.base.memory import malloc_trim, set_mmap_threshold
+from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
@@ -38,12 +40,10 @@ from quantkit.formats.container import Written
 from quantkit.formats.folders_encoder import in_folder
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
-from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.load import floats_of
 from quantkit.model.shared_scales import SharedScales
-from quantkit.progress import Progress, in_phase, silent
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.finite import checked_cast

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
+from quantkit.base.progress import Progress
 from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import QuantkitError, RequestError
@@ -20,7 +21,6 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import read_as_floats, schemes, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
-from quantkit.progress import Progress
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, same_norms, weight_bound
 from quantkit.quality.transcoded import offset_of
 from quantkit.tensors.dtypes import DType

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.base.json_values import shown
+from quantkit.base.progress import Progress, silent
 from quantkit.doctor import gguf, parts, quantization, readers, text, weights
 from quantkit.doctor.findings import (
     RUNTIMES,
@@ -23,8 +25,6 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import located, require_there
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import require_finished
-from quantkit.json_values import shown
-from quantkit.progress import Progress, silent
 
 _MAX_DEGREE = 1024
 _SIDE_FILES = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import read_json, read_settings
 from quantkit.doctor.side_files import CONFIG, PARAMS, SideFiles
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files import pth_io, safetensors_io
@@ -21,7 +22,6 @@ from quantkit.formats.containers.hf_files import index_path
 from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
 from quantkit.formats.output.destination import MANIFEST
 from quantkit.formats.output.staging import require_finished
-from quantkit.json_values import read_json, read_settings
 
 _READERS: dict[str, Callable[[Path], TensorFile]] = {
     ".safetensors": safetensors_io.open_file,

@@ -9,13 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantkit.architectures.gguf import sharing_families
+from quantkit.base.json_values import shown
 from quantkit.doctor import text
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import QuantkitError
 from quantkit.files.gguf_types import GgufTensor
-from quantkit.json_values import shown
+from quantkit.formats.gguf.names import sharing_families
 from quantkit.text.chat_template import ChatTemplate
 
 _TOKENIZERS = (

@@ -14,13 +14,13 @@ from quantkit.architectures.families.opaque import (
     layer_beyond,
     possible_linears,
 )
+from quantkit.base.json_values import Settings
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.containers.hf_settings import SETTINGS
-from quantkit.json_values import Settings
 
 PREDICTION = (
     "num_nextn_predict_layers",

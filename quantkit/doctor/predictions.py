@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA
 from quantkit.architectures.topology import parameters
+from quantkit.base.progress import Progress, in_phase
 from quantkit.data.files import excerpt
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
@@ -26,7 +27,6 @@ from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_count, schemes
 from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.progress import Progress, in_phase
 from quantkit.quality.bounds import BOUNDS, measured_windows, scheme_bound
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import token_losses

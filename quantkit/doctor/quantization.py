@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import is_embedding
 from quantkit.architectures.topology import fused_modules, parameters
+from quantkit.base.json_values import Settings
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
@@ -31,7 +32,6 @@ from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.formats.containers.hf_settings import SETTINGS
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
+from quantkit.base.json_values import Settings
 from quantkit.doctor.findings import Finding, Runtime, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
@@ -21,7 +22,6 @@ from quantkit.formats.codecs.layout import Claim, Description
 from quantkit.formats.codecs.table import METHODS
 from quantkit.formats.codecs.vllm import Linears, vllm_problems
 from quantkit.formats.containers.hf_settings import SETTINGS
-from quantkit.json_values import Settings
 
 _TITLES = {
     "vllm": "vLLM",

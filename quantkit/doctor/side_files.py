@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import read_json, require_json, require_plain_file
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.errors import CheckpointError
 from quantkit.files.links import outside_target
 from quantkit.formats.folder import LICENSES, SIDE_FILES, SIDE_SUFFIXES
-from quantkit.json_values import read_json, require_json, require_plain_file
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES, ChatTemplate
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.tiktoken_file import is_tiktoken, read_tiktoken

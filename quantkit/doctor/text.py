@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import shown
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.doctor.side_files import CONFIG, SideFiles, check_contents
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.json_values import shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import require_valid
 from quantkit.text.chat_template import ChatTemplates

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import is_embedding
+from quantkit.base.progress import Progress
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
@@ -28,7 +29,6 @@ from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
 from quantkit.formats.codecs.table import LAYOUTS
-from quantkit.progress import Progress
 from quantkit.tensors.dtypes import FLOATS, DType
 
 _ABSURD = 1000.0

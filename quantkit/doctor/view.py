@@ -11,6 +11,7 @@ from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
 from quantkit.architectures.names import is_embedding
+from quantkit.base.json_values import Settings, shown
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
 from quantkit.errors import CheckpointError, QuantkitError
@@ -19,7 +20,6 @@ from quantkit.formats.codecs.layout import Claims
 from quantkit.formats.codecs.table import METHODS, describe_modules
 from quantkit.formats.codecs.vllm import stored_linears
 from quantkit.formats.containers.hf_settings import SETTINGS
-from quantkit.json_values import Settings, shown
 
 _UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
 """Keys of known settings that do not name their method."""

@@ -12,6 +12,7 @@ from quantkit.architectures.disk import disk_name
 from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
+from quantkit.base.json_values import shown
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.doctor.folder import Folder, may_hold_weights
 from quantkit.doctor.parts import PREDICTION
@@ -24,7 +25,6 @@ from quantkit.formats.codecs.table import METHODS
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.manifest import models_in
-from quantkit.json_values import shown
 from quantkit.tensors.dtypes import STORED_FLOATS
 
 _ALONE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}

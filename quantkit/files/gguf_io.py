@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
 from quantkit.files.source import SourceFile, damaged_file, open_weights, require_adjacent
-from quantkit.json_values import shown
 
 MAGIC = b"GGUF"
 VERSION = 3

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.base.json_values import shown
 from quantkit.errors import NoSpaceError, QuantkitError, RequestError, UnreachableError
 from quantkit.files.gguf_types import split_stem
 from quantkit.files.hub_answers import (
@@ -35,7 +36,6 @@ from quantkit.files.hub_answers import (
 from quantkit.files.hub_cache import CachedModel
 from quantkit.files.hub_failures import read_failure
 from quantkit.files.hub_threads import result_in_time, run_in_threads
-from quantkit.json_values import shown
 
 PREFIX = "hf:"
 SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
@@ -245,7 +245,7 @@ def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
 
 
 def _require_space(size: int, model: HubModel) -> None:
-    from quantkit.memory import size_text
+    from quantkit.base.memory import size_text
 
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
     existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())

@@ -16,8 +16,8 @@ from threading import Lock
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError
-from quantkit.json_values import shown
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

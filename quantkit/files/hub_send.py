@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.base.progress import Progress
 from quantkit.errors import RequestError
 from quantkit.files.hub import PREFIX, quietly
 from quantkit.files.hub_failures import short, write_failure
 from quantkit.files.hub_threads import Stall, run_in_threads
 from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
-from quantkit.progress import Progress
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

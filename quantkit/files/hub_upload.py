@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import PREFIX, SECONDS, quietly
 from quantkit.files.hub_answers import HubFile, announced_file, checked_commit, files_by_name
@@ -21,7 +22,6 @@ from quantkit.files.hub_failures import read_failure, short, write_failure
 from quantkit.files.hub_send import Sent, addition, reporting_library, send
 from quantkit.files.hub_threads import result_in_time
 from quantkit.files.local_files import LocalFile
-from quantkit.progress import Progress
 
 _Answer = TypeVar("_Answer")
 _REQUEST_SECONDS = 60.0

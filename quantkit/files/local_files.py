@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError
 from quantkit.files.hub_answers import HubFile
 from quantkit.files.source import SourceFile
-from quantkit.progress import Progress
 
 MEGABYTE = 10**6
 _SHA256_DIGITS = 64

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.base.json_values import LFS_POINTER
 from quantkit.errors import CheckpointError
-from quantkit.json_values import LFS_POINTER
 
 _PIECE = 1 << 22
 _SAMPLES, SAMPLE_BYTES = 64, 1 << 14

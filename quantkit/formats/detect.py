@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Literal
 
-from quantkit.arguments import as_path, as_string
+from quantkit.base.arguments import as_path, as_string
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, located, require_there
 from quantkit.files.source import SourceFile

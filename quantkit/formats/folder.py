@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_string
+from quantkit.base.arguments import as_string
+from quantkit.base.json_values import MAX_BYTES, read_json, shown
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.links import outside_target
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.table import SETTINGS_FILES
-from quantkit.json_values import MAX_BYTES, read_json, shown
 from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (
     META_FORMATS,

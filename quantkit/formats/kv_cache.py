@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
-from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
 

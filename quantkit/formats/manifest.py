@@ -20,11 +20,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import read_json
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError
 from quantkit.files.source import SourceFile
 from quantkit.formats.output.destination import MANIFEST, manifest_path
-from quantkit.json_values import read_json
-from quantkit.progress import Progress, silent
 from quantkit.version import __version__
 
 NAME = MANIFEST

@@ -7,16 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.table import METHODS, NATIVE
 from quantkit.formats.container import Container
-from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import SIDE_FILES
-from quantkit.json_values import shown
+from quantkit.formats.gguf.container import Gguf
 
 TargetName = Literal[
     "compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"

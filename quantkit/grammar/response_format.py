@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.arguments import as_string, require_flags
+from quantkit.base.arguments import as_string, require_flags
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_grammar
 from quantkit.grammar.schema import checked_schema
-from quantkit.json_values import shown
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
 _KEYS = {"name", "schema", "strict", "description"}

@@ -15,9 +15,9 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from quantkit.base.json_values import shown, within
 from quantkit.errors import RequestError
 from quantkit.grammar.one_of import disjoint
-from quantkit.json_values import shown, within
 
 MAX_CHARACTERS = 200_000
 """Of a schema as JSON."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.text_part import text_family
-from quantkit.arguments import as_path, require_flags
+from quantkit.base.arguments import as_path, require_flags
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import StoredCheckpoint, weight_size

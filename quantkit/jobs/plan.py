@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.base.option_fields import called_with
+from quantkit.base.progress import Progress, deduplicated
 from quantkit.calibration import effort
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import require_space
-from quantkit.jobs.conversion import plan_conversion
-from quantkit.jobs.convert_options import ConvertOptions
-from quantkit.jobs.estimate import (
+from quantkit.jobs.convert.conversion import plan_conversion
+from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.output.existing import is_finished
+from quantkit.jobs.quantize.estimate import (
     Estimate,
     estimate_conversion,
     estimate_quantization,
     require_buildable,
 )
-from quantkit.jobs.existing import is_finished
-from quantkit.jobs.formats import Formats
-from quantkit.jobs.option_fields import called_with
-from quantkit.jobs.prepare import prepare, size_fit
-from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.refine_estimate import estimate_refined_quantization, estimate_refinement
-from quantkit.jobs.refine_options import BATCH, RefineOptions, mesh_shape
-from quantkit.jobs.refine_plan import plan_refinement
+from quantkit.jobs.quantize.formats import Formats
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import prepare, size_fit
+from quantkit.jobs.refine.estimate import estimate_refined_quantization, estimate_refinement
+from quantkit.jobs.refine.options import BATCH, RefineOptions, mesh_shape
+from quantkit.jobs.refine.plan import plan_refinement
 from quantkit.model.device import float_type
-from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import FloatName
 from quantkit.training.trained import TrainedNames
 from quantkit.xla import require_compiler

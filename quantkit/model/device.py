@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantkit.arguments import wrong_type
+from quantkit.base.arguments import wrong_type
+from quantkit.base.memory import available_bytes
 from quantkit.errors import RequestError
-from quantkit.memory import available_bytes
 from quantkit.tensors.dtypes import FloatName, float_name
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.memory import malloc_trim
 from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, PreparedLinear, gated
-from quantkit.memory import malloc_trim
 from quantkit.model.linear import QuantLinear
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.kv_scales import layer_scales
@@ -24,7 +25,6 @@ from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.model.rounded_inputs import as_multiplied
 from quantkit.model.tensor_parallel import TensorParallel
-from quantkit.progress import Progress, silent
 
 TOKENS_THROUGH_A_BLOCK = 2048
 """Packed at most, unless one batch has more."""

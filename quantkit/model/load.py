@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quantkit.architectures.topology import fused_modules
+from quantkit.base.memory import malloc_trim
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
@@ -25,7 +27,6 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.kernels.backend import Backend
 from quantkit.kernels.dispatch import allowed_backends, select_backend
-from quantkit.memory import malloc_trim
 from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import usable_device
@@ -33,7 +34,6 @@ from quantkit.model.feed_forward import stack_experts
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
-from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, stacked
 from quantkit.tensors.tensor_slice import TensorSlice

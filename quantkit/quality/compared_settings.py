@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from quantkit.base.json_values import shown
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.text.generation_settings import read_other_settings

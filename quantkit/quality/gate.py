@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.model.shared_scales import SharedScales
-from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import (
     BOUNDS,
     MAX_ERROR,

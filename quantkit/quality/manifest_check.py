@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -19,7 +20,6 @@ from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.model.rounded_inputs import RoundedInputs
-from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE, measured_windows
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, TextResult

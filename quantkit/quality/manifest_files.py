@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.located import gguf_file
@@ -13,7 +14,6 @@ from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.registry import read_names
-from quantkit.progress import Progress, silent
 from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}

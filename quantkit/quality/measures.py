@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.topology import head_layers
+from quantkit.base.progress import Progress, Stretches, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch
-from quantkit.progress import Progress, Stretches, silent
 from quantkit.quality.figures import Estimate, mean_estimate
 from quantkit.tensors.finite import finite_logits
 from quantkit.via_transformers.forward import final_hidden, final_logits

@@ -10,11 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import layerwise_hidden
-from quantkit.progress import Progress, silent
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import Hidden, Windows, part_of, tallies, text_windows
 from quantkit.quality.positions import CACHES, SHORTEST, TOKENS, PositionDivergence, position_edges

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.base.progress import Progress, silent
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import window_length
 from quantkit.quality.figures import rounded
 from quantkit.quality.measures import head_pieces, text_windows

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
-from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import (
     BOUNDS,
     Bound,

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.arguments import as_path, require_flags, wrong_type
+from quantkit.base.arguments import as_path, require_flags, wrong_type
+from quantkit.base.json_values import shown
+from quantkit.base.progress import Progress, deduplicated, in_phase
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
@@ -22,9 +24,7 @@ from quantkit.formats.detect import with_codes
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.bounds import (
     BOUNDS,
     Bound,

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.disk import disk_tensors
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
 from quantkit.formats.output.destination import manifest_path
-from quantkit.json_values import shown
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.figures import manifest_or_empty, module_records, read_record
 

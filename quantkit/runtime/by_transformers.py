@@ -10,10 +10,10 @@ from typing import Unpack
 
 import torch
 
+from quantkit.base.memory import available_bytes, enough_memory, size_text
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.memory import available_bytes, enough_memory, size_text
-from quantkit.progress import Progress, silent
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
 from quantkit.runtime.sampling import Sampler

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_integer, as_string, require_tokenizer, wrong_type
+from quantkit.base.arguments import as_integer, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder

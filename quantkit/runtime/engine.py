@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_integer, require_flags
+from quantkit.base.arguments import as_integer, require_flags
+from quantkit.base.json_values import shown
+from quantkit.base.memory import enough_memory, size_text
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 from quantkit.kernels.build import cache_folder
-from quantkit.memory import enough_memory, size_text
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type, free_bytes, numbers

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, Unpack
 
-from quantkit.arguments import require_flags, require_tokenizer
+from quantkit.base.arguments import require_flags, require_tokenizer
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer

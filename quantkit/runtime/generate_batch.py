@@ -9,11 +9,17 @@ from typing import Any, Protocol, Unpack, runtime_checkable
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_integer, is_several, require_flags, require_tokenizer, wrong_type
+from quantkit.base.arguments import (
+    as_integer,
+    is_several,
+    require_flags,
+    require_tokenizer,
+    wrong_type,
+)
+from quantkit.base.progress import Progress, deduplicated
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
-from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import Runner
 from quantkit.runtime.generation import Continuation

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_path
+from quantkit.base.arguments import as_path
+from quantkit.base.json_values import Settings, read_settings
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import Settings, read_settings
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.text.end_tokens import tokenizer_eos
 from quantkit.text.generation_settings import list_unapplied

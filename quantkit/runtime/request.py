@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_integer, as_strings, require_instance, token_rows
+from quantkit.base.arguments import as_integer, as_strings, require_instance, token_rows
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypedDict
 
-from quantkit.arguments import as_integer, as_number, as_seed, wrong_type
+from quantkit.base.arguments import as_integer, as_number, as_seed, wrong_type
 from quantkit.errors import RequestError
 
 

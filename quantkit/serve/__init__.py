@@ -8,8 +8,8 @@ import ipaddress
 import re
 from importlib.util import find_spec
 
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 
 SLOTS, WAITING, TIME_LIMIT, KEPT, PORT = 8, 64, 600.0, 8, 8000
 """Sequences that run at the same time, requests that may wait for them, seconds that a request may

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.answers.pieces import Parser
+from quantkit.base.json_values import printable
 from quantkit.errors import QuantkitError
-from quantkit.jobs.openai_batch import (
+from quantkit.jobs.inference.openai_batch import (
     BatchRequest,
     chat_logprobs,
     choices_of,
@@ -18,7 +19,7 @@ from quantkit.jobs.openai_batch import (
     tool_call,
     usage_of,
 )
-from quantkit.jobs.prompt_lines import (
+from quantkit.jobs.inference.prompt_lines import (
     TokenTexts,
     call_ids,
     end_entries,
@@ -26,8 +27,7 @@ from quantkit.jobs.prompt_lines import (
     finish_reason,
     line_of,
 )
-from quantkit.jobs.prompts_file import Prompt
-from quantkit.json_values import printable
+from quantkit.jobs.inference.prompts_file import Prompt
 from quantkit.runtime.detokenizer import TextOffsets
 from quantkit.runtime.generate import text_pieces
 from quantkit.runtime.request import Completion

@@ -19,13 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from quantkit.arguments import as_string, require_flags
+from quantkit.base.arguments import as_string, require_flags
+from quantkit.base.json_values import shown
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.json_lines import strict_object
-from quantkit.jobs.prompt_lines import TokenTexts
-from quantkit.jobs.prompts_file import Prompt, PromptReader
-from quantkit.json_values import shown
+from quantkit.jobs.inference.json_lines import strict_object
+from quantkit.jobs.inference.prompt_lines import TokenTexts
+from quantkit.jobs.inference.prompts_file import Prompt, PromptReader
 from quantkit.runtime.request import Completion, PromptLengthError
 from quantkit.runtime.request import Request as GenerationRequest
 from quantkit.serve.answers import Answer, error_of, failed, now

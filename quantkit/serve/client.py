@@ -15,8 +15,8 @@ from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError, UnreachableError
-from quantkit.json_values import shown
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
 

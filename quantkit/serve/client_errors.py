@@ -10,8 +10,8 @@ import ssl
 import textwrap
 from http.client import HTTPResponse
 
+from quantkit.base.json_values import printable, shown
 from quantkit.errors import RequestError, UnreachableError
-from quantkit.json_values import printable, shown
 
 _MESSAGE = 500  # characters of a server's message
 _BODY_BYTES = 1 << 16

@@ -9,9 +9,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.arguments import as_string
+from quantkit.base.arguments import as_string
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 from quantkit.serve.client import Server
 from quantkit.serve.client_errors import ContextLengthError, lost, other_api
 

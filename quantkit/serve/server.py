@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.arguments import as_integer, as_number, as_string
+from quantkit.base.arguments import as_integer, as_number, as_string
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.load import Placement, load, load_draft
-from quantkit.jobs.prompts_file import PromptReader
+from quantkit.jobs.inference.load import Placement, load, load_draft
+from quantkit.jobs.inference.prompts_file import PromptReader
 from quantkit.kernels import BackendName
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import free_bytes
-from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
 from quantkit.serve import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 from quantkit.tensors.late import torch
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_path, as_string, as_strings, require_instance, wrong_type
+from quantkit.base.arguments import as_path, as_string, as_strings, require_instance, wrong_type
+from quantkit.base.json_values import Settings, parsed, shown
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.scheme import QuantScheme
 
 _HEADS = frozenset({"lm_head"})

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from quantkit.arguments import as_integer, as_string, require_flags
+from quantkit.base.arguments import as_integer, as_string, require_flags
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 
 SUPER_BLOCK = 256
 """The weights of a row that share a scale of scales; see `Scales.SUPER_BLOCKS`."""

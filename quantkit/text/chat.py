@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from quantkit.arguments import as_path, as_string, require_tokenizer, wrong_type
+from quantkit.base.arguments import as_path, as_string, require_tokenizer, wrong_type
+from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
 from quantkit.text.chat_template import (
     META_FORMATS,
     ChatTemplate,

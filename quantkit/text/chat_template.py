@@ -17,9 +17,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import wrong_type
+from quantkit.base.arguments import wrong_type
+from quantkit.base.json_values import read_json, require_plain_file, shown
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.json_values import read_json, require_plain_file, shown
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.template_process import Budget, check_template, render
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from quantkit.json_values import Settings, read_json, read_settings
+from quantkit.base.json_values import Settings, read_json, read_settings
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import named_piece_ids, special_tokens
 from quantkit.text.template_process import Budget, render

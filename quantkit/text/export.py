@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, read_settings
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, read_settings
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference

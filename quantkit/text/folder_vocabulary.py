@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quantkit.base.json_values import Settings, read_json, shown
 from quantkit.errors import UnsupportedError
-from quantkit.json_values import Settings, read_json, shown
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text import pipeline
 from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS, run_merges

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from quantkit.json_values import read_settings
+from quantkit.base.json_values import read_settings
 
 FILE = "generation_config.json"
 # With transformers' own defaults. Keys that only change how it computes, such as `use_cache`, are

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, parsed, shortest, shown
 from quantkit.errors import CheckpointError, name_as
 from quantkit.files.located import gguf_file, located, read_parts
-from quantkit.json_values import Settings, parsed, shortest, shown
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated

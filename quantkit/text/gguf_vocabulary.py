@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, shown
 from quantkit.text.pipeline import ADDS_BOS, SPACE, patterns_by_name
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.tiktoken_file import LONGEST_TOKEN

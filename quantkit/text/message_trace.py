@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import shown
 from quantkit.text.template_process import Budget
 
 Conversation = dict[str, Any]

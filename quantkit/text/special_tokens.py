@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, read_json, shown
 from quantkit.errors import CheckpointError
-from quantkit.json_values import Settings, read_json, shown
 
 TOKEN_NAMES = (
     "bos_token",

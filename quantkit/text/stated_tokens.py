@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.json_values import Settings, read_json
+from quantkit.base.json_values import Settings, read_json
 from quantkit.text.special_tokens import read_tokenizer_config, special_tokens
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

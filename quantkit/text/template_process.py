@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import shown
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.json_values import shown
 
 MAX_LENGTH = 1 << 22
 """Characters of a rendered conversation."""

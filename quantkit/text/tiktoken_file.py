@@ -6,8 +6,8 @@ import base64
 import binascii
 from pathlib import Path
 
+from quantkit.base.json_values import require_plain_file
 from quantkit.errors import CheckpointError
-from quantkit.json_values import require_plain_file
 from quantkit.text.contained import contained
 
 LLAMA3_PATTERN = (

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.arguments import as_string, require_flags, token_rows, wrong_type
+from quantkit.base.arguments import as_string, require_flags, token_rows, wrong_type
+from quantkit.base.json_values import Settings, require_plain_file
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import require_there
-from quantkit.json_values import Settings, require_plain_file
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import contained, is_panic, quiet_on_failure

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, read_json, shown
 from quantkit.errors import CheckpointError
-from quantkit.json_values import Settings, read_json, shown
 from quantkit.text.special_tokens import TOKEN_NAMES
 
 CONFIG_FILE = "tokenizer_config.json"

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress
 from quantkit.training.optimizer import Optimizer, Schedule
 from quantkit.training.passes import Passes
 from quantkit.training.shares import Shares

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.measures import part_of
 from quantkit.training.trained import TrainedCheckpoint
 

@@ -18,14 +18,14 @@ from quantkit.architectures.families import is_known_family
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
+from quantkit.base.json_values import shown
+from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError, UnreadLayoutError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, open_pair
-from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidden
-from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
 from quantkit.via_transformers.own_code import (

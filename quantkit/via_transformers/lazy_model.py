@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.architectures.disk import stacked_tensors
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.json_values import shown
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.experts import use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets

@@ -29,8 +29,8 @@ from quantkit.architectures.families.opaque import (
     recurrent_modules,
     with_roles,
 )
+from quantkit.base.json_values import shown, within
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.json_values import shown, within
 from quantkit.via_transformers.own_code import named_classes, own_classes
 
 Role = tuple[str, str | None]

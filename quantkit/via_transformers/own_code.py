@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import read_json, shown
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.json_values import read_json, shown
 
 TRUST = "`trust_remote_code=True`"
 _CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.families.opaque import is_extra_layer
-from quantkit.json_values import read_json, shown
+from quantkit.base.json_values import read_json, shown
 from quantkit.via_transformers.linears import model_class, quiet
 from quantkit.via_transformers.own_code import own_classes
 

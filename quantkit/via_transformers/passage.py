@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.base.json_values import shown
+from quantkit.base.memory import malloc_trim
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.json_values import shown
-from quantkit.memory import malloc_trim
-from quantkit.progress import Progress, silent
 from quantkit.via_transformers.experts import Brought, set_visitor
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.lockstep import Lockstep, NotLoaded, stop

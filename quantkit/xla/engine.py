@@ -22,11 +22,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.memory import enough_memory
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.memory import enough_memory
 from quantkit.model.decoder import Decoder
-from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.generate import new_tokens
 from quantkit.runtime.generation import Continuation

@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
+from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.kernels.build import cache_folder
 from quantkit.model.rope import Rotary
-from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec

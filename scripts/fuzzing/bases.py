@@ -21,7 +21,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 
 MTIME_NS = 1_700_000_000 * 10**9
 """Of every source file: a journal remembers it."""

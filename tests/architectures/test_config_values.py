@@ -19,8 +19,8 @@ from work import counted_calls
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.meta_params import config_from_meta
 from quantkit.architectures.topology import parameters
+from quantkit.base.json_values import read_json, read_settings
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.json_values import read_json, read_settings
 from quantkit.model.rope import Rotary
 
 COUNTS = [

@@ -20,8 +20,8 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.prepare import prepare
-from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import prepare
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe

@@ -15,12 +15,12 @@ from test_config import VARIANTS, _keys
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
-from quantkit.architectures.gguf import ROPE_FREQS, gguf_tensors, keeps_float32, stored_offset
-from quantkit.architectures.gguf_config import config_of, metadata_of, notes_of, shortest
-from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.formats.gguf.config import config_of, metadata_of, notes_of, shortest
+from quantkit.formats.gguf.names import ROPE_FREQS, gguf_tensors, keeps_float32, stored_offset
+from quantkit.formats.gguf.rope import rope_tensors
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

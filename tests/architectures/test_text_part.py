@@ -22,7 +22,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.text_part import _FLAT, _TEXTS, _WHOLES, text_settings
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.jobs.load import load_by_transformers
+from quantkit.jobs.inference.load import load_by_transformers
 
 assert oracle  # which lets transformers be quiet
 Tiny = Callable[[str], Path]

@@ -26,8 +26,8 @@ from quantkit.architectures.topology import (
     parameters,
     summed_modules,
 )
+from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _YARN = {

@@ -19,6 +19,7 @@ from test_topology import CASES, ENDS
 import quantkit
 from quantkit.architectures.families import families
 from quantkit.architectures.topology import fused_modules
+from quantkit.base.json_values import Settings
 from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import estimate_losses, row_errors
@@ -27,7 +28,6 @@ from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.json_values import Settings
 from quantkit.solver.gptq import Damped, solve
 from quantkit.tensors.scheme import QuantScheme
 

@@ -23,8 +23,8 @@ from quantkit.errors import ResumeError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.jobs.prepare import prepare
-from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import prepare
 from quantkit.model.layerwise import Batch
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches

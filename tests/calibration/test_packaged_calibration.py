@@ -24,8 +24,8 @@ from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.plan import Estimate
-from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.settings import gptq_settings
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.settings import gptq_settings
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat import TemplateChat
 from quantkit.text.chat_template import ChatTemplate

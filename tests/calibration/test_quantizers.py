@@ -18,6 +18,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import input_groups
+from quantkit.base.progress import silent
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
@@ -30,9 +31,8 @@ from quantkit.formats.container import Output, Written
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF, target
-from quantkit.jobs.output import Work, writing
-from quantkit.jobs.prepare import tensor_blocks
-from quantkit.progress import silent
+from quantkit.jobs.output.writer import Work, writing
+from quantkit.jobs.quantize.prepare import tensor_blocks
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -11,8 +11,8 @@ import pytest
 import torch
 from command import Capture, run
 
-from quantkit import memory
-from quantkit.cgroups import MemoryLimit
+from quantkit.base import memory
+from quantkit.base.cgroups import MemoryLimit
 from quantkit.cli import environment
 from quantkit.version import __version__
 

@@ -22,7 +22,7 @@ import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import BeingWrittenError, CheckpointError, InterruptedRunError, ResumeError
 from quantkit.formats.output.journal import WRITER
-from quantkit.jobs import convert
+from quantkit.jobs.convert import convert
 
 pytestmark = pytest.mark.processes
 
@@ -338,14 +338,14 @@ def test_an_interruption_that_the_parent_ignores_is_ignored(demo_model: Path) ->
 def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 50_000)
     dst = tmp_path / "out"
     before = contents(interrupted(quantkit.convert, demo_model, dst))
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quantkit.jobs.convert._value", stop)
+    monkeypatch.setattr("quantkit.jobs.convert.convert._value", stop)
     with pytest.raises(KeyboardInterrupt):
         quantkit.convert(demo_model, dst, resume=True)
     assert contents(partial(dst)).keys() >= before.keys()
@@ -357,7 +357,7 @@ def test_nothing_is_said_to_be_kept_that_is_not(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quantkit.jobs.conversion.open_checkpoint", interrupt)
+    monkeypatch.setattr("quantkit.jobs.convert.conversion.open_checkpoint", interrupt)
     code, out, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert (code, out, err) == (130, "", "quantkit: interrupted\n")
     assert not list(tmp_path.iterdir())

@@ -19,11 +19,11 @@ from partial import interrupted
 from terminal import on_terminal, screen
 
 import quantkit
+from quantkit.base.progress import Progress
 from quantkit.cli.job_steps import JobSteps
 from quantkit.cli.output import note
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.data.files import EXCERPT
-from quantkit.progress import Progress
 
 
 class Clock:

@@ -21,6 +21,7 @@ from command import Capture
 
 import quantkit
 from quantkit.architectures.topology import parameters
+from quantkit.base.memory import enough_memory
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
@@ -31,7 +32,6 @@ from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.memory import enough_memory
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 

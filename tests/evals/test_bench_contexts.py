@@ -19,6 +19,7 @@ from command import Capture
 from torch import Tensor
 
 import quantkit
+from quantkit.base.memory import peak_bytes, reset_peak
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import _measure, bench
@@ -27,7 +28,6 @@ from quantkit.evals.bench_result import Bench
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, AtContext, Decoding, Rate
-from quantkit.memory import peak_bytes, reset_peak
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine

@@ -91,9 +91,10 @@ def test_an_interrupted_demo_leaves_nothing_and_the_next_reports_each_step(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    place = {"tensors": "quantkit.jobs.convert._value", "steps": "quantkit.evals.demo.compare"}[
-        during
-    ]
+    place = {
+        "tensors": "quantkit.jobs.convert.convert._value",
+        "steps": "quantkit.evals.demo.compare",
+    }[during]
     with monkeypatch.context() as patched:
         patched.setattr(place, stop)
         code, _, err = run(capfd, "demo", "--quick", "--output", tmp_path / name)

@@ -27,7 +27,7 @@ from quantkit.files import pth_io, safetensors_io, source
 from quantkit.files.tensor_file import TensorFile
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.convert import convert
+from quantkit.jobs.convert.convert import convert
 
 TENSORS = {"first": torch.arange(600.0).view(20, 30), "second": torch.arange(77).bfloat16()}
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
-from quantkit.architectures.gguf_config import metadata_of
 from quantkit.files.gguf_io import build_header
 from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.codecs.compressed_tensors import PackQuantized
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.gguf.config import metadata_of
 from quantkit.formats.registry import HF
 from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import round_to_nearest

@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import quantkit
+from quantkit.base.json_values import Settings
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, UnsupportedError
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_cache import stated_scheme
-from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import load_tokenizer
@@ -773,7 +773,7 @@ def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) ->
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 1)
     whole = quantkit.convert(folders["int4"], tmp_path / "whole", source_check=False)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 import quantkit
 from quantkit.files.gguf_io import build_header, read_header
-from quantkit.jobs.push_card import model_card
+from quantkit.jobs.push.card import model_card
 
 FRONT_MATTER = """---
 license: other

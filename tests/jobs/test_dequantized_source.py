@@ -21,12 +21,12 @@ from partial import contents
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.architectures.gguf_config import metadata_of
 from quantkit.architectures.names import EMBEDDING
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.gguf.config import metadata_of
 from quantkit.tensors.qtensor import float_rows
 from quantkit.text.export import tokenizer_metadata
 from quantkit.text.tokenizer import load_tokenizer

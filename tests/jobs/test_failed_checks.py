@@ -22,7 +22,7 @@ from quantkit.errors import (
     UnsupportedError,
 )
 from quantkit.formats.output.staging import kept
-from quantkit.jobs.output import Writer
+from quantkit.jobs.output.writer import Writer
 
 Job = Callable[..., Any]
 
@@ -68,11 +68,11 @@ def rounded(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHECKS = {
-    "gate": (solve, "quantkit.jobs.quantize_proof.run_gate"),
-    "reading back": (solve, "quantkit.jobs.output.open_unfinished"),
-    "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize_proof.run_gate"),
-    "certificate": (solve_certified, "quantkit.jobs.certificate.divergence_by_position"),
-    "exact comparison": (transcode, "quantkit.jobs.convert.require_exact"),
+    "gate": (solve, "quantkit.jobs.quantize.proof.run_gate"),
+    "reading back": (solve, "quantkit.jobs.output.writer.open_unfinished"),
+    "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize.proof.run_gate"),
+    "certificate": (solve_certified, "quantkit.jobs.quantize.certificate.divergence_by_position"),
+    "exact comparison": (transcode, "quantkit.jobs.convert.convert.require_exact"),
 }
 CASES = [("gate", error) for error in ERRORS]
 CASES += [(name, RequestError) for name in CHECKS if name != "gate"]
@@ -110,7 +110,7 @@ def test_a_check_that_raises_deletes_nothing_and_is_repeated_alone(
 def test_the_command_reports_what_is_kept(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.quantize_proof.run_gate", raiser(RequestError))
+    monkeypatch.setattr("quantkit.jobs.quantize.proof.run_gate", raiser(RequestError))
     code, _, err = run(
         capfd,
         "quantize",

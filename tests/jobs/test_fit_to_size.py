@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import quantkit
+from quantkit.base.memory import size_text
 from quantkit.errors import RequestError
-from quantkit.memory import size_text
 
 SAMPLES: dict[str, Any] = {"samples": 8, "length": 64, "source_check": False}
 

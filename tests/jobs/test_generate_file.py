@@ -31,7 +31,7 @@ from quantkit.errors import (
     ResumeError,
 )
 from quantkit.formats.output.lines import NAME, ResumableLines
-from quantkit.jobs.generate_file import GeneratedFile
+from quantkit.jobs.inference.generate_file import GeneratedFile
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
 from quantkit.runtime.request import Request
@@ -443,7 +443,7 @@ def test_what_is_wrong_with_a_line_is_reported_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "quantkit.jobs.load.load", lambda *_, **__: pytest.fail("the model was loaded")
+        "quantkit.jobs.inference.load.load", lambda *_, **__: pytest.fail("the model was loaded")
     )
     (tmp_path / "in").write_bytes(content)
     code, out, err = run(
@@ -494,7 +494,8 @@ def test_what_xla_does_not_give_is_reported_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "quantkit.jobs.load.load_xla", lambda *_, **__: pytest.fail("the model was loaded")
+        "quantkit.jobs.inference.load.load_xla",
+        lambda *_, **__: pytest.fail("the model was loaded"),
     )
     prompts = written(tmp_path / "in", [{"prompt": "The"}, {"prompt": "The", **line}])
     command = (
@@ -826,7 +827,7 @@ def test_a_run_that_fails_before_its_first_line_leaves_nothing(
     def fails(*_: object, **__: object) -> None:
         raise QuantkitError("no")
 
-    monkeypatch.setattr("quantkit.jobs.load.load", fails)
+    monkeypatch.setattr("quantkit.jobs.inference.load.load", fails)
     with pytest.raises(QuantkitError):
         generated(demo_model, prompts, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

@@ -16,8 +16,8 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.errors import DestinationError, InterruptedRunError, RequestError
-from quantkit.jobs import quantize as quantize_job
-from quantkit.jobs import quantize_work
+from quantkit.jobs.quantize import quantize as quantize_job
+from quantkit.jobs.quantize import work as quantize_work
 
 GPTQ: dict[str, Any] = {"samples": 4, "length": 64}
 

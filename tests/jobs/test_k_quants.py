@@ -23,10 +23,10 @@ import quantkit
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import FILE_TYPES
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.detect import open_checkpoint, with_codes
-from quantkit.jobs import conversion
-from quantkit.jobs.gguf_mix import MixRules
+from quantkit.formats.gguf.container import Gguf
+from quantkit.jobs.convert import conversion
+from quantkit.jobs.quantize.gguf_mix import MixRules
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType

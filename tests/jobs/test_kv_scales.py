@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantkit
+from quantkit.base.progress import silent
 from quantkit.calibration import quantizers
 from quantkit.calibration.cache_scales import scale_tokens, scales_of
 from quantkit.calibration.importance import sample_tokens
@@ -24,9 +25,8 @@ from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError, QualityError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.prepare import prepare
-from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.progress import silent
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import prepare
 from quantkit.quality.verify import verify
 from quantkit.tensors.dtypes import DType
 from quantkit.text.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ import torch
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.jobs.llama import REFUSED
+from quantkit.jobs.inference.llama import REFUSED
 from quantkit.model.decoder import Decoder
 from quantkit.text.tokenizer import original_tokenizer
 

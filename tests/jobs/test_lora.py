@@ -37,7 +37,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.lora.adapter import Adapter
 from quantkit.formats.lora.adapter_config import KNOWN, read_config
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 from quantkit.tensors import qtensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
@@ -580,7 +580,7 @@ def test_a_resized_vocabulary_is_named(
 def test_a_pattern_that_takes_for_ever_is_given_up(
     key: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.patterns.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("quantkit.base.patterns.MAX_SECONDS", 0.2)
     adapter = lora.save_adapter(base, tmp_path / "adapter")
     endless = r"(?:\w|.)*[XY]"
     values: dict[str, Any] = {
@@ -799,7 +799,7 @@ def test_an_adapter_in_the_models_folder_is_not_ignored_in_silence(
 CHILD = """
 import os, signal, sys
 import quantkit
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 output.CHECKPOINT_BYTES = 10_000
 
 def progress(phase, done, total, unit):

@@ -23,7 +23,7 @@ from transformers import dynamic_module_utils
 import quantkit
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, UnsupportedError
-from quantkit.jobs.load import load_by_transformers
+from quantkit.jobs.inference.load import load_by_transformers
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.via_transformers.packed_loading import loading_problem
 

@@ -14,15 +14,15 @@ import pytest
 from command import Capture, run
 
 import quantkit
-from quantkit import memory
+from quantkit.base import memory
+from quantkit.base.cgroups import MemoryLimit
+from quantkit.base.memory import size_text
 from quantkit.bit_allocation.losses import CHOICE
 from quantkit.calibration import data
-from quantkit.cgroups import MemoryLimit
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
-from quantkit.jobs.rounding_probe import PROBE
-from quantkit.jobs.sizes import WeightSizes
-from quantkit.memory import size_text
+from quantkit.jobs.quantize.rounding_probe import PROBE
+from quantkit.jobs.quantize.sizes import WeightSizes
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.training.training import TRAINING
 
@@ -151,7 +151,9 @@ def test_time_counts_what_does_not_shrink_with_the_model(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("logit", "rounding", "operation"):
-        monkeypatch.setattr(f"quantkit.jobs.speed._seconds_of_{name}", lambda *_, **options: 0.0)
+        monkeypatch.setattr(
+            f"quantkit.jobs.output.speed._seconds_of_{name}", lambda *_, **options: 0.0
+        )
     dst = tmp_path / "out"
     seconds = [
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
@@ -228,14 +230,18 @@ def test_choosing_schemes_counts_the_head_and_the_search_of_scales(
         return planned.steps[CHOICE]
 
     for name in ("logit", "rounding", "operation", "head_gradient"):
-        monkeypatch.setattr(f"quantkit.jobs.speed._seconds_of_{name}", lambda *_, **options: 0.0)
+        monkeypatch.setattr(
+            f"quantkit.jobs.output.speed._seconds_of_{name}", lambda *_, **options: 0.0
+        )
     without = choice_seconds()
-    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 1.0)
+    monkeypatch.setattr("quantkit.jobs.output.speed._seconds_of_head_gradient", lambda config: 1.0)
     assert (
         choice_seconds() > without + 8192
     )  # tokens, each with a row of the head for every token it may draw
-    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 0.0)
-    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_rounding", lambda *_, **options: 1.0)
+    monkeypatch.setattr("quantkit.jobs.output.speed._seconds_of_head_gradient", lambda config: 0.0)
+    monkeypatch.setattr(
+        "quantkit.jobs.output.speed._seconds_of_rounding", lambda *_, **options: 1.0
+    )
     assert choice_seconds() > without + 1000
 
 
@@ -262,7 +268,7 @@ def test_a_probe_tells_early_that_a_scheme_will_hardly_pass(
     assert PROBE in events
     assert not any(event.startswith("note: ") for event in events)
 
-    monkeypatch.setattr("quantkit.jobs.rounding_probe.GPTQ_GAIN", 1e-6)
+    monkeypatch.setattr("quantkit.jobs.quantize.rounding_probe.GPTQ_GAIN", 1e-6)
     result = quantize("warned")
     (note,) = [event for event in events if event.startswith("note: ")]
     assert events.index(note) < events.index("quantize")

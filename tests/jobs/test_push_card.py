@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from quantkit.jobs.push_card import Card, model_card
+from quantkit.jobs.push.card import Card, model_card
 
 README = "README.md"
 

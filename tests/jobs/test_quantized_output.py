@@ -637,7 +637,7 @@ def test_many_shards_have_an_index_that_transformers_reads(
 ) -> None:
     source = _source(tmp_path / "float", eos_token_id=None)
     quantkit.quantize(source, tmp_path / "whole", scheme, method="rtn")
-    monkeypatch.setattr("quantkit.jobs.target.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("quantkit.jobs.output.target.SHARD_BYTES", 20_000)
     out = tmp_path / "out"
     quantkit.quantize(source, out, scheme, method="rtn")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -763,7 +763,7 @@ def test_recipes_that_cannot_be_are_refused_before_anything_is_written(
 def test_shapes_that_a_format_does_not_hold_are_refused_before_samples_are_drawn(
     target: TargetName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.settings.GptqSettings.draw", _not_reached)
+    monkeypatch.setattr("quantkit.jobs.quantize.settings.GptqSettings.draw", _not_reached)
     source = _source(tmp_path / "float", dtype=torch.bfloat16, intermediate_size=36)
     with pytest.raises(
         UnsupportedError,

@@ -12,7 +12,7 @@ import pytest
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.formats import manifest
-from quantkit.jobs.sizes import WeightSizes
+from quantkit.jobs.quantize.sizes import WeightSizes
 
 
 def test_convert_says_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_where_the_first_process_fails_the_others_exit_as_it_does(
 ) -> None:
     """Here after the gate, while the others wait for its result."""
     code = (
-        "import quantkit.jobs.quantize_proof as job\n"
+        "import quantkit.jobs.quantize.proof as job\n"
         "from quantkit.cli.main import main\n"
         "from quantkit.errors import QualityError\n"
         "def fail(*_):\n"

@@ -33,8 +33,8 @@ from quantkit.errors import (
 )
 from quantkit.formats.output import sink
 from quantkit.formats.output.destination import OwnFolder
-from quantkit.jobs import output
-from quantkit.jobs.output import Writer
+from quantkit.jobs.output import writer as output
+from quantkit.jobs.output.writer import Writer
 
 pytestmark = pytest.mark.processes
 
@@ -79,7 +79,8 @@ import quantkit
 from quantkit.calibration.cache_scales import CACHE_SCALES
 from quantkit.calibration.importance import IMPORTANCE
 from quantkit.data.files import EXCERPT
-from quantkit.jobs import output, target
+from quantkit.jobs.output import writer as output
+from quantkit.jobs.output import target
 output.CHECKPOINT_BYTES = 50_000
 target.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
@@ -95,7 +96,7 @@ def progress(phase, done, total, unit):
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
-    monkeypatch.setattr("quantkit.jobs.target.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("quantkit.jobs.output.target.SHARD_BYTES", 300_000)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

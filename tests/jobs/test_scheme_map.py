@@ -10,7 +10,7 @@ from command import Capture, run
 from test_config import _keys
 
 from quantkit.architectures.families import config_from_hf
-from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 

@@ -29,7 +29,7 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
-from quantkit.jobs.settings import GptqSettings
+from quantkit.jobs.quantize.settings import GptqSettings
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -45,7 +45,7 @@ CHILD = """
 import json, os, signal, sys
 import torch
 import quantkit
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 output.CHECKPOINT_BYTES = 50_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, wanted, share, formats, job = sys.argv[1:]
@@ -60,7 +60,7 @@ quantkit.quantize(src, dst, to=formats.split(","), source_check=False, progress=
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 50_000)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from quantkit.jobs.output import Writer
+    from quantkit.jobs.output.writer import Writer
 
     checkpoint, count = Writer.checkpoint, 0
 
@@ -180,7 +180,7 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quantkit.jobs.output.CHECKPOINT_BYTES", 1 << 30)
+        patched.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 1 << 30)
         patched.setattr(Writer, "checkpoint", stop)
         with pytest.raises(KeyboardInterrupt):
             _several(source, tmp_path / "out", "gptq")

@@ -323,7 +323,7 @@ def test_bin_files_with_shared_and_turned_tensors(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _folder(tmp_path / "src", _some())
     whole = quantkit.quantize(source, tmp_path / "whole", "int8", tensors_only=True).path
-    from quantkit.jobs.output import Writer
+    from quantkit.jobs.output.writer import Writer
 
     put, count = Writer.put, 0
 

@@ -21,8 +21,8 @@ import quantkit
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.prepare import Prepared, prepare
-from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import Prepared, prepare
 from quantkit.tensors.qtensor import QuantTensor
 
 _TEXT = {

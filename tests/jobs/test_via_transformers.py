@@ -26,7 +26,7 @@ from quantkit.calibration.group_solver import GroupSolver
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.output.staging import SCRATCH
-from quantkit.jobs.output import Writer
+from quantkit.jobs.output.writer import Writer
 from quantkit.text.tokenizer import load_tokenizer
 
 Tiny = Callable[[str], Path]

@@ -26,7 +26,7 @@ from quantkit.evals.report import markdown, sheet, tables
 from quantkit.evals.table import render
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.output import Writer
+from quantkit.jobs.output.writer import Writer
 from quantkit.model import attention
 from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.load import load_model

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quantkit.architectures.topology import head_layers
+from quantkit.base.progress import Progress, Stretches
 from quantkit.calibration.fisher import HEAD_TOKENS, FisherPasses
 from quantkit.formats.detect import open_checkpoint
-from quantkit.progress import Progress, Stretches
 from quantkit.quality.measures import Windows, log_loss, tallies
 
 Reports = list[tuple[int, int]]

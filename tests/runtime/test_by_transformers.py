@@ -19,7 +19,7 @@ import quantkit
 from quantkit.cli.generate import GenerateArgs
 from quantkit.cli.prompts import show
 from quantkit.errors import NonFiniteError, RequestError
-from quantkit.jobs.load import load_by_transformers
+from quantkit.jobs.inference.load import load_by_transformers
 from quantkit.runtime import by_transformers
 from quantkit.text.tokenizer import load_tokenizer
 

@@ -55,7 +55,7 @@ def test_a_text_on_devices_ends_at_the_tokens_of_either_file(folder: Path, tmp_p
     require_torchax()
     _say(folder, eos_token_id=[5, 7])
     code = (
-        "import sys\nfrom quantkit.jobs.load import load_xla\n"
+        "import sys\nfrom quantkit.jobs.inference.load import load_xla\n"
         "print(*load_xla(sys.argv[1], devices=1)[0].config.eos_token_ids)"
     )
     found = subprocess.run(

@@ -18,7 +18,7 @@ from served import started
 from tool_models import TEMPLATES, write_tool_model
 
 from quantkit.errors import RequestError
-from quantkit.jobs.prompts_file import PromptReader
+from quantkit.jobs.inference.prompts_file import PromptReader
 from quantkit.text.tokenizer import load_tokenizer
 
 DAY = {"type": "string", "enum": ["today", "tomorrow"]}

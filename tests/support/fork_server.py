@@ -29,9 +29,9 @@ PRELOADED = (
     "torch.distributed",
     "torch._dynamo",
     "quantkit.cli.main",
-    "quantkit.jobs.convert",
-    "quantkit.jobs.quantize",
-    "quantkit.jobs.load",
+    "quantkit.jobs.convert.convert",
+    "quantkit.jobs.quantize.quantize",
+    "quantkit.jobs.inference.load",
     "quantkit.quality.verify",
     "quantkit.runtime.chat_session",
 )

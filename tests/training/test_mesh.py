@@ -51,7 +51,7 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.distributed.group import joined
 from quantkit.distributed.mesh import Mesh
 from quantkit.formats.detect import open_checkpoint
-from quantkit.progress import silent
+from quantkit.base.progress import silent
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames
 from quantkit.training.blockwise import Blockwise, float_states
 from quantkit.training.optimizer import Schedule

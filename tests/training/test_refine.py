@@ -281,7 +281,7 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
     quantkit.convert(
         tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False
     )
-    monkeypatch.setattr("quantkit.jobs.rewritten._TRIED", 1 + 2**-22)
+    monkeypatch.setattr("quantkit.jobs.refine.rewritten._TRIED", 1 + 2**-22)
     with pytest.raises(NotRepresentableError, match="cannot get other scales in mlx"):
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
 
@@ -582,7 +582,7 @@ def test_the_quantized_model_outlives_a_failed_check(
 
     options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.jobs.quantize_refined.require_passed", check)
+        patch.setattr("quantkit.jobs.quantize.refined.require_passed", check)
         with pytest.raises(error):
             quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options)
     assert not (tmp_path / "dst").exists()

@@ -13,8 +13,8 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.rope import FULL, SLIDING
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import UnsupportedError
-from quantkit.json_values import Settings, shown
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 _THETA, _ORIGINAL, _PARTIAL = (

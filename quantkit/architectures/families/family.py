@@ -9,8 +9,8 @@ from typing import Any, Literal
 from quantkit.architectures.config import LayerConfig, Limits, ModelConfig
 from quantkit.architectures.families.keys import Keys, layer_count
 from quantkit.architectures.rope import DEFAULT_THETA, RopeConfig, ropes_by_layer
+from quantkit.base.json_values import Settings
 from quantkit.errors import UnsupportedError
-from quantkit.json_values import Settings
 
 WINDOWED_BASE = "rope.freq_base_swa"
 """The rotary base of layers with a window."""

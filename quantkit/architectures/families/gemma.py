@@ -10,8 +10,8 @@ from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK
+from quantkit.base.json_values import Settings
 from quantkit.errors import UnsupportedError
-from quantkit.json_values import Settings
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256

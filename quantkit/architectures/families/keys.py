@@ -10,8 +10,8 @@ from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig
 from quantkit.architectures.rope import FULL, SLIDING
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError
-from quantkit.json_values import Settings, shown
 
 DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
 _EXPERT_COUNTS = (

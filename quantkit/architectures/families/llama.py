@@ -19,8 +19,8 @@ from quantkit.architectures.families.family import (
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK, CANONICAL
 from quantkit.architectures.rope import FULL, MAX_THETA, MIN_THETA, SLIDING
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, shown
 
 _ALL_BIASES = ("qkv", "output", "mlp")
 

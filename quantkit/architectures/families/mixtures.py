@@ -15,7 +15,7 @@ from quantkit.architectures.families.keys import (
     windows_by_kind,
 )
 from quantkit.architectures.names import BLOCK
-from quantkit.json_values import Settings
+from quantkit.base.json_values import Settings
 
 # gpt-oss (2508.10925): attention sinks, alternating windows, a clamped SwiGLU, stacked experts with
 # biases. Its experts' matrices have the inputs first, gate and up in alternate columns; since the

@@ -9,7 +9,7 @@ from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import EXPERT_KEYS, Family, GgufArchitecture
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import SLIDING
-from quantkit.json_values import Settings
+from quantkit.base.json_values import Settings
 
 _MAX_KEY, _MAX_WINDOW_LAYERS = "max_window_layers", 28  # of transformers, if the key is absent
 

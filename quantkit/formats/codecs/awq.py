@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -37,7 +38,6 @@ from quantkit.formats.codecs.gptq_linear import (
 )
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
-from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import SCHEMES, QuantScheme

@@ -15,13 +15,13 @@ import struct
 from collections.abc import Mapping
 from typing import NoReturn
 
+from quantkit.base.json_values import Settings, parsed, shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
 from quantkit.formats.codecs.codec import DAMAGED_FILE, unread
 from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import DequantizedTensor
-from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
+from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.layout import Claims, Layout
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, Codes, QuantScheme, Scales

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
+from quantkit.base.json_values import Settings, shown
+from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime, Schemes, unread
@@ -28,8 +30,6 @@ from quantkit.formats.codecs.compressed_weights import (
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
 from quantkit.formats.codecs.small_floats import FLOAT8
 from quantkit.formats.codecs.targets import NO_MATCH, Targets, spellings
-from quantkit.json_values import Settings, shown
-from quantkit.patterns import MatchTime
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import (

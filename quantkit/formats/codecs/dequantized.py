@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from quantkit.base.json_values import Settings
 from quantkit.errors import UnreadLayoutError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, small_floats
@@ -19,7 +20,6 @@ from quantkit.formats.codecs.small_floats import (
     Mxfp4Weight,
 )
 from quantkit.formats.codecs.targets import is_head, not_skipped
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice

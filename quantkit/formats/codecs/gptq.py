@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quantkit.base.json_values import Settings, shown
+from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import (
     FLOAT_MODEL,
@@ -30,8 +32,6 @@ from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
 from quantkit.formats.codecs.targets import BY_PATTERN, Targets, is_head, not_skipped
-from quantkit.json_values import Settings, shown
-from quantkit.patterns import MatchTime
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from quantkit.base.json_values import Settings
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 

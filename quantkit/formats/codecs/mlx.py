@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -31,7 +32,6 @@ from quantkit.formats.codecs.codec import (
     unread,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
-from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme, Scales

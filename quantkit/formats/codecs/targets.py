@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quantkit.architectures.names import is_embedding
-from quantkit.json_values import Settings
-from quantkit.patterns import MatchTime, Pattern
+from quantkit.base.json_values import Settings
+from quantkit.base.patterns import MatchTime, Pattern
 
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target matches a module."""

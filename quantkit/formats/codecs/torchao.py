@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from quantkit.base.json_values import Settings, parsed, shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -29,7 +30,6 @@ from quantkit.formats.codecs.codec import (
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
 from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
-from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme

@@ -16,6 +16,8 @@ from typing import Any
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import ROUTERS, is_table, possible_linears
 from quantkit.architectures.names import expert_bank, is_embedding
+from quantkit.base.json_values import Settings, within
+from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import AWQ, Awq
@@ -27,8 +29,6 @@ from quantkit.formats.codecs.layout import Claim
 from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
 from quantkit.formats.codecs.vllm_settings import refused_settings
-from quantkit.json_values import Settings, within
-from quantkit.patterns import MatchTime, Pattern
 
 Shape = tuple[int, ...]
 # to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are

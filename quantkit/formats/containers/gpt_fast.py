@@ -19,6 +19,7 @@ from quantkit.architectures.disk import DiskTensor, joined_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.json_values import read_settings
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
 from quantkit.files.source import SourceFile
@@ -29,7 +30,6 @@ from quantkit.formats.container import Container
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.formats.kv_cache import KvCache
-from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme

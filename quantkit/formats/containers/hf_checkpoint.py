@@ -24,6 +24,7 @@ from quantkit.architectures.text_part import (
     text_settings,
 )
 from quantkit.architectures.topology import parameters
+from quantkit.base.json_values import Settings, read_settings, shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -64,7 +65,6 @@ from quantkit.formats.containers.hf_settings import (
 )
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
-from quantkit.json_values import Settings, read_settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.architectures.names import is_derived_buffer
+from quantkit.base.json_values import read_json
 from quantkit.errors import CheckpointError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
-from quantkit.json_values import read_json
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.json_values import Settings, read_json, shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.kv_cache import states_scheme
-from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
 """The key of config.json with the settings of a quantization."""

@@ -18,6 +18,7 @@ from quantkit.architectures.disk import parameters_as_written
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta, config_to_meta
 from quantkit.architectures.names import META, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.json_values import Settings, read_settings
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
@@ -28,7 +29,6 @@ from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Encoder, Output
 from quantkit.formats.folder import LICENSES, TOKENIZER_FILES, json_bytes, present, with_templates
 from quantkit.formats.kv_cache import KvCache
-from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.spec import TensorSpec

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quantkit.arguments import as_number, as_path, is_several
+from quantkit.base.arguments import as_number, as_path, is_several
+from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile
 from quantkit.formats.lora.adapter_config import NAME, read_config
-from quantkit.json_values import shown
 from quantkit.tensors.dtypes import STORED_FLOATS
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice

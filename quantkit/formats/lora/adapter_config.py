@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.base.json_values import Settings, read_settings, shown
+from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import UnsupportedError
 from quantkit.formats.lora.target_modules import TargetModules
-from quantkit.json_values import Settings, read_settings, shown
-from quantkit.patterns import MatchTime, Pattern
 
 NAME = "adapter_config.json"
 

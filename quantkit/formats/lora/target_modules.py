@@ -4,9 +4,9 @@ by setting.
 
 from __future__ import annotations
 
+from quantkit.base.json_values import Settings, shown
+from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
-from quantkit.json_values import Settings, shown
-from quantkit.patterns import MatchTime, Pattern
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1 << 20

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from quantkit.base.memory import size_text
 from quantkit.errors import DestinationError, NoSpaceError, ResumeError
 from quantkit.files.gguf_types import GGUF, STEM, split_stem
-from quantkit.memory import size_text
 
 MANIFEST = "quantkit.json"
 SPACE_MARGIN = 16 << 20

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from quantkit.base.json_values import finite
 from quantkit.formats.output.destination import (
     SPACE_MARGIN,
     destination_errors,
@@ -18,7 +19,6 @@ from quantkit.formats.output.destination import (
     placed_as,
 )
 from quantkit.formats.output.staging import Staging, mark_kept
-from quantkit.json_values import finite
 
 NAME = "lines.jsonl"
 """In the partial folder: the lines so far in the order of `add`, each with its sha256 as

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from quantkit.base.progress import Progress, silent
 from quantkit.formats.output.destination import OwnFolder, destination_errors, not_ours
-from quantkit.progress import Progress, silent
 
 IN_FLIGHT_BYTES = 1 << 26
 """Bytes that may wait to be written at a time."""

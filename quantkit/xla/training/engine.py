@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.base.memory import enough_memory
+from quantkit.base.progress import Progress
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.memory import enough_memory
-from quantkit.progress import Progress
 from quantkit.training.optimizer import FIRST, SECOND, Schedule, corrections
 from quantkit.training.trained import TrainedCheckpoint
 from quantkit.training.training import Hidden, Samples

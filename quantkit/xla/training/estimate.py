@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.memory import size_text
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration.estimate import forward_flops
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.memory import size_text
-from quantkit.progress import Progress, silent
 from quantkit.training.trained import TrainedNames
 from quantkit.xla.hlo import Collective, exchanges
 from quantkit.xla.slices import Slice, compiled_for, gib, too_much

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.base.json_values import Settings
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.gptq import AutoRound
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import METHODS
-from quantkit.json_values import Settings
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 

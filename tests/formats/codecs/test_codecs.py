@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from quantkit.base.json_values import Settings
 from quantkit.cli.commands import convert
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import tensor_file
@@ -28,7 +29,6 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import CONTAINERS, HF, METHODS, targets
-from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.codec import RawModule, Reason
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import METHODS
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme

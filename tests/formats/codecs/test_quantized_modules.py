@@ -127,7 +127,7 @@ def test_two_groups_that_contradict_each_other_are_refused_by_name(
 def test_a_pattern_that_takes_for_ever_is_given_up(
     pattern: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.patterns.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("quantkit.base.patterns.MAX_SECONDS", 0.2)
     raw = _config(one=(["Linear"], {}))
     if place == "targets":
         raw["config_groups"]["one"]["targets"] = [pattern] * 50

@@ -17,6 +17,7 @@ import quantkit
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.json_values import read_settings
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.safetensors_io import build_header, open_file
 from quantkit.files.source import SourceFile
@@ -27,7 +28,6 @@ from quantkit.formats.container import Chunk, Container, Output, tensor_bytes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, present
 from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import read_settings
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

@@ -25,7 +25,6 @@ from torch import Tensor
 from vocabularies import train
 
 import quantkit
-from quantkit.architectures.gguf_config import metadata_of
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, UnsupportedError
@@ -33,8 +32,9 @@ from quantkit.files.gguf_types import GgmlType, split_name
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs import ggml
 from quantkit.formats.codecs.ggml import EXACT, NOT_READ
-from quantkit.formats.containers.gguf import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.gguf.config import metadata_of
+from quantkit.formats.gguf.container import GgufCheckpoint
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
 from quantkit.quality.verify import Verdict

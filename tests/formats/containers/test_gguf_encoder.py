@@ -18,10 +18,10 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
-from quantkit.architectures.gguf import gguf_tensors
 from quantkit.architectures.topology import parameters
 from quantkit.errors import ResumeError, UnsupportedError
-from quantkit.formats.containers.gguf_encoder import GgufEncoder
+from quantkit.formats.gguf.encoder import GgufEncoder
+from quantkit.formats.gguf.names import gguf_tensors
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme

@@ -18,8 +18,8 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, RequestError, UnsupportedError
 from quantkit.files.located import located
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.containers.gguf import stated_name
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.gguf.container import stated_name
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor

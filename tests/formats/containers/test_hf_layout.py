@@ -21,11 +21,11 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.names import BLOCK
+from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError
 from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
-from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.names import BLOCK
+from quantkit.base.progress import silent
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
@@ -27,14 +28,13 @@ from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.journal import NAME
 from quantkit.formats.registry import HF, target
-from quantkit.jobs import output as outputs
-from quantkit.jobs.output import Work, writing
-from quantkit.jobs.prepare import prepare, tensor_blocks
-from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.jobs.target import SHARD_BYTES
+from quantkit.jobs.output import writer as outputs
+from quantkit.jobs.output.target import SHARD_BYTES
+from quantkit.jobs.output.writer import Work, writing
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.prepare import prepare, tensor_blocks
+from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.model.column_kernels import column_kernels
-from quantkit.progress import silent
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe

@@ -12,7 +12,7 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.errors import CheckpointError, ResumeError
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 
 COMMANDS = ("convert", "quantize --scheme=int8", "plan convert", "plan quantize --scheme=int8")
 NO_NAMES = (".", "..", "", "/", "there/..", "out.partial", "x" * 300)

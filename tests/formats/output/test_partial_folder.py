@@ -18,7 +18,8 @@ from partial import Change, contents, interrupted, no_hang, partial, rewrite_las
 
 import quantkit
 from quantkit.errors import DestinationError, ResumeError
-from quantkit.jobs import output, target
+from quantkit.jobs.output import target
+from quantkit.jobs.output import writer as output
 
 JOURNAL = ".quantkit-journal.jsonl"
 SECRET = b"somebody's only copy"

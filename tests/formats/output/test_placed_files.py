@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.base.progress import silent
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import (
     CheckpointError,
@@ -26,8 +27,7 @@ from quantkit.formats.output import placed_files
 from quantkit.formats.output.destination import manifest_path, placed_as
 from quantkit.formats.output.placed_files import PlacedFiles
 from quantkit.formats.output.staging import require_finished, require_name
-from quantkit.jobs.output import Work, writing
-from quantkit.progress import silent
+from quantkit.jobs.output.writer import Work, writing
 from quantkit.quality.manifest_check import verify_model
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

@@ -18,7 +18,7 @@ from partial import contents, no_hang, partial
 import quantkit
 from quantkit.errors import DestinationError
 from quantkit.formats.output import sink
-from quantkit.jobs import output
+from quantkit.jobs.output import writer as output
 
 Break = Callable[[pytest.MonkeyPatch, BaseException], None]
 

@@ -1,0 +1,65 @@
+"""Messages that name options of a job, which each front end spells in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Option:
+    """Refer to an option of a job in a message.
+
+    Attributes:
+        name: the name of the Python argument, such as ``activation_memory``.
+        value: the value to give it; None refers to the option without a value.
+        metavar: a placeholder for a value that the reader has to choose, such as ``FILE``.
+        job: the job that has the option, if it is another one than the job that is running.
+    """
+
+    name: str
+    value: bool | int | float | str | None = None
+    metavar: str | None = None
+    job: str | None = None
+
+    def __str__(self) -> str:
+        """Spell the option as in a Python call."""
+        text = f"`{self.name}`"
+        if self.metavar is not None:
+            text = f"`{self.name}={self.metavar}`"
+        elif isinstance(self.value, str):
+            text = f'`{self.name}="{self.value}"`'
+        elif self.value is not None:
+            text = f"`{self.name}={self.value}`"
+        return text if self.job is None else f"{text} of {self.job}"
+
+
+class Message(str):
+    """A line of text in which options are data: as a string, it spells them as Python does.
+
+    >>> message = Message("round it with ", Option("method", "rtn"))
+    >>> str(message)
+    'round it with `method="rtn"`'
+    >>> message.render(lambda option: f"--{option.name} {option.value}")
+    'round it with --method rtn'
+
+    Formatting a message into another string loses the options; pass it as a part of a `Message` instead.
+    """
+
+    parts: tuple[str | Option, ...]
+
+    def __new__(cls, *parts: str | Option) -> Message:
+        """Join strings, options and other messages."""
+        flat: list[str | Option] = []
+        for part in parts:
+            if isinstance(part, Message):
+                flat.extend(part.parts)
+            else:
+                flat.append(part)
+        message = super().__new__(cls, "".join(map(str, flat)))
+        message.parts = tuple(flat)
+        return message
+
+    def render(self, spell: Callable[[Option], str]) -> str:
+        """Return the text with each option spelled by a front end."""
+        return "".join(spell(part) if isinstance(part, Option) else part for part in self.parts)

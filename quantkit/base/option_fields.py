@@ -1,0 +1,140 @@
+"""Options of a job, each declared once: a field of a frozen dataclass, with what the command
+line needs to know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+from quantkit.base.arguments import as_string, require_flags
+from quantkit.errors import RequestError
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+
+IfExists = Literal["fail", "skip"]
+"""What a job does if its output exists."""
+
+OTHER = "Other options"
+"""The last section of a help page."""
+ADAPTERS = "Adapters"
+"""The section of `lora`."""
+ADAPTERS_HELP = (
+    "Merge a LoRA adapter in PEFT's format into SRC; repeatable, each with its weight. Default:"
+    " weight 1."
+)
+TEXT_HELP = (
+    "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
+)
+COLUMN_HELP = (
+    "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
+)
+"""Of the text that samples are drawn from, and of what holds it in a dataset."""
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """How the command line offers an option.
+
+    Attributes:
+        section: the title in the help under which it stands.
+        help: one line for the help; None for an option that several commands share under this name.
+        kind: the type of its value, or the name of one of the command line's own types.
+        metavar: what stands for the value in the help.
+        choices: the values, where these are all.
+        changes_result: whether another value may give another model.
+    """
+
+    section: str
+    help: str | None
+    kind: type | str
+    metavar: str | None
+    choices: tuple[str, ...]
+    changes_result: bool
+
+
+def option(
+    section: str,
+    help: str | None = None,
+    kind: type | str = str,
+    *,
+    default: Any = None,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    changes_result: bool = True,
+) -> Any:
+    """A field of a job's options; see `OptionInfo`."""
+    info = OptionInfo(section, help, kind, metavar, choices, changes_result)
+    return field(default=default, metadata={_KEY: info})
+
+
+def require_valid(options: Any) -> None:
+    """Raise a `RequestError` for a field of booleans with another value, and for an unknown
+    value of `if_exists`.
+    """
+    require_flags(
+        **{one.name: getattr(options, one.name) for one in fields(options) if one.type == "bool"}
+    )
+    if (found := as_string("if_exists", options.if_exists)) not in get_args(IfExists):
+        raise RequestError(
+            "unknown value of `if_exists`", found=found, expected=" or ".join(get_args(IfExists))
+        )
+
+
+def declared(options: type) -> dict[str, OptionInfo]:
+    """The fields that are options of the command line, by name, in order."""
+    return {one.name: one.metadata[_KEY] for one in fields(options) if _KEY in one.metadata}
+
+
+def command_words(values: Mapping[str, object]) -> list[str]:
+    """The words with which the command line gets options, by name; None and False leave one out."""
+    words = list[str]()
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list | tuple):
+            words += [word for one in value for word in (option, one)]
+        elif value is not None and value is not False:
+            words += [option, str(value)]
+    return words
+
+
+def called_with(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
+    """Let a job, which takes one object of options, be called with their fields as arguments.
+
+    Signature and help of the function are those of the fields; type checkers and editors know them
+    too.
+    """
+
+    def decorated(job: Callable[[Options], Result]) -> Callable[P, Result]:
+        @functools.wraps(job)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return job(options(*args, **kwargs))
+
+        own, signature = inspect.signature(job), inspect.signature(options)
+        call.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
+        call.__doc__ = (inspect.getdoc(job) or "").replace(
+            "Args:\n", f"Args:\n{_described(options)}\n", 1
+        )
+        return call
+
+    return decorated
+
+
+def _described(options: Any) -> str:
+    """What the docstrings of a class of options and its bases say of their fields."""
+    documented = [inspect.cleandoc(base.__doc__ or "") for base in reversed(options.__mro__)]
+    return "\n".join(
+        text.partition("Attributes:\n")[2].rstrip()
+        for text in documented
+        if "Attributes:\n" in text
+    )

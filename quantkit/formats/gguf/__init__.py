@@ -1,0 +1,1 @@
+"""GGUF, the format of llama.cpp: reader, writer, names of tensors, and settings."""

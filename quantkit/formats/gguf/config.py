@@ -1,0 +1,467 @@
+"""A model's config from the metadata of a GGUF file, and the metadata to write.
+
+A file has numbers as float32: they are read as the shortest decimals, 1e-05 instead of
+9.99999975e-06. What llama.cpp would compute differently is refused, and so is what would be read
+again as another model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantkit.architectures.config import Limits, ModelConfig
+from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.families.keys import only_window
+from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
+from quantkit.base.json_values import Settings, shortest, shown
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.gguf.names import gguf_architecture, sharing_families
+from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
+from quantkit.formats.gguf.rope import read_rope, rope_tensors, written_rope
+
+MODEL_TYPE, EOS_IDS = "quantkit.model_type", "quantkit.eos_token_ids"
+"""quantkit's keys: the family of a model among those of its architecture, and all EOS tokens."""
+_KEYS = frozenset(
+    {
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.causal",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "tensor_data_layout",
+        *ROPE_KEYS,
+    }
+)
+_EPS = "attention.layer_norm_rms_epsilon"
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_SOFTMAX = 1
+
+
+def config_of(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    factors: Mapping[str, Sequence[float]],
+    path: object,
+    *,
+    tied: bool,
+    dtype: str,
+) -> ModelConfig:
+    """The config of a file's model.
+
+    Args:
+        shapes: of its tensors, by name, rows first.
+        factors: the values of its tensors among `rope_tensors`.
+        tied: whether its head is the embedding.
+        dtype: its float type.
+
+    Raises:
+        CheckpointError: if a key is missing, or its value of the wrong type or out of range.
+        UnsupportedError: for an architecture or a setting that is not supported.
+    """
+    architecture = _architecture(metadata, path)
+    keys = _own_keys(metadata, architecture, path)
+    layers = keys.integer("block_count", 1, Limits.layers)
+    heads = _one(keys, "attention.head_count", Limits.heads)
+    hidden = keys.integer("embedding_length", 1, Limits.width)
+    context = keys.integer("context_length", 1, Limits.context)
+    own = keys.has("attention.key_length")
+    head_dim = keys.integer("attention.key_length", 1, Limits.heads) if own else hidden // heads
+    if (
+        keys.has("attention.value_length")
+        and keys.integer("attention.value_length", 1, Limits.heads) != head_dim
+    ):
+        raise UnsupportedError(
+            "keys and values of different sizes are not supported", path=str(path)
+        )
+    if not keys.flag("attention.causal", True):
+        raise UnsupportedError("bidirectional attention is not supported", path=str(path))
+    window, windowed = _windows(keys, architecture, layers)
+    factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
+    embedding = shapes.get("token_embd.weight", ())
+    if len(embedding) != 2:
+        raise CheckpointError(
+            "tensor 'token_embd.weight' is missing or not a matrix", path=str(path)
+        )
+    if keys.has("vocab_size") and keys.integer("vocab_size", 1, Limits.width) != embedding[0]:
+        raise CheckpointError(
+            f"{architecture.name}.vocab_size does not fit the embedding",
+            path=str(path),
+            found=keys.values["vocab_size"],
+            expected=embedding[0],
+        )
+    general = Settings(metadata, path)
+    starts = general.ids("tokenizer.ggml.bos_token_id")
+    llama_ends = [general.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = tuple(dict.fromkeys(end for one in llama_ends for end in one))
+    listed_ends = general.ids(EOS_IDS)
+    if set(ends) <= set(listed_ends):  # otherwise a key was changed after quantkit wrote the file
+        ends = listed_ends
+    has_qkv_bias = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
+    raw: dict[str, Any] = {
+        "vocab_size": embedding[0],
+        "hidden_size": hidden,
+        "intermediate_size": _one(keys, "feed_forward_length", Limits.width),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _one(keys, "attention.head_count_kv", Limits.heads, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number(_EPS, *Limits.eps),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": [SLIDING if one else FULL for one in windowed],
+        "bos_token_id": starts[0] if starts else None,
+        "eos_token_id": list(ends) or None,
+        "attention_bias": has_qkv_bias,
+        "qkv_bias": has_qkv_bias,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        **read_rope(keys, architecture, factors, head_dim, context),
+        **_experts(keys, architecture),
+        **architecture.read(keys, head_dim),
+    }
+    if architecture.wide_scale_layers is not None:
+        raw["query_pre_attn_scalar"] = (
+            hidden // heads if architecture.wide_scale_layers == layers else head_dim
+        )
+    raw["model_type"] = _family(metadata, architecture, raw)
+    if WINDOWED_BASE in architecture.keys and window is not None:
+        raw |= _ropes_by_layer(keys, architecture, raw)
+    return config_from_hf(raw, path)
+
+
+def metadata_of(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a model's config; those of its tokenizer are written elsewhere. Raises
+    `UnsupportedError` if GGUF cannot state all of it, or llama.cpp would compute it differently.
+    """
+    architecture = gguf_architecture(config)
+    _require_computed(config, architecture)
+    own: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_context,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        _EPS: float(config.norm_eps),
+        **_written_windows(config, architecture),
+    }
+    experts = config.experts
+    if experts is not None:
+        own |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    stated = {
+        "expert_feed_forward_length": None if experts is None else experts.size,
+        "expert_shared_feed_forward_length": None if experts is None else experts.shared_size,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "attention.scale": config.attention_scale,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": 1 / config.logit_multiplier,
+    }
+    for key, value in stated.items():
+        if key in architecture.keys and value is not None:
+            own[key] = value if key.endswith("length") else float(value)
+    own |= written_rope(config, architecture)
+    found: dict[str, Any] = {
+        "general.architecture": architecture.name,
+        MODEL_TYPE: config.architecture,
+    }
+    found |= {f"{architecture.name}.{key}": value for key, value in own.items()}
+    if config.eos_token_ids:
+        found[EOS_IDS] = list(config.eos_token_ids)
+    _require_read_back(config, found)
+    return found
+
+
+def notes_of(config: ModelConfig) -> list[str]:
+    """What llama.cpp does differently, for the user."""
+    window = only_window(config)
+    if window is None or gguf_architecture(config).window_period is not None:
+        return []
+    return [
+        f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for"
+        " longer texts"
+    ]
+
+
+def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
+    general = Settings(metadata, path)
+    kind = general.string("general.type") if general.has("general.type") else "model"
+    if kind != "model":
+        raise UnsupportedError("is not a complete model", path=str(path), found=shown(kind))
+    name = general.string("general.architecture")
+    known = sharing_families()
+    if name not in known:
+        raise UnsupportedError(
+            "architecture is not supported",
+            path=str(path),
+            found=shown(name),
+            expected=", ".join(sorted(known)),
+        )
+    architecture = known[name][0].gguf
+    assert architecture is not None
+    return architecture
+
+
+def _own_keys(
+    metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object
+) -> Settings:
+    """The architecture's keys, without its name. An unknown key is refused unless it has no effect:
+    it could change the arithmetic.
+    """
+    prefix = f"{architecture.name}."
+    found = {
+        key.removeprefix(prefix): shortest(value)
+        for key, value in metadata.items()
+        if key.startswith(prefix)
+    }
+    usual = {
+        "expert_gating_func": _SOFTMAX,
+        "expert_weights_scale": 1.0,
+        "expert_weights_norm": architecture.normalized,
+    }
+    known = {*_KEYS, *architecture.keys}
+    unknown = [
+        key
+        for key, value in found.items()
+        if key not in known and value and value != usual.get(key)
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"has the key '{prefix}{unknown[0]}', which is not supported",
+            path=str(path),
+            found=shown(found[unknown[0]]),
+        )
+    return Settings(found, path, architecture.name)
+
+
+def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int:
+    """A size that may be listed for each layer, but must be the same for all."""
+    if default is not None and not keys.has(key):
+        return default
+    value = keys.need(key)
+    if not isinstance(value, list):
+        return keys.integer(key, 1, high)
+    if len(set(map(str, value))) != 1 or len(value) != keys.values["block_count"]:
+        raise UnsupportedError(
+            f"layers that differ in {keys.name}.{key} are not supported",
+            path=keys.path,
+            found=shown(value),
+        )
+    return Settings({key: value[0]}, keys.path, keys.name).integer(key, 1, high)
+
+
+def _windows(
+    keys: Settings, architecture: GgufArchitecture, layers: int
+) -> tuple[int | None, list[bool]]:
+    """The width of the windows, and which layers have one."""
+    window = (
+        keys.integer(_WINDOW, 0, Limits.context)
+        if keys.has(_WINDOW)
+        else architecture.default_window or 0
+    )
+    stated = keys.values.get(_PATTERN)
+    if isinstance(stated, list):
+        if len(stated) != layers or not all(one in (0, 1) for one in stated):
+            raise CheckpointError(
+                f"{keys.name}.{_PATTERN} does not fit the layers",
+                path=keys.path,
+                found=shown(stated),
+                expected=f"0 or 1 for each of {layers}",
+            )
+        windowed = [bool(one) for one in stated]
+    else:
+        period = (
+            keys.integer(_PATTERN, 0, Limits.layers)
+            if keys.has(_PATTERN)
+            else architecture.window_period
+        )
+        windowed = _by_period(period, layers)
+    if window and any(windowed):
+        return window, windowed
+    if architecture.default_window is not None:
+        raise UnsupportedError(
+            f"llama.cpp does not load {architecture.name} models without windows",
+            path=keys.path,
+            found=f"{_WINDOW} {shown(keys.values.get(_WINDOW))}, {_PATTERN} {shown(stated)}",
+        )
+    return None, [False] * layers
+
+
+def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
+    """The keys of a mixture of experts, under the names of any family."""
+    if architecture.normalized is None or (
+        architecture.dense_too and not keys.values.get("expert_count")
+    ):
+        return {}
+    count = keys.integer("expert_count", 0, Limits.experts)
+    used, width = (
+        keys.integer("expert_used_count", 1, Limits.experts),
+        _one(keys, "feed_forward_length", Limits.width),
+    )
+    size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+    size = keys.integer(size_key, 1, Limits.width) if keys.has(size_key) else max(width // used, 1)
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": (
+            keys.integer(shared_key, 1, Limits.width) if keys.has(shared_key) else width
+        ),
+        "norm_topk_prob": architecture.normalized,
+    }
+
+
+def _family(
+    metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]
+) -> str:
+    """The family of a file among those of its architecture: from quantkit's key, or from the
+    features.
+    """
+    families = sharing_families()[architecture.name]
+    marked = {
+        family.gguf_mark: family.model_type
+        for family in families
+        if raw.get(family.gguf_mark or "") is not None
+    }
+    stated = metadata.get(MODEL_TYPE)
+    if "num_experts" not in marked and any(stated == family.model_type for family in families):
+        return str(stated)
+    plain = next((family for family in families if family.gguf_mark is None), families[0])
+    return marked.get("num_experts") or marked.get("sliding_window") or plain.model_type
+
+
+def _ropes_by_layer(
+    keys: Settings, architecture: GgufArchitecture, raw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rotary positions by kind of layer: those of layers with a window are not scaled."""
+    base = raw["rope_theta"] if architecture.one_rotary_base else DEFAULT_THETA
+    if keys.has(WINDOWED_BASE):
+        base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
+    if architecture.one_rotary_base and base != raw["rope_theta"]:
+        raise UnsupportedError(
+            f"llama.cpp does not compute another rotary base of layers with a window of {keys.name}"
+            " models",
+            path=keys.path,
+            found=f"{WINDOWED_BASE} {base:g}",
+            expected=f"{raw['rope_theta']:g}",
+        )
+    full = {"rope_theta": raw["rope_theta"], **(raw["rope_scaling"] or {"rope_type": "default"})}
+    kinds = {FULL: full, SLIDING: {"rope_theta": base, "rope_type": "default"}}
+    return {"rope_parameters": kinds, "rope_scaling": None, "rope_theta": None}
+
+
+def _by_period(period: int | None, layers: int) -> list[bool]:
+    """Which layers have a window: all but the last of each period, all of them without a period."""
+    return [not period or layer % period < period - 1 for layer in range(layers)]
+
+
+def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+    widths = {window for window in config.windows if window is not None}
+    if len(widths) > 1:
+        raise UnsupportedError(
+            "GGUF cannot hold windows of several widths", found=shown(sorted(widths))
+        )
+    windowed, layers = [window is not None for window in config.windows], config.num_layers
+    if not widths:
+        return {}
+    found: dict[str, Any] = {_WINDOW: widths.pop()}
+    if windowed == _by_period(architecture.window_period, layers):
+        return found
+    if architecture.window_period is None:
+        return {**found, _PATTERN: windowed}
+    period = next(
+        (one for one in range(2, layers + 2) if windowed == _by_period(one, layers)), None
+    )
+    if period is None:
+        raise UnsupportedError(
+            "llama.cpp does not support this order of layers with windows", found=shown(windowed)
+        )
+    return {**found, _PATTERN: period}
+
+
+def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
+    """Refuse features that llama.cpp does not compute."""
+    biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
+    refused = [
+        f"biases of {name}"
+        for name, there in biases.items()
+        if there and name not in architecture.biases
+    ]
+    if config.experts is not None and not all(layer.experts for layer in config.layers):
+        refused.append("layers without experts")
+    if architecture.tied is True and not config.tied_embeddings:
+        refused.append("a separate head")
+    if architecture.full_width and config.num_heads * config.head_dim != config.hidden_size:
+        refused.append("heads whose total width is not the hidden size")
+    if config.experts is not None and config.experts.normalized != architecture.normalized:
+        refused.append(
+            f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1"
+        )
+    if config.clip_qkv is not None:
+        refused.append("clipped queries, keys and values")
+    refused += [
+        description for description, is_used in architecture.refused.items() if is_used(config)
+    ]
+    if refused:
+        raise UnsupportedError(
+            f"llama.cpp does not compute {refused[0]} of {architecture.name} models"
+        )
+
+
+def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None:
+    """Refuse a model that would be read back as another one."""
+    stored = {key: _as_stored(value) for key, value in metadata.items()}
+    names = {"attn_q": config.qkv_bias, "ffn_gate": config.mlp_bias}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"blk.0.{name}.bias": (1,) for name, there in names.items() if there
+    }
+    shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)
+    factors = {
+        name: tuple(map(_as_stored, values)) for name, values in rope_tensors(config).items()
+    }
+    ids = {"tokenizer.ggml.bos_token_id": config.bos_token_id}
+    found = config_of(
+        {**stored, **ids}, shapes, factors, "GGUF", tied=config.tied_embeddings, dtype=config.dtype
+    )
+    if _rounded(found) != _rounded(config):
+        differences = found.differences(config) or ["its layers"]
+        raise UnsupportedError("GGUF cannot hold all of the model's config", found=differences[0])
+
+
+def _as_stored(value: Any) -> Any:
+    """A value as it is read back: floats are float32."""
+    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
+
+
+def _rounded(part: Any) -> Any:
+    """A config to compare in float32: with six digits of its numbers."""
+    if isinstance(part, float):
+        return f"{part:.6g}"
+    if isinstance(part, tuple):
+        return tuple(map(_rounded, part))
+    if not dataclasses.is_dataclass(part):
+        return part
+    skipped = {"bos_token_id", "eos_token_ids"}
+    return tuple(
+        _rounded(getattr(part, one.name))
+        for one in dataclasses.fields(part)
+        if one.name not in skipped
+    )

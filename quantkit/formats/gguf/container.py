@@ -1,0 +1,418 @@
+"""GGUF files: llama.cpp's, with all of a model in one, or in parts.
+
+Canonical tensors are read as codes if a type holds them exactly, else as floats.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.json_values import Settings, shown
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.gguf_types import FILE_TYPES, GgmlType, GgufTensor
+from quantkit.files.located import gguf_file, read_parts
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
+from quantkit.formats.authorship import gguf_authorship
+from quantkit.formats.checkpoint import Checkpoint, require_tensors
+from quantkit.formats.codecs.codec import QuantMethod, Weight
+from quantkit.formats.codecs.ggml import (
+    BLOCK_TYPES,
+    CODED_TYPES,
+    EXACT,
+    FLOATS,
+    NOT_READ,
+    SMALL_FLOATS,
+    GgmlBlocks,
+    GgmlRows,
+)
+from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
+from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.folder import LICENSES, SIDE_FILES, present
+from quantkit.formats.gguf.config import MODEL_TYPE, config_of, metadata_of, notes_of
+from quantkit.formats.gguf.names import (
+    ROPE_TENSORS,
+    gguf_tensors,
+    has_merged_qkv,
+    keeps_float32,
+    stored_offset,
+)
+from quantkit.formats.gguf.rope import rope_tensors
+from quantkit.formats.kv_cache import KvCache
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
+from quantkit.text.export import tokenizer_metadata
+from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_vocabulary import ENDS, TOKENS
+
+_TEXTS = "texts"
+_PHI3 = "(phi)-?3"
+_PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_QUANTIZATION_VERSION = 2
+_EXACT = "read as float32, which is exact"
+_MAX_FACTORS = 2**16
+_DEFAULT = DType.BFLOAT16  # of a model without float matrices
+
+
+class Gguf(Container):
+    """The container of llama.cpp: config, tokenizer and weights are in one file, or in its
+    parts.
+    """
+
+    name = "gguf"
+    title = "GGUF"
+    config_file = "model.gguf"
+    weights: Mapping[str, str] = {"gguf": "*.gguf"}
+    native = GgmlBlocks()
+    derived = True
+    one_file = True
+
+    def present(self, path: Path) -> list[str]:
+        return [] if gguf_file(path) is None else ["gguf"]
+
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> GgufCheckpoint:
+        file = gguf_file(path)
+        assert file is not None, path
+        return GgufCheckpoint(file, floats_as)
+
+    def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+        return checkpoint.with_codes() if isinstance(checkpoint, GgufCheckpoint) else checkpoint
+
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:
+        known = {parameter.name: parameter for parameter in parameters(config)}
+        return [
+            known[name]
+            for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)
+        ]
+
+    def encoder(self, output: Output) -> Encoder:
+        """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model
+        differently, and a `CheckpointError` if the source's tokenizer is damaged.
+        """
+        from quantkit.formats.gguf.encoder import GgufEncoder
+
+        config = output.config
+        if output.tokenizer is None:
+            problem = "the source has no tokenizer, and llama.cpp loads no model without one"
+            hint = "put the tokenizer's files into the folder of the weights"
+            raise UnsupportedError(problem, path=output.source.path, hint=hint)
+        texts, _ = _text_metadata(output)
+        name = stated_name(output.name, config.architecture, texts[TOKENS])
+        metadata = metadata_of(config) | {"general.type": "model", "general.name": name}
+        metadata |= gguf_authorship(output.source.path, output.authorship) | texts
+        if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
+            metadata[ENDS] = list(ends)
+        if output.mix is not None:  # the fallback of short rows may be the type of most numbers
+            metadata["general.file_type"] = output.mix.file_type
+        return GgufEncoder(
+            output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem
+        )
+
+    def side_files(self, output: Output) -> dict[str, bytes | Path]:
+        return {} if output.alone else present(text_folder(output.source.path), LICENSES)
+
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
+        # A single file has no folder for licences.
+        return in_metadata if dst.suffix == f".{self.name}" else (*in_metadata, *LICENSES)
+
+    def notes(self, output: Output) -> list[str]:
+        return [
+            *_text_metadata(output)[1],
+            *(f"{output.source.path}: {note}" for note in notes_of(output.config)),
+        ]
+
+
+def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
+    """A model's name with which llama.cpp tokenizes like its tokenizer: by the name it recognizes
+    Phi-3, whose special tokens remove the spaces after them.
+    """
+    named = re.search(_PHI3, name, re.IGNORECASE)
+    if not {*tokens} >= _PHI3_TOKENS:
+        return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
+    return f"{name} (Phi-3)" if architecture == "phi3" and named is None else name
+
+
+def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer and the chat templates, and notes on them; computed once."""
+    if _TEXTS not in output.found:
+        output.found[_TEXTS] = tokenizer_metadata(
+            output.source.path, output.config.vocab_size, output.templates
+        )
+    found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
+    return found
+
+
+class GgufCheckpoint:
+    """A model in GGUF, read lazily.
+
+    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers
+    stay float32. Integers that are no codes here are read as floats: an embedding or a head as
+    float32 if that is exact, others in the model's type.
+    """
+
+    format = "gguf"
+    kv_cache: KvCache | None = None
+
+    def __init__(self, path: Path, floats_as: DType | None = None) -> None:
+        """Open a file, with its other parts if there are several; headers only.
+
+        Args:
+            floats_as: see `Container.open`.
+
+        Raises:
+            CheckpointError: if a file is missing, damaged or contradicts itself.
+            UnsupportedError: for unknown architectures and types of tensors.
+        """
+        self._headers = read_parts(path)
+        self._codes = BLOCK_TYPES
+        self.path = self._headers[0].path
+        self.notes: list[str] = []
+        self._stored = {
+            name: tensor for header in self._headers for name, tensor in header.tensors.items()
+        }
+        self._files: dict[str, TensorFile] = {}  # by tensor
+        for header in self._headers:
+            file = TensorFile(
+                header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()}
+            )
+            self._files.update(dict.fromkeys(header.tensors, file))
+        metadata = self._headers[0].metadata
+        self._require_types(metadata)
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
+        config = config_of(
+            metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value
+        )
+        padding = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
+        known = bool(padding) and padding[0] < config.vocab_size
+        # null if it is unknown: without the key, transformers uses its own default.
+        self.extra_config: Mapping[str, Any] = {"pad_token_id": padding[0] if known else None}
+        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(self._stored))
+        self._disk = {tensor.name: tensor for tensor in tensors}
+        self.config = config.with_dtype(self._dtype().value)
+        self._floats_as = floats_as or DType(self.config.dtype)
+        self._check()
+        self._places = {
+            place.name: (tensor, place)
+            for tensor in self._disk.values()
+            for place in tensor.places
+            if not (tensor.name == _HEAD and self.config.tied_embeddings)
+        }
+        self._order = [parameter.name for parameter in parameters(self.config)]
+        if MODEL_TYPE not in metadata:  # else quantkit wrote it, with these notes
+            self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
+        for name in (_EMBEDDING, _HEAD):
+            tensor = self._disk.get(name)
+            if tensor is not None and self._exact_floats(tensor):
+                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, {_EXACT}")
+
+    def with_codes(self) -> GgufCheckpoint:
+        """The same with all codes read as such; see `Container.with_codes`."""
+        found = copy.copy(self)
+        found._codes = CODED_TYPES
+        found.notes = [note for note in self.notes if not note.endswith(_EXACT)]
+        return found
+
+    @property
+    def method(self) -> str | None:
+        return (
+            self.format
+            if any(self._spec(tensor).scheme for tensor in self._disk.values())
+            else None
+        )
+
+    @property
+    def layout(self) -> str:
+        name = self._file_type_name() or self._prevalent_type()
+        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
+        return f"{self.format} ({name}{parts})"
+
+    def _file_type_name(self) -> str | None:
+        """Return llama.cpp's name of the file, such as Q4_K_M; None if the file states none that
+        its tensors allow.
+        """
+        stated = self._headers[0].metadata.get("general.file_type")
+        name = FILE_TYPES.get(stated) if isinstance(stated, int) else None
+        claims_floats = name in {kind.value for kind in FLOATS}
+        has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
+        return name if claims_floats == has_only_floats else None
+
+    def _prevalent_type(self) -> str:
+        kinds = Counter(dict.fromkeys(GgmlType, 0))
+        for tensor in self._stored.values():
+            kinds[tensor.type] += tensor.nbytes
+        return kinds.most_common(1)[0][0].value
+
+    def names(self) -> list[str]:
+        return list(self._order)
+
+    def info(self, name: str) -> TensorSpec:
+        tensor, place = self._places[name]
+        spec = self._spec(tensor)
+        return TensorSpec(name, place.shape, spec.dtype, spec.scheme, spec.stored_as)
+
+    def files(self) -> list[SourceFile]:
+        return [header.source for header in self._headers]
+
+    def stored_bytes(self, name: str) -> int:
+        tensor, place = self._places[name]
+        return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
+
+    def readers(self) -> str:
+        return "quantkit, llama.cpp"
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
+        """One tensor, or a part of it."""
+        tensor, place = self._places[name]
+        stored, spec = self._stored[tensor.name], self._spec(tensor)
+        file, view = self._files[tensor.name], self._view(tensor)
+        return read_place(
+            file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part
+        )
+
+    def _spec(self, tensor: DiskTensor) -> TensorSpec:
+        kind = self._stored[tensor.name].type
+        if kind in FLOATS:
+            return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
+        if kind in self._codes and (
+            tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
+        ):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
+        if self._exact_floats(tensor):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
+        stored_as = None if kind in SMALL_FLOATS else kind.value
+        return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
+
+    def _exact_floats(self, tensor: DiskTensor) -> bool:
+        """Whether a tensor is the embedding or the head in integers that are no codes, and
+        float32 is exact.
+        """
+        kind = self._stored[tensor.name].type
+        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
+
+    def _view(self, tensor: DiskTensor) -> View:
+        """The place of a tensor, in the expected shape; of blocks, their bytes."""
+        view = self._files[tensor.name].view(tensor.name)
+        shape = (*tensor.shape[:-1], view.shape[-1])
+        return replace(view, shape=shape, stride=contiguous_strides(shape))
+
+    def _require_types(self, metadata: Mapping[str, Any]) -> None:
+        version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
+        for name, tensor in self._stored.items():
+            if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
+                problem = f"tensor '{name}' is of a type that is not read"
+                raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
+            if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
+                problem, found = (
+                    "is quantized by unknown rules",
+                    f"general.quantization_version {shown(version)}",
+                )
+                raise UnsupportedError(
+                    problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION
+                )
+
+    def _factors(self, name: str) -> tuple[float, ...]:
+        tensor = self._stored[name]
+        if (
+            tensor.type is not GgmlType.F32
+            or len(tensor.shape) != 1
+            or tensor.shape[0] > _MAX_FACTORS
+        ):
+            problem, found = (
+                f"tensor '{name}' is not a list of factors",
+                f"{tensor.type} {list(tensor.shape)}",
+            )
+            raise CheckpointError(problem, path=self._files[name].path, found=found)
+        return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
+
+    def _tied(self) -> bool:
+        """Whether the head is absent or a copy of the embedding, as some architectures store it."""
+        if _HEAD not in self._stored or _EMBEDDING not in self._stored:
+            return True
+        if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
+            return False
+        return same_tensor(self._files[_HEAD], _HEAD, self._files[_EMBEDDING], _EMBEDDING)
+
+    def _dtype(self) -> DType:
+        sizes: Counter[DType] = Counter()
+        for tensor in self._disk.values():
+            stored = self._stored.get(tensor.name)
+            if stored is not None and stored.type in FLOATS and not keeps_float32(tensor):
+                sizes[FLOATS[stored.type]] += stored.nbytes
+        return sizes.most_common(1)[0][0] if sizes else _DEFAULT
+
+    def _check(self) -> None:
+        expected = {name: tensor.shape for name, tensor in self._disk.items()}
+        found = {}
+        for name, tensor in self._stored.items():
+            if name not in ROPE_TENSORS and (
+                name != _HEAD or name in expected or not self.config.tied_embeddings
+            ):
+                dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
+                found[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
+        if self.config.tied_embeddings and _HEAD not in found:
+            expected.pop(_HEAD, None)
+        require_tensors(found, expected, self.path)
+
+
+def read_place(
+    file: TensorFile,
+    view: View,
+    kind: GgmlType,
+    spec: TensorSpec,
+    tensor: DiskTensor,
+    place: Place,
+    offset: float,
+    part: TensorSlice | None = None,
+) -> Weight:
+    """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
+
+    Args:
+        kind, spec: its type in the file, and the spec with which it is read.
+        offset: see `stored_offset`.
+    """
+    if kind in FLOATS:
+        floats = read_floats(file, view, tensor, place, part)
+        return (floats.float() - offset).to(floats.dtype) if offset else floats
+    rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
+    if place.expert is None:
+        return decode(rows, None, spec, tensor, place, part)
+    own = replace(spec, shape=spec.shape[1:])
+    return decode(
+        rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part
+    )
+
+
+def view_of(tensor: GgufTensor) -> View:
+    """The place of a tensor: floats by elements, all others by bytes."""
+    dtype, shape = FLOATS.get(tensor.type), tensor.shape
+    if dtype is None:
+        dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
+    return View(dtype, tensor.offset, shape, contiguous_strides(shape))
+
+
+def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """A tensor's shape, without leading sizes of 1 that are not expected."""
+    padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
+    return (
+        shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape
+    )

@@ -1,0 +1,231 @@
+"""Writing GGUF: one file, or several of a largest size, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor
+from quantkit.errors import ResumeError
+from quantkit.files.gguf_io import ALIGNMENT, build_header, padding
+from quantkit.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
+from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
+from quantkit.formats.gguf.container import read_place, view_of
+from quantkit.formats.gguf.names import gguf_tensors, keeps_float32, stored_offset
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import Scales
+from quantkit.tensors.spec import TensorSpec
+
+_TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
+_LISTED = 24
+"""Bytes of a tensor in the header, besides its name and sizes."""
+_FILE_TYPES = {
+    GgmlType.F32: 0,
+    GgmlType.F16: 1,
+    GgmlType.Q4_0: 2,
+    GgmlType.Q4_1: 3,
+    GgmlType.Q8_0: 7,
+    GgmlType.Q5_0: 8,
+    GgmlType.Q5_1: 9,
+    GgmlType.Q3_K: 12,
+    GgmlType.Q4_K: 15,
+    GgmlType.Q5_K: 17,
+    GgmlType.Q6_K: 18,
+    GgmlType.BF16: 32,
+}
+"""``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""
+
+
+@dataclass(frozen=True)
+class _Written(Unit):
+    """A unit as the header lists it; `value` is that of a tensor that the config determines,
+    which has no parts.
+    """
+
+    stored: GgufTensor
+    value: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes + len(padding(self.stored.nbytes))
+
+    @property
+    def listed_bytes(self) -> int:
+        """Its bytes in the header and in the data."""
+        return _LISTED + len(self.stored.name.encode()) + 8 * len(self.stored.shape) + self.nbytes
+
+
+class GgufEncoder(ShardedEncoder[_Written]):
+    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they
+    are, as Q4_0, Q8_0 or the type of their blocks; norms, biases and routers in float32, as
+    llama.cpp expects them; other floats in their own type.
+    """
+
+    rearranges = True
+
+    def __init__(
+        self,
+        planned: Sequence[TensorSpec],
+        config: ModelConfig,
+        metadata: Mapping[str, Any],
+        extra: Mapping[str, Sequence[float]],
+        shard_bytes: int,
+        stem: str,
+    ) -> None:
+        """
+        Args:
+            planned: canonical tensors, in the order of `gguf_tensors`.
+            metadata: of the model; ``general.file_type`` is that of most numbers, unless it is
+                stated.
+            extra: vectors that the config determines, by name.
+            stem: the first part of the names of the files.
+
+        Raises:
+            UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it
+                is.
+        """
+        self._config = config
+        units = [_extra(name, value) for name, value in extra.items()]
+        for tensor, first, spec in units_of(planned, gguf_tensors(config)):
+            at_once = len(tensor.parts) if tensor.stacked is None else 1
+            stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
+            units.append(_Written(tensor, first, spec, at_once, stored))
+        kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
+        self._metadata: dict[str, Any] = {**kinds, **metadata}
+        empty = [
+            len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT
+            for more in (self._metadata, {})
+        ]
+        sizes = [unit.listed_bytes for unit in units]
+        numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
+        super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
+        count = numbers[-1] + 1
+        self._names = (
+            [stem + GGUF]
+            if count == 1
+            else [split_name(stem, index, count) for index in range(count)]
+        )
+        self._headers = [self._header(index, count) for index in range(count)]
+        self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
+
+    @property
+    def joined_bytes(self) -> int:
+        joined = (unit for unit in self._units if unit.at_once > 1)
+        return max((unit.stored.nbytes for unit in joined), default=0)
+
+    def total_bytes(self) -> int:
+        return sum(map(len, self._headers)) + sum(unit.nbytes for unit in self._units)
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        for number, unit in enumerate(self._units if index == 0 else ()):
+            if unit.value is not None:  # these come first
+                yield from self._appended(number, 0, unit.value)
+        yield from super().encode(index, value)
+
+    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+        """Tensor number `index`, read back from the files so far."""
+        number = self._of_part[index][0]
+        unit, shard = self._units[number], self._shard_of[number]
+        stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
+        value = read_place(
+            TensorFile(SourceFile(folder / self._names[shard]), {}),
+            view_of(stored),
+            stored.type,
+            unit.spec,
+            unit.tensor,
+            unit.tensor.places[index - unit.first],
+            stored_offset(self._config, unit.tensor),
+        )
+        if isinstance(value, Tensor):
+            return value.to(unit.spec.dtype.torch)
+        scheme = self.planned[index].scheme
+        assert scheme is not None
+        if value.scheme.scales is not Scales.FLOATS:
+            return value
+        times = value.scale.shape[1] // scheme.groups(value.shape[1])
+        return QuantTensor(
+            value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme
+        )
+
+    def state(self) -> Any:
+        return self._headers_hash
+
+    def restore(self, state: Any) -> None:
+        """Raise a `ResumeError` if the headers of the files so far differ from those of this
+        run.
+        """
+        if state is not None and state != self.state():
+            problem = (
+                "the interrupted run had another tokenizer, chat template or name of the model"
+            )
+            raise ResumeError(
+                problem, hint="repeat its command, or remove what it left and start anew"
+            )
+
+    def _encoded(
+        self, unit: _Written, part: int, value: Tensor | QuantTensor
+    ) -> Iterator[bytes | memoryview]:
+        """The padding follows the last part."""
+        stored = unit.stored
+        shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
+        if isinstance(value, QuantTensor):
+            blocks = CODED_TYPES[stored.type].encode(value)
+            if isinstance(blocks, Reason):
+                raise blocks.error(unit.tensor.parts[part], stored.type)
+            rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
+            yield tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
+        else:
+            if offset := stored_offset(self._config, unit.tensor):
+                value = value.float() + offset
+            if stored.type is GgmlType.F32:
+                value = value.float()
+            yield tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
+        if part + unit.at_once >= len(unit.tensor.places):
+            yield padding(stored.nbytes)
+
+    def _header(self, index: int, count: int) -> bytes:
+        metadata = self._metadata if index == 0 else {}
+        if count > 1:
+            metadata = metadata | Split(index, count, len(self._units)).metadata()
+        units = zip(self._units, self._shard_of, strict=True)
+        return build_header(metadata, [unit.stored for unit, number in units if number == index])
+
+
+def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
+    """How a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
+    if spec.scheme is None:
+        return GgmlType.F32 if keeps_float32(tensor) else _TYPES[spec.dtype]
+    kind = block_type(spec.scheme)
+    reason = kind.unsupported(spec.scheme, spec.shape[-1])
+    if reason is not None:
+        raise reason.error(tensor.parts[0], kind.type)
+    return kind.type
+
+
+def _extra(name: str, values: Sequence[float]) -> _Written:
+    value = torch.tensor(values, dtype=torch.float32)
+    stored = GgufTensor(name, GgmlType.F32, tuple(value.shape))
+    spec = TensorSpec(name, stored.shape, DType.FLOAT32)
+    return _Written(DiskTensor(name, stored.shape, ()), 0, spec, 1, stored, value)
+
+
+def _file_type(units: Sequence[_Written]) -> int:
+    counts: Counter[GgmlType] = Counter()
+    for unit in units:
+        counts[unit.stored.type] += math.prod(unit.stored.shape)
+    return _FILE_TYPES[max(counts, key=lambda kind: counts[kind])]

@@ -1,0 +1,1 @@
+"""Convert a checkpoint to another format, sharding or float dtype."""

@@ -1,0 +1,114 @@
+"""Adapters that `convert` and `quantize` merge into their source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.lora.adapter import Adapter, Requested, requested_adapters
+from quantkit.formats.lora.adapter_config import own_adapter_note
+from quantkit.formats.lora.changes import base_notes
+from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
+from quantkit.jobs.output.labels import base_model, file_name, known_name
+from quantkit.tensors.dtypes import DType
+from quantkit.text.chat_template import ChatTemplates
+from quantkit.text.special_tokens import special_tokens
+
+
+def with_adapters(
+    source: StoredCheckpoint,
+    lora: Requested,
+    *,
+    dequantize: bool = False,
+    allow_nonfinite: bool = False,
+    floats_as: DType | None = None,
+) -> StoredCheckpoint:
+    """A source with the requested adapters merged into it, or as it is if there are none. Notes say
+    if an adapter names another base.
+
+    Args:
+        dequantize: whether weights of a quantized source may become floats.
+        allow_nonfinite: whether adapters may hold NaN and Inf.
+        floats_as: see `MergedCheckpoint`.
+
+    Raises:
+        RequestError: for an invalid request.
+        CheckpointError, UnsupportedError: see `Adapter` and `MergedCheckpoint`; also if the source
+            is quantized, and not to be dequantized.
+    """
+    requested = requested_adapters(lora)
+    if not requested:
+        return source
+    quantized = schemes(source) or read_as_floats(source)
+    if quantized and not dequantize:
+        raise UnsupportedError(
+            "adapters are merged into floats, and the base is quantized",
+            path=source.path,
+            found=str(next(iter(quantized.values()))),
+            hint="`dequantize=True` reads its weights as floats",
+        )
+    adapters = [
+        Adapter(path, weight, allow_nonfinite=allow_nonfinite) for path, weight in requested
+    ]
+    merged = MergedCheckpoint(source, adapters, floats_as)
+    if source.path.absolute() in [path.absolute() for path, _ in requested]:
+        merged.notes[:] = [
+            note for note in merged.notes if note not in own_adapter_note(source.path)
+        ]
+    for adapter in merged.adapters:
+        merged.notes += base_notes(adapter, source.path, _names(source))
+        merged.notes += _tokenizer_notes(adapter.path, source.path)
+    return merged
+
+
+def _tokenizer_notes(adapter: Path, base: Path) -> list[str]:
+    """Name what an adapter's own tokenizer has otherwise than the base's, which the result gets.
+
+    Trainers save the tokenizer next to the adapter. An adapter that was trained with another chat
+    template or end token does not stop, or answers badly, with those of the base.
+    """
+    if not base.is_dir():
+        return []
+    try:
+        differing = _find_tokenizer_differences(adapter, base)
+    except CheckpointError:  # of files that the result does not have
+        return []
+    if not differing:
+        return []
+    return [
+        f"{adapter}: its tokenizer has another {' and '.join(differing)} than {base}, whose"
+        " tokenizer the output gets; to use the adapter's, copy its tokenizer files and chat"
+        " template to the base first"
+    ]
+
+
+def _find_tokenizer_differences(adapter: Path, base: Path) -> list[str]:
+    differing: list[str] = []
+    templates = ChatTemplates(adapter).sources
+    if templates and templates != ChatTemplates(base).sources:
+        differing.append("chat template")
+    end = special_tokens(adapter, {}, ("eos_token",)).get("eos_token")
+    base_end = special_tokens(base, {}, ("eos_token",)).get("eos_token")
+    if end is not None and base_end is not None and end != base_end:
+        differing.append("EOS token")
+    return differing
+
+
+def recorded_adapters(source: StoredCheckpoint) -> dict[str, object]:
+    """What the manifest and the resume fingerprint record of merged adapters; empty if there are
+    none.
+    """
+    if not isinstance(source, MergedCheckpoint):
+        return {}
+    return {"lora": [adapter.to_json() for adapter in source.adapters]}
+
+
+def _names(source: StoredCheckpoint) -> list[str]:
+    """The names by which a base is known: its folder's or file's, and those on a hub or in its
+    config.
+    """
+    path = source.path if source.path.is_dir() else source.path.with_suffix("")
+    found = (file_name(path), base_model(source), known_name(source))
+    return list(dict.fromkeys(name for name in found if name is not None))

@@ -1,0 +1,360 @@
+"""What `convert` does before it writes: checks from headers alone, and what becomes of each
+tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.names import EMBEDDING
+from quantkit.architectures.topology import linear_columns
+from quantkit.base.arguments import as_path
+from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
+from quantkit.formats.authorship import CARD, read_authorship
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.container import Output, StoredCheckpoint
+from quantkit.formats.dequantized_checkpoint import of_blocks
+from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.formats.folder import carried_templates
+from quantkit.formats.kv_cache import KvCache
+from quantkit.formats.output.staging import require_name, require_new_names
+from quantkit.formats.registry import CONTAINERS, GGUF, Target
+from quantkit.jobs.convert import carried_codes
+from quantkit.jobs.convert.adapters import recorded_adapters, with_adapters
+from quantkit.jobs.convert.card import conversion_card
+from quantkit.jobs.convert.carried_codes import Changes, widened
+from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.output.labels import model_name
+from quantkit.jobs.output.source_folder import (
+    check_side_files,
+    note_left_behind,
+    require_causal_model,
+)
+from quantkit.jobs.output.target import kept_kv_cache, requested_target, shard_bytes, target_of
+from quantkit.jobs.output.writer import Work
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.via_transformers.stacks import unstack
+
+_MAX_WIDENED = 1 << 24
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion.
+
+    Attributes:
+        changes: what happens to weights that the format cannot hold exactly.
+        precise: the source for weights that are rounded anew: it reads stored integers as float32.
+        kv_cache: the settings of a quantized KV cache to write; None for none.
+    """
+
+    dst: Path
+    options: ConvertOptions
+    work: Work
+    target: Target
+    changes: Changes
+    precise: Checkpoint
+    notes: list[str]
+    kv_cache: KvCache | None
+
+
+def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> Conversion:
+    """Open the source, and decide what happens to each tensor.
+
+    Args:
+        headers_only: whether to read no weights, even if the output depends on them.
+
+    Raises:
+        QuantkitError: as `convert` does before it writes.
+    """
+    dst, cast = as_path("dst", options.dst), options.float_type
+    dequantize, requantize = options.dequantize, options.requantize
+    requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
+    require_name(dst)
+    src = as_path("src", options.src)
+    require_causal_model(src)
+    source = precise = _open(src, options, cast)
+    target = requested or target_of(source, dequantize=dequantize)
+    if not dequantize and _carries_all_codes(source, target):
+        source = precise = with_codes(source)
+    container = target.container
+    if options.mp != 1 and not container.model_parallel:
+        able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
+        raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
+    require_new_names(source.path, dst)
+    _require_convertible(source, target, options)
+    tokenizer, notes = check_side_files(source, template=options.template)
+    authorship = read_authorship(source.path)
+    has_card = bool(authorship) and container is not GGUF
+    notes += note_left_behind(source, container, dst, has_card=has_card)
+    config = source.config if cast is None else source.config.with_dtype(cast)
+    changes, scale_dtype = Changes(), None
+    if target.codes is not None and not dequantize:
+        if requantize:
+            changes = carried_codes.needed_changes(source, target.codes, weights=not headers_only)
+        with suggest_requantize(options):
+            carried_codes.require_representable(source, target.codes, changes.rounded)
+        if changes.rounded.keys() & read_as_floats(source).keys():
+            precise = _open(src, options, DType.FLOAT32)
+        scale_dtype = carried_codes.common_scale_dtype(
+            source, target.codes, changes, look=not headers_only
+        )
+        notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
+    kept = None if dequantize else changes
+    specs = _specs(source, cast, kept, scale_dtype, target)
+    if cast == config.dtype == source.config.dtype and specs == _specs(
+        source, None, kept, scale_dtype, target
+    ):
+        cast = None
+    kv_cache, kv_notes = kept_kv_cache(
+        source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
+    )
+    source.kv_cache = kv_cache  # what is dropped has no part in checks either
+    output = Output(
+        source=source,
+        config=config,
+        planned=specs,
+        shard_bytes=shard_bytes(options.split_max_size, container),
+        tokenizer=tokenizer,
+        model_parallel=options.mp,
+        method=target.method,
+        templates=carried_templates(source, tokenizer, options.template),
+        name=model_name(source),
+        authorship=authorship,
+        dst=dst,
+        kv_cache=kv_cache,
+    )
+    with suggest_requantize(options):
+        side_files, encoder = container.side_files(output), container.encoder(output)
+    if has_card:
+        side_files[CARD] = conversion_card(output)
+    notes += [*kv_notes, *container.notes(output)]
+    recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
+    recorded |= recorded_adapters(source)
+    work = Work("convert", source, encoder, side_files, recorded)
+    return Conversion(
+        dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache
+    )
+
+
+def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
+    """Whether codes for which there are no kernels are carried too: those of GGUF's blocks to a
+    file of GGUF, and those with MLX's offsets to another folder of MLX.
+    """
+    if source.method == Mlx.name:
+        return target.method is not None and target.method.name == Mlx.name
+    return target.container is GGUF
+
+
+def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> StoredCheckpoint:
+    source = open_checkpoint(
+        src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as
+    )
+    if not source.config.runnable and source.method is not None:
+        unstack(source)  # experts that become floats become one tensor again
+    return with_adapters(
+        source,
+        options.lora,
+        dequantize=options.dequantize,
+        allow_nonfinite=options.allow_nonfinite,
+        floats_as=options.float_type,
+    )
+
+
+@contextmanager
+def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
+    """Add `requantize` as the hint of a `NotRepresentableError` from the body, unless it is set."""
+    try:
+        yield
+    except NotRepresentableError as error:
+        if options.requantize:
+            raise
+        casts = "casts scales that do not fit, and rounds anew what else cannot be held"
+        raise NotRepresentableError(
+            error.problem,
+            path=error.path,
+            found=error.found,
+            expected=error.expected,
+            hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}",
+            by_scales=error.by_scales,
+        ) from error
+
+
+def _require_convertible(source: StoredCheckpoint, target: Target, options: ConvertOptions) -> None:
+    """Raise a `RequestError` for options that do not go with the source, an `UnsupportedError` if
+    they would change codes.
+    """
+    quantized, integers = schemes(source), read_as_floats(source)
+    if not source.config.runnable:
+        if not target.container.methods:
+            raise RequestError(
+                f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`'
+            )
+        if options.requantize or (
+            target.method is not None and quantized and target.name != source.method
+        ):
+            raise RequestError(
+                "`tensors_only=True` changes no codes", found=f'`to="{target.name}"`'
+            )
+    if not (quantized or integers):
+        if not target.floats:
+            problem = f'the source is not quantized; `to="{target.name}"` converts one that is'
+            raise RequestError(problem, hint="quantize it first")
+        if options.requantize:
+            raise RequestError("`requantize=True` is for a quantized source", path=source.path)
+        return
+    if options.dequantize:
+        return
+    found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
+    if target.codes is None or (options.dtype is not None and target.container is not GGUF):
+        what = "floats" if target.codes is None else "another float type"
+        raise UnsupportedError(
+            f"the source is quantized; it is written as {what} only if it is dequantized",
+            path=source.path,
+            found=found,
+            hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
+        )
+    if integers and not options.requantize:
+        name, stored_as = next(iter(integers.items()))
+        linear = name.removesuffix(".weight") in linear_columns(source.config)
+        why = (
+            "its codes are not carried over" if linear else "only linears have codes in this format"
+        )
+        ways = ["`dequantize=True` writes floats"]
+        ways.append(
+            f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}"
+        )
+        if source.format == GGUF.name:
+            ways.insert(0, f'`to="{GGUF.name}"` keeps every code')
+        raise UnsupportedError(
+            f"tensor '{name}' cannot be held exactly as {target.name}: {why}",
+            path=source.path,
+            found=stored_as,
+            expected=f"codes that {target.name} has" if linear else "floats",
+            hint=", ".join(ways),
+        )
+
+
+def _code_notes(
+    source: Checkpoint,
+    dst: Path,
+    target: Target,
+    scale_dtype: DType | None,
+    changes: Changes,
+    *,
+    requantize: bool,
+) -> list[str]:
+    """What the user should know about the codes."""
+    notes, to_round = [], changes.rounded
+    total = len(schemes(source)) + sum(
+        name.removesuffix(".weight") not in schemes(source) for name in to_round
+    )
+    if changes.cast:
+        name, cast = next(iter(changes.cast.items()))
+        notes.append(
+            f"{dst}: {len(changes.cast)} of {total} quantized tensors keep their codes, and their"
+            f" scales are cast to {cast.dtypes[-1]} ('{name}': {cast.reason})"
+        )
+    if to_round:
+        name, first = next(iter(to_round.items()))
+        kinds = ", ".join(sorted({str(one.scheme) for one in to_round.values()}))
+        notes.append(
+            f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as"
+            f" {target.name} and are rounded anew to {kinds} ('{name}': {first.reason})"
+        )
+    elif requantize and not changes.cast:
+        notes.append(
+            f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor"
+            " exactly"
+        )
+    if (
+        target.codes is not None
+        and EMBEDDING in schemes(source)
+        and widened(source, EMBEDDING, target.codes)
+    ):
+        notes.append(
+            f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32,"
+            f" which is exact: readers of {target.name} have no codes of embeddings, or few do"
+        )
+    as_floats = [name for name in read_as_floats(source) if name not in to_round]
+    if as_floats:
+        notes.append(
+            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)},"
+            f" stored as integers, become {source.config.dtype}"
+        )
+    if scale_dtype is None and schemes(source):
+        found = ", ".join(
+            sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)})
+        )
+        notes.append(
+            f"{dst}: scales stay {found}, as {source.config.dtype} does not have them all; some"
+            " readers round"
+        )
+    return notes
+
+
+def _specs(
+    source: Checkpoint,
+    cast: DType | None,
+    changes: Changes | None,
+    scale_dtype: DType | None,
+    target: Target,
+) -> list[TensorSpec]:
+    """The tensors of the output, in order. Without `changes` all are floats; without `scale_dtype`
+    scales keep their types.
+    """
+    config = replace(
+        source.config,
+        tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head,
+    )
+    model, assigned = DType(config.dtype), {}
+    if changes is not None:
+        assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
+        assigned |= {name: one.scheme for name, one in changes.rounded.items()}
+    specs = []
+    quantized = {name.removesuffix(".weight") for name in assigned}
+    for parameter in target.container.parameters(config, quantized, target.method):
+        name, scheme = parameter.name, assigned.get(parameter.name)
+        info = source.info(stored_name(source, name))
+        if (
+            changes is not None
+            and target.codes is not None
+            and widened(source, parameter.module, target.codes)
+        ):
+            dtype, scheme = DType.FLOAT32, None
+        elif changes is not None and scheme is not None:
+            dtype = scale_dtype or (
+                info.dtype if info.scheme is not None and name not in changes.rounded else model
+            )
+        elif cast is not None and (config.runnable or info.dtype in FLOATS):
+            dtype = cast
+        else:
+            # GGUF blocks that may store a matrix are read as float32 where that is exact.
+            blocks = changes is None and of_blocks(source, info)
+            as_model = info.scheme is not None or blocks or _widened(source, info, model)
+            dtype = model if as_model else info.dtype
+        specs.append(TensorSpec(name, parameter.shape, dtype, scheme))
+    return specs
+
+
+def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
+    """Whether GGUF stores a tensor as float32, such as a norm, though the model's type holds it
+    exactly.
+    """
+    if (
+        source.format != GGUF.name
+        or info.dtype != DType.FLOAT32
+        or math.prod(info.shape) > _MAX_WIDENED
+    ):
+        return False
+    value = source.load(info.name)
+    return isinstance(value, Tensor) and torch.equal(value.to(model.torch).float(), value)

@@ -1,0 +1,215 @@
+"""Convert a checkpoint: another format, sharding or float type; the same model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.base.option_fields import called_with
+from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.formats.checkpoint import schemes, stored_name
+from quantkit.formats.container import StoredCheckpoint, weight_size
+from quantkit.formats.output.destination import manifest_path
+from quantkit.jobs.convert import carried_codes
+from quantkit.jobs.convert.conversion import Conversion, plan_conversion, suggest_requantize
+from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.output.existing import Existing, is_finished
+from quantkit.jobs.output.result import ConvertResult
+from quantkit.jobs.output.writer import Writer, model_summary, writing
+from quantkit.jobs.quantize.estimate import Estimate, estimate_conversion
+from quantkit.quality.changed_tensors import REFINED, rewritten_changes
+from quantkit.quality.figures import manifest_or_empty, read_record
+from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
+from quantkit.quality.weights_only import carried_tensors
+from quantkit.tensors.finite import checked_cast, checked_codes
+from quantkit.tensors.qtensor import QuantTensor, Solver, row_chunks
+from quantkit.tensors.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class ConvertArguments(ConvertOptions):
+    """The arguments of `convert`: the options, and where progress is reported.
+
+    Attributes:
+        on_estimate: called with the estimate of memory, disk and time before anything takes long.
+        progress: called for each layer; None reports nothing.
+    """
+
+    _: KW_ONLY
+    on_estimate: Callable[[Estimate], None] | None = None
+    progress: Progress | None = None
+
+
+@called_with(ConvertArguments)
+def convert(options: ConvertArguments) -> ConvertResult:
+    """Write the model in `src` to the new folder, or GGUF file, `dst`.
+
+    The codes, scales and zero points of a quantized model stay as they are; otherwise the
+    conversion is refused. The result is read back and compared with the source, tensor by tensor.
+
+    Args:
+
+    Returns:
+        What was written: path, size, bits per weight, which tensors are proven equal, notes.
+
+    Raises:
+        QuantkitError: its type says what is wrong; `dst` does not exist then.
+
+    Example:
+        >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
+        >>> quantkit.convert("Llama-3.2-1B", "merged", lora={"adapter": 0.7, "other": 0.3})
+        >>> quantkit.convert("Llama-3.2-1B-int4", "llama-3.2-1b.gguf").exact.line()
+    """
+    started = time.monotonic()
+    progress = deduplicated(options.progress)
+    plan = plan_conversion(options)
+    if is_finished(plan.dst, options.if_exists):
+        return _skipped(plan, started, progress)
+    if options.on_estimate is not None:
+        options.on_estimate(estimate_conversion(plan))
+    checked = options.source_check
+    with writing(
+        plan.work, plan.dst, resume=options.resume, source_check=checked, progress=progress
+    ) as writer:
+        writer.report_progress()
+        with suggest_requantize(options):
+            for spec in writer.missing:
+                writer.put(spec.name, *_value(plan, spec))
+        result = writer.seal()
+        exact, gate = _compare(plan, writer, result, progress)
+        size = weight_size(result)
+        manifest = writer.commit(_details(plan, writer, result, exact, gate))
+    return ConvertResult(
+        plan.dst,
+        *size,
+        exact,
+        len(plan.changes.rounded),
+        gate,
+        time.monotonic() - started,
+        [*plan.notes, *writer.notes],
+        manifest,
+    )
+
+
+def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
+    """The result that exists.
+
+    Raises `DestinationError` if it is another one than this job would write.
+    """
+    work, there = plan.work, Existing.read(plan.dst, progress)
+    there.require_inputs(
+        work, _planned(plan), source_check=plan.options.source_check, progress=progress
+    )
+    there.require_files(work)
+    made, path = there.manifest, manifest_path(plan.dst)
+    gate = there.passed(Gate, "quality") if "quality" in made else None
+    exact = read_record(Exact, made["exact"], path, "what is equal") if "exact" in made else None
+    return ConvertResult(
+        plan.dst,
+        *weight_size(there.opened(work)),
+        exact,
+        len(plan.changes.rounded),
+        gate,
+        time.monotonic() - started,
+        plan.notes,
+        made,
+        skipped=True,
+    )
+
+
+def _value(
+    plan: Conversion, spec: TensorSpec
+) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
+    """A tensor of the output, and its record for the manifest."""
+    changes, allow_nonfinite, dtype = plan.changes, plan.options.allow_nonfinite, spec.dtype.torch
+    source = plan.precise if spec.name in changes.rounded else plan.work.source
+    value = source.load(stored_name(source, spec.name))
+    if isinstance(value, QuantTensor) and spec.scheme is not None:
+        checked_codes(value, spec.name, source.path, allow_nonfinite)
+    if spec.scheme is not None and spec.name in changes.rounded:
+        return carried_codes.rounded(value, spec.scheme, dtype, spec.name, source.path)
+    if isinstance(value, Tensor):
+        return checked_cast(value, dtype, spec.name, source.path, allow_nonfinite), None
+    if spec.scheme is not None and spec.name in changes.cast:
+        return carried_codes.cast(value, changes.cast[spec.name].dtypes)
+    if spec.scheme is not None:
+        return carried_codes.with_scales(value, spec.dtype) or value, {"solver": Solver.CARRIED}
+    floats = torch.empty(value.shape, dtype=dtype)
+    for start, stop in row_chunks(*value.shape):
+        rows = value.rows(start, stop).dequantize()
+        floats[start:stop] = checked_cast(rows, dtype, spec.name, source.path, allow_nonfinite)
+    return floats, None
+
+
+def _compare(
+    plan: Conversion, writer: Writer, result: StoredCheckpoint, progress: Progress
+) -> tuple[Exact | None, Gate | None]:
+    """Compare a result with its source: the codes that are carried over, and by the gate if any
+    were changed; raises a `QualityError` if it differs too much.
+    """
+    source, changes = plan.work.source, plan.changes
+    exact, gate = None, None
+    if plan.kv_cache is not None:
+        require_same_kv_cache(plan.kv_cache, result)
+    if not plan.options.dequantize and plan.target.codes is not None:
+        dtypes = {name: one.dtypes for name, one in changes.cast.items()}
+        exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
+    if changes.rounded or changes.cast:
+        planned = plan.work.encoder.planned
+        requested = {
+            spec.name.removesuffix(".weight"): spec.scheme
+            for spec in planned
+            if spec.scheme is not None
+        }
+        gate = run_gate(
+            source, result, writer.records, requested=requested, progress=in_phase(progress, "gate")
+        )
+        require_passed(gate, source, result, plan.dst, remedy="start from the float model")
+    return exact, gate
+
+
+def _details(
+    plan: Conversion,
+    writer: Writer,
+    result: StoredCheckpoint,
+    exact: Exact | None,
+    gate: Gate | None,
+) -> dict[str, object]:
+    """The job's part of the manifest."""
+    source, assigned = plan.work.source, schemes(result)
+    details: dict[str, object] = {
+        **_planned(plan),
+        "schemes": {module: str(scheme) for module, scheme in assigned.items()},
+    }
+    if exact is not None:
+        details["exact"] = exact.to_json()
+    if gate is not None:
+        modules = {
+            module: {"scheme": str(scheme), **writer.records.get(f"{module}.weight", {})}
+            for module, scheme in assigned.items()
+        }
+        details |= {"quality": gate.to_json(), "modules": modules}
+    if changed := rewritten_changes(source.path, result):
+        refined = manifest_or_empty(source.path)[REFINED]
+        details[REFINED] = {
+            **refined,
+            "tensors": {name: asdict(one) for name, one in changed.items()},
+        }
+    if not source.config.runnable:
+        details["carried"] = carried_tensors(source, result)
+    return details
+
+
+def _planned(plan: Conversion) -> dict[str, object]:
+    """The part of it that is known before anything is written."""
+    source, options = plan.work.source, plan.work.options
+    details: dict[str, object] = {
+        "model": model_summary(source, plan.options.float_type or source.config.dtype),
+        "options": options,
+    }
+    return details if source.config.runnable else {**details, "tensors_only": True}

@@ -1,0 +1,460 @@
+"""Continue the prompts in a file, several at a time, into another file; an interrupted run can be
+continued.
+
+`quantkit.jobs.inference.prompts_file` describes the lines of prompts. Each continuation is a line
+with
+
+    index              of the prompt, from 0
+    id                 the prompt's own, if it has one
+    sample             number of this continuation of the prompt, from 0
+    text               new text, without what a stop string cut off; with `echo` the prompt's text
+                       before it
+    finish_reason      "stop" for an end token or a stop string, "length" for the maximum number of
+                       tokens
+    stop               the stop string that was found, else null
+    prompt_tokens      of the prompt, with BOS
+    completion_tokens  new ones, without an end token
+    truncated          true, only if the beginning of the prompt was cut off
+    token_ids          if the prompt was given as such: new ones; with `echo` the prompt's before
+                       them
+    logprobs           if requested, for each token: ``token`` (its text), ``token_id``, ``logprob``
+                       (null for the first token of a prompt) and ``top_logprobs``, a list of the
+                       most likely tokens with the same three keys
+
+A request in OpenAI's batch format is answered by one line in OpenAI's
+(`quantkit.jobs.inference.openai_batch`).
+
+The file appears when all prompts are done, with lines in the order of the prompts. Until then
+``OUT.partial`` is a folder: its ``lines.jsonl`` has the lines in the order in which prompts end,
+those of one prompt together, each with its sha256 as ``check``. A run with `resume` drops a torn
+line at its end and continues with the missing prompts, if model, prompts and options are the same;
+batch size, device and processes may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from quantkit.base.arguments import as_integer, as_path, require_flags
+from quantkit.base.progress import Progress, deduplicated
+from quantkit.errors import RequestError
+from quantkit.formats import manifest
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer, tokenizer_files
+from quantkit.formats.output.destination import require_absent
+from quantkit.formats.output.lines import ResumableLines
+from quantkit.formats.output.staging import partial_folder, require_room_to_build
+from quantkit.jobs.inference.openai_batch import batch_answer, line_number
+from quantkit.jobs.inference.prompt_lines import TokenTexts, line_of
+from quantkit.jobs.inference.prompts_file import Prompt, PromptReader, checked, input_bytes
+from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.distributed.group import ProcessGroup
+    from quantkit.formats.detect import WeightKind
+    from quantkit.kernels import BackendName
+    from quantkit.model.decoder import Decoder
+    from quantkit.runtime.engine import Engine
+    from quantkit.runtime.generate import Runner
+    from quantkit.runtime.generate_batch import BatchModel
+    from quantkit.runtime.request import Completion, Request
+    from quantkit.tensors.dtypes import FloatName
+
+_log = logging.getLogger(__name__)
+
+_LINE_BYTES = 200  # of a result, besides its tokens
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 60  # of each likely token
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GeneratedFile:
+    """The result of a run.
+
+    Attributes:
+        output: the file; None if the lines went elsewhere.
+        prompts: number of prompts in the file; a request in OpenAI's format counts as one.
+        resumed: how many of them an interrupted run had done.
+        tokens: new tokens of this run.
+        seconds: the time they took, without loading the model.
+    """
+
+    output: Path | None
+    prompts: int
+    resumed: int
+    tokens: int
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        parts = [_counted(self.prompts, "prompt"), _counted(self.tokens, "token")]
+        if self.resumed:
+            parts[0] += f", {self.resumed} of them from before"
+        if self.tokens and self.seconds:
+            parts.append(f"{self.tokens / self.seconds:.1f} tokens/s")
+        return [("" if self.output is None else f"{self.output}: ") + ", ".join(parts)]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {**asdict(self), "output": None if self.output is None else str(self.output)}
+
+
+def generate_file(
+    path: str | Path,
+    prompts: str | Path,
+    output: str | Path,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: str | Sequence[str] = (),
+    n: int = 1,
+    logprobs: int | None = None,
+    echo: bool = False,
+    template: str | None = None,
+    truncate: bool = False,
+    batch_size: int = BATCH_SIZE,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | Literal["xla"] | None = None,
+    allow_slow: bool = False,
+    weights: WeightKind | None = None,
+    progress: Progress | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> GeneratedFile:
+    """Continue the prompts in a file, several at a time; the module describes the lines of the
+    result.
+
+    Args:
+        path: the model's folder.
+        prompts: a file of JSON lines.
+        output: the file to make.
+        max_new_tokens, stop, n, logprobs, echo, sampling: as for `quantkit.generate_batch`, unless
+            a line has its own values. For conversations the sampling options of the model's
+            generation_config.json apply, unless given.
+        template: for conversations; see `quantkit.chat_format`.
+        truncate: cut off the beginning of a prompt that is too long, instead of failing.
+        batch_size: maximum number of sequences that run together.
+        resume: continue an interrupted run, if there is one.
+        device, dtype, backend, allow_slow, weights: as for `quantkit.load`; the backend may be
+            ``xla``.
+        progress: called for every prompt that ends.
+
+    Raises:
+        RequestError: for an invalid line, with its number, before anything is computed.
+        DestinationError: if the file exists, or cannot be written.
+        ResumeError: if there is an interrupted run and `resume` is not set, or it had other inputs.
+        QuantkitError: as `quantkit.load` does.
+
+    Example:
+        >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl",
+        max_new_tokens=50).lines())
+    """
+    continuation = {
+        "max_new_tokens": max_new_tokens,
+        "stop": stop,
+        "n": n,
+        "logprobs": logprobs,
+        "echo": echo,
+        **sampling,
+    }
+    job = FileJob(
+        as_path("path", path),
+        as_path("prompts", prompts),
+        as_path("output", output),
+        continuation,
+        template=template,
+        truncate=truncate,
+        batch_size=batch_size,
+        resume=resume,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        allow_slow=allow_slow,
+        weights=weights,
+    )
+    job.prepare()
+    return job.run(progress=deduplicated(progress))
+
+
+@dataclass
+class FileJob:
+    """`generate_file` in two steps: `prepare` needs no torch, and only rank 0 calls it; each
+    process calls `run`.
+
+    Attributes:
+        prompts: a file, or ``-`` for stdin.
+        output: a file, or a function that gets every line as soon as its prompt is done; such a run
+            cannot be resumed.
+        continuation: how prompts are continued, with keys of `prompts_file.OPTIONS`.
+        device, dtype, backend, allow_slow, weights: see `quantkit.load`; ``xla`` takes neither a
+            device nor the last three.
+        devices: for ``xla``, number of devices that share the model; None is all.
+        int8_cache, compiled: see `quantkit.runtime.engine.Engine`.
+        warm_up: compile all steps before the first prompt.
+    """
+
+    path: Path
+    prompts: Path
+    output: Path | Callable[[Line], None]
+    continuation: Mapping[str, Any]
+    _: KW_ONLY
+    template: str | None = None
+    truncate: bool = False
+    batch_size: int = BATCH_SIZE
+    resume: bool = False
+    device: str | torch.device | None = None
+    dtype: FloatName | torch.dtype | None = None
+    backend: BackendName | Literal["xla"] | None = None
+    allow_slow: bool = False
+    devices: int | None = None
+    weights: WeightKind | None = None
+    int8_cache: bool = False
+    compiled: bool | None = None
+    warm_up: bool = False
+    _read: list[list[Prompt]] = field(default_factory=list, init=False)
+    _fingerprint: dict[str, object] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` for invalid options."""
+        require_flags(truncate=self.truncate, resume=self.resume, allow_slow=self.allow_slow)
+        if checked(self.continuation)[0].scores_prompt and self.backend == "xla":
+            raise no_prompt_logprobs("echo")
+        if as_integer("batch_size", self.batch_size) < 1:
+            raise RequestError("batch_size must be at least 1", found=self.batch_size)
+
+    def prepare(self) -> None:
+        """Read and check the prompts, and check whether the output can be written.
+
+        Raises:
+            QuantkitError: as `generate_file` does.
+        """
+        from quantkit.grammar.grammars import Grammars
+
+        if isinstance(self.output, Path):
+            require_absent(self.output)
+            require_room_to_build(partial_folder(self.output), resume=self.resume)
+        checkpoint: Checkpoint = open_checkpoint(self.path, self.weights, text_part=True)
+        require_runnable(checkpoint)
+        tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
+        content = input_bytes(self.prompts, "prompts")
+        config, xla = checkpoint.config, self.backend == "xla"
+        reader = PromptReader(
+            self.path,
+            config,
+            tokenizer,
+            self.continuation,
+            template=self.template,
+            truncate=self.truncate,
+            max_tokens=config.max_unscaled_context if xla else config.max_positions,
+            prompt_logprobs=not xla,
+            grammars=None if xla else Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
+        )
+        self._read = reader.read(content, str(self.prompts))
+        self._fingerprint = {
+            "job": "generate",
+            "quantkit": __version__,
+            "model": manifest.identity([*checkpoint.files(), *tokenizer_files(self.path)]),
+            "prompts": hashlib.sha256(content).hexdigest(),
+            **{f"option {key}": value for key, value in self.continuation.items()},
+            "option template": self.template,
+            "option truncate": self.truncate,
+        }
+
+    def run(
+        self,
+        *,
+        tp: ProcessGroup | None = None,
+        progress: Progress,
+        counted: Callable[[int], None] | None = None,
+    ) -> GeneratedFile:
+        """Load the model and continue the prompts.
+
+        Args:
+            tp: the processes that share the model; each makes this call.
+            counted: called after each step with the number of new tokens.
+
+        Raises:
+            QuantkitError: as `generate_file` does.
+        """
+        from quantkit.distributed.group import SINGLE
+
+        group = tp or SINGLE
+        tokens, seconds = 0, 0.0
+
+        def count(new: int) -> None:
+            nonlocal tokens
+            tokens += new
+            if counted is not None:
+                counted(new)
+
+        with self._opened(group) as out:
+            resumed = done = group.broadcast_from_rank0(len(out.done))
+            total = group.broadcast_from_rank0(len(self._read))
+            missing = [
+                (number, prompts)
+                for number, prompts in enumerate(self._read)
+                if number not in out.done
+            ]
+            todo = group.broadcast_from_rank0(missing)
+            if todo:
+                requests = [prompt.request for _, prompts in todo for prompt in prompts]
+                engine, tokenizer = self._loaded(requests, group, progress)
+                progress("generate", done, total, "prompts")
+                begun = time.perf_counter()
+                for number, lines in _answers(engine, tokenizer, todo, count):
+                    out.add(number, lines)
+                    done += 1
+                    progress("generate", done, total, "prompts")
+                seconds = time.perf_counter() - begun
+            out.commit()
+        written = self.output if isinstance(self.output, Path) else None
+        return GeneratedFile(written, total, resumed, tokens, seconds)
+
+    def _opened(self, group: ProcessGroup) -> AbstractContextManager[ResumableLines | _Callback]:
+        """The destination of the lines; other processes than rank 0 drop theirs."""
+        if not group.is_rank0:
+            return nullcontext(_Callback(None))
+        if not isinstance(self.output, Path):
+            return nullcontext(_Callback(self.output))
+        numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
+        computed_by = {
+            f"option {name}": None if value is None else str(value)
+            for name, value in numeric.items()
+        }
+        sizes = [1 if prompts[0].batch else prompts[0].request.samples for prompts in self._read]
+        fingerprint = {**self._fingerprint, **computed_by}
+        likely = sum(_likely_bytes(prompt) for prompts in self._read for prompt in prompts)
+        return ResumableLines(
+            self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume
+        )
+
+    def _loaded(
+        self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
+    ) -> tuple[Engine | Runner[Any], Tokenizer]:
+        """What runs requests, and the tokenizer."""
+        import torch
+
+        from quantkit.jobs.inference.load import load, load_xla
+        from quantkit.runtime.engine import Engine
+        from quantkit.runtime.generate_batch import engine_for
+
+        model: Decoder | BatchModel
+        if self.backend == "xla":
+            model, tokenizer = load_xla(
+                self.path,
+                devices=self.devices,
+                dtype=self.dtype,
+                weights=self.weights,
+                progress=progress,
+            )
+        else:
+            model, tokenizer = load(
+                self.path,
+                device=group.device or self.device,
+                dtype=self.dtype,
+                backend=self.backend,
+                allow_slow=self.allow_slow,
+                weights=self.weights,
+                tp=group,
+                progress=progress,
+            )
+        engine = engine_for(
+            model,
+            requests,
+            self.batch_size,
+            cache_dtype=torch.int8 if self.int8_cache else None,
+            compiled=self.compiled,
+        )
+        if self.warm_up and isinstance(engine, Engine):
+            compiled = engine.warm_up()
+            if group.is_rank0:
+                _log.info("%s", warmed_up(compiled))
+        return engine, tokenizer
+
+
+def warmed_up(steps: int) -> str:
+    """A note on the number of compiled steps."""
+    return (
+        f"{_counted(steps, 'step')} compiled"
+        if steps
+        else "nothing is compiled: the steps are eager"
+    )
+
+
+class _Callback:
+    """Passes lines to a function, if there is one."""
+
+    def __init__(self, callback: Callable[[Line], None] | None) -> None:
+        self.done: set[int] = set()
+        self._callback = callback
+
+    def add(self, number: int, lines: Sequence[Line]) -> None:
+        for line in lines:
+            if self._callback is not None:
+                self._callback(line)
+
+    def commit(self) -> None:
+        pass
+
+
+def _likely_bytes(prompt: Prompt) -> int:
+    """A rough size of a prompt's lines on disk: where they end is not known."""
+    request = prompt.request
+    tokens = request.max_new_tokens + (len(request.prompt) if request.echo else 0)
+    entries = 0 if request.logprobs is None else 1 + request.logprobs
+    return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _answers(
+    engine: Engine | Runner[Any],
+    tokenizer: Tokenizer,
+    todo: Sequence[tuple[int, list[Prompt]]],
+    counted: Callable[[int], None],
+) -> Iterator[tuple[int, list[Line]]]:
+    """Continue the prompts of lines, and return what answers each line, with its number, once
+    all of it has ended.
+    """
+    from quantkit.grammar.grammars import Grammars
+    from quantkit.runtime.engine import Engine
+    from quantkit.runtime.generate_batch import completions
+
+    texts = TokenTexts(tokenizer)
+    prompts = [prompt for _, of_line in todo for prompt in of_line]
+    line_places = [place for place, (_, of_line) in enumerate(todo) for _ in of_line]
+    requests, stops = [prompt.request for prompt in prompts], [prompt.stop for prompt in prompts]
+    if any(prompt.grammar is not None for prompt in prompts):
+        assert isinstance(engine, Engine)
+        config = engine.model.config
+        grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+        requests = [prompt.bound(grammars) for prompt in prompts]
+    ended: dict[int, list[Completion]] = {}
+    for completion in completions(engine, requests, tokenizer, stops, counted):
+        place = line_places[completion.prompt]
+        number, of_line = todo[place]
+        group = ended.setdefault(place, [])
+        group.append(completion)
+        if len(group) < sum(prompt.request.samples for prompt in of_line):
+            continue
+        del ended[place]
+        group.sort(key=lambda completion: (completion.prompt, completion.sample))
+        lines: list[Line] = [line_of(number, prompts[one.prompt], one, texts) for one in group]
+        batch = of_line[0].batch
+        yield number, [batch_answer(number, batch, lines)] if batch else lines

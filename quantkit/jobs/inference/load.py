@@ -1,0 +1,206 @@
+"""A model and its tokenizer, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import torch
+
+from quantkit.base.arguments import as_integer, as_path, as_string, require_flags, require_instance
+from quantkit.base.progress import Progress, deduplicated
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
+from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.kernels import BackendName
+from quantkit.kernels.dispatch import require_backend
+from quantkit.model.decoder import Decoder
+from quantkit.model.device import float_type
+from quantkit.model.load import load_model
+from quantkit.runtime.generation_config import end_tokens
+from quantkit.tensors.dtypes import DType, FloatName, float_name
+from quantkit.text.compare import sample_difference
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.via_transformers.forward import open_to_run
+from quantkit.xla import require_packages
+
+if TYPE_CHECKING:
+    from quantkit.runtime.by_transformers import TransformersModel
+    from quantkit.xla.engine import XlaModel
+
+
+class Placement(TypedDict, total=False):
+    """Arguments of `load` that say where and how a model runs."""
+
+    device: str | torch.device | None
+    dtype: FloatName | torch.dtype | None
+    backend: BackendName | None
+    allow_slow: bool
+    tp: ProcessGroup
+    progress: Progress | None
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | None = None,
+    allow_slow: bool = False,
+    weights: WeightKind | None = None,
+    tp: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """Open a checkpoint, quantized or not, with its tokenizer.
+
+    Args:
+        path: a Meta or Hugging Face folder.
+        device: where the model runs, as torch spells it: ``cpu``, ``cuda``, ``cuda:1``; None is
+            that of `tp` or, alone, a GPU if there is one.
+        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is
+            the checkpoint's own.
+        backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or
+            ``reference``; None chooses the fastest that serves them, except ``reference``, which is
+            slow.
+        allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of
+            failing.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``,
+            ``bin``, ``gpt-fast`` or ``gpt-fast-int8``.
+        tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls
+            this, and then the model in the same way.
+        progress: called for each tensor; None reports nothing.
+
+    Returns:
+        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`. Both can be
+        called: ``tokenizer(text)`` returns token ids, and ``model(ids)`` their logits, [T, V] for
+        ids [T] and [B, T, V] for ids [B, T] at positions 0 to T - 1.
+
+    Raises:
+        CheckpointError: if the folder is damaged, or has no tokenizer.
+        UnsupportedError: if it is of a kind that is not read.
+        RequestError: for a device, float type or backend that there is not, or if no kernels serve
+            it there.
+
+    Example:
+        >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
+        >>> model(tokenizer("My fellow citizens")).argmax(-1)
+    """
+    require_flags(allow_slow=allow_slow)
+    if backend is not None:
+        require_backend(as_string("backend", backend))
+    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
+    require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
+    checkpoint = opened(path, weights, float_name(dtype))
+    tokenizer, _ = checked_tokenizer(checkpoint)
+    model = load_model(
+        checkpoint,
+        device=device,
+        dtype=float_dtype,
+        backend=backend,
+        allow_slow=allow_slow,
+        group=tp,
+        progress=progress,
+    )
+    return model, tokenizer or load_tokenizer(path)
+
+
+def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
+    """A smaller model that proposes tokens for another one, whose tokenizer is given. Raises as
+    `load`, and `RequestError` if the two encode texts in different ways.
+    """
+    draft, own = load(path, **placement)
+    if (found := sample_difference(tokenizer, own)) is not None:
+        raise RequestError(
+            "the draft model has other tokens", path=as_path("path", path), found=found
+        )
+    return draft
+
+
+def load_xla(
+    path: str | Path,
+    *,
+    devices: int | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None,
+    multi_host: bool = False,
+    progress: Progress | None = None,
+) -> tuple[XlaModel, Tokenizer]:
+    """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then
+    on.
+
+    Args:
+        path, dtype, weights: as for `load`.
+        devices: that share the model; None takes all.
+        multi_host: whether other processes, each with this call, have devices as well.
+        progress: called for each tensor; None reports nothing.
+
+    Returns:
+        The model, which has its own `generate` and works with `quantkit.generate_batch`, and its
+        tokenizer.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong.
+    """
+    require_flags(multi_host=multi_host)
+    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
+    devices = None if devices is None else as_integer("devices", devices)
+    require_packages()
+    from quantkit.xla.engine import model_on_devices
+
+    checkpoint = opened(path, weights, float_name(dtype))
+    tokenizer, _ = checked_tokenizer(checkpoint)
+    model = model_on_devices(
+        checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress
+    )
+    return model, tokenizer or load_tokenizer(path)
+
+
+def load_by_transformers(
+    path: str | Path,
+    *,
+    weights: WeightKind | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> tuple[TransformersModel, Tokenizer]:
+    """What `load` does, for a model that transformers runs, whether there is a decoder here or not.
+
+    Args:
+        path, weights: as for `load`.
+        trust_remote_code: run the code in the folder that config.json's ``auto_map`` names.
+        progress: called for each part of the model; None reports nothing.
+
+    Returns:
+        The model, which has its own `generate`, and its tokenizer.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong.
+    """
+    from quantkit.runtime.by_transformers import TransformersModel
+
+    require_flags(trust_remote_code=trust_remote_code)
+    checkpoint = open_to_run(
+        as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code
+    )
+    tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
+    return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
+
+
+def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> Checkpoint:
+    """A checkpoint whose config names all end tokens.
+
+    Args:
+        floats_as: see `Container.open`.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged
+            generation_config.json.
+    """
+    checkpoint: Checkpoint = open_checkpoint(path, weights, text_part=True, floats_as=floats_as)
+    require_runnable(checkpoint)
+    checkpoint.config = replace(
+        checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config)
+    )
+    return checkpoint

@@ -1,0 +1,448 @@
+"""OpenAI's batch format in files of prompts: a request of its chat completions or completions API
+on each line, and answers in the form of its responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.answers.form import Parts
+from quantkit.answers.pieces import Call
+from quantkit.base.arguments import as_string, require_flags
+from quantkit.base.json_values import shown
+from quantkit.errors import RequestError
+from quantkit.jobs.inference.json_lines import EXPECTED, strict_object
+from quantkit.runtime.sampling_params import SamplingOptions
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_KEYS = {"custom_id", "method", "url", "body"}
+OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+"""Variables of the chat template that have a place of their own in OpenAI's and vLLM's API."""
+_AS_IDS = "return_tokens_as_token_ids"  # as in vLLM
+_PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
+_OF_URL = {
+    _CHAT: {
+        "messages",
+        "logprobs",
+        "top_logprobs",
+        "chat_template_kwargs",
+        *OF_TEMPLATE,
+        *OF_TOOLS,
+    },
+    _COMPLETIONS: {"prompt", "logprobs", "echo"},
+}
+_WITHOUT_EFFECT = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "cache_prompt",
+    "prediction",
+    "verbosity",
+    "priority",
+}
+_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+"""Values of OpenAI's and vLLM's parameters that ask for what is done anyway, the default first."""
+_DEFAULTS_OF_TEMPLATE = {"add_generation_prompt": True, "continue_final_message": False}
+_CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+MAX_PROMPTS = 1024
+"""The maximum number of prompts in one request; OpenAI's API and vLLM state none."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What the answer to a line repeats, and the `model` that the line names.
+
+    Attributes:
+        chat: whether messages are answered; otherwise a prompt is continued.
+        answered_by: the name of the model that is used.
+        names: how the line calls keys of a line of prompts, where its own differ.
+        tokens_as_ids: whether log-probabilities name each token by its id.
+    """
+
+    custom_id: str
+    chat: bool
+    model: str | None
+    answered_by: str
+    names: Mapping[str, str]
+    tokens_as_ids: bool = False
+
+
+def is_batch_line(values: Mapping[str, Any]) -> bool:
+    """Whether a line is in this format, even if its body is missing."""
+    return "body" in values or {"custom_id", "url"} <= values.keys()
+
+
+def from_batch_line(
+    values: Mapping[str, Any], answered_by: str
+) -> tuple[BatchRequest, dict[str, Any]]:
+    """A line in OpenAI's format, and the same request with the keys of a line of prompts.
+
+    Raises:
+        RequestError: for another method or URL, or for a parameter that has no equivalent here, by
+            its name.
+    """
+    if (body := values.get("body")) is None:
+        raise RequestError(
+            "'body' is missing", found=", ".join(values), expected="an object with the request"
+        )
+    if unknown := values.keys() - _KEYS:
+        raise RequestError(
+            f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS))
+        )
+    custom_id, url = as_string("custom_id", values.get("custom_id")), values.get("url")
+    if not custom_id:
+        raise RequestError("'custom_id' is empty")
+    if values.get("method", "POST") != "POST":
+        raise RequestError("'method' is not known", found=shown(values["method"]), expected="POST")
+    if not isinstance(url, str) or url not in _OF_URL:
+        raise RequestError("'url' is not known", found=shown(url), expected=" or ".join(_OF_URL))
+    if not isinstance(body, Mapping):
+        raise RequestError("'body' is of the wrong type", found=shown(body), expected="an object")
+    given = {key: value for key, value in body.items() if value is not None}
+    if (model := given.pop("model", None)) is not None:
+        as_string("model", model)
+    if (prompt_key := "messages" if url == _CHAT else "prompt") not in given:
+        found = ", ".join(given) or "no keys"
+        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=found, argument=prompt_key)
+    tokens_as_ids = given.pop(_AS_IDS, False)
+    require_flags(**{_AS_IDS: tokens_as_ids})
+    line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
+    lengths = {key: given.pop(key) for key in _MAX_TOKENS if key in given}
+    for key, value in given.items():
+        if key in _WITHOUT_EFFECT:
+            continue
+        defaults = _defaults(key, url, samples=line.get("n", 1))
+        if any(_is_same_json(value, default) for default in defaults):
+            continue
+        hint = "leave it out"
+        if defaults:
+            hint += f", or give its default {shown(defaults[0])}"
+        problem = f"'{key}' in 'body' is not supported for {url}"
+        raise RequestError(problem, found=shown(value), hint=hint, argument=key)
+    if len(set(map(shown, lengths.values()))) > 1:
+        both = " and ".join(map(shown, lengths.values()))
+        raise RequestError(f"{' and '.join(lengths)} differ", found=both, argument=_MAX_TOKENS[0])
+    names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
+    if lengths:
+        line["max_new_tokens"] = next(iter(lengths.values()))
+    if url == _CHAT:
+        wanted, top = line.pop("logprobs", False), line.pop("top_logprobs", 0)
+        require_flags(logprobs=wanted)
+        if top and not wanted:
+            expected = '"logprobs": true'
+            raise RequestError(
+                "'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs"
+            )
+        line |= {"logprobs": top} if wanted else {}
+        names["logprobs"] = "top_logprobs"
+        line["messages"] = with_arguments(line["messages"])
+        _move_to_template_variables(line)
+    else:
+        names["token_ids"] = "prompt"
+    batch = BatchRequest(
+        custom_id=custom_id,
+        chat=url == _CHAT,
+        model=model,
+        answered_by=answered_by,
+        names=names,
+        tokens_as_ids=tokens_as_ids,
+    )
+    return batch, line
+
+
+def _defaults(key: str, url: str, *, samples: object) -> tuple[object, ...]:
+    """Return the values of a parameter that change nothing for a request with so many samples."""
+    if key == "best_of":  # as many as are returned: nothing is chosen
+        return (*_DEFAULTS[key], samples)
+    if (
+        key == "add_special_tokens" and url == _COMPLETIONS
+    ):  # a chat template has printed them already
+        return (True,)
+    return _DEFAULTS.get(key, ())
+
+
+def _is_same_json(value: object, other: object) -> bool:
+    """Compare values as in JSON, where ``false`` is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _move_to_template_variables(line: dict[str, Any]) -> None:
+    """Move the parameters of `OF_TEMPLATE` to ``chat_template_kwargs``, except values that change
+    nothing.
+
+    Raises:
+        RequestError: for a value of the wrong type, and for parameters that contradict each other.
+    """
+    variables = line.get("chat_template_kwargs", {})
+    parameters = {key: line.pop(key) for key in OF_TEMPLATE if key in line}
+    if not parameters or not isinstance(
+        variables, Mapping
+    ):  # an error that is raised where they are read
+        return
+    for key, value in parameters.items():
+        if key == "reasoning_effort":
+            as_string(key, value)
+        else:
+            require_flags(**{key: value})
+        if key in variables and not _is_same_json(variables[key], value):
+            values = f"{shown(value)} and {shown(variables[key])}"
+            raise RequestError(
+                f"'{key}' differs from the one in 'chat_template_kwargs'",
+                found=values,
+                argument=key,
+            )
+    if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
+        problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+        raise RequestError(problem, hint="leave one of them out", argument="continue_final_message")
+    changed = {
+        key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)
+    }
+    if changed:
+        line["chat_template_kwargs"] = {**variables, **changed}
+
+
+def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a line of prompts for each prompt of a request; a completion can have several, as
+    texts or token ids.
+    """
+    prompt = line.get("prompt")
+    if not isinstance(prompt, list):
+        return [dict(line)]
+    rest = {key: value for key, value in line.items() if key != "prompt"}
+    if all(type(part) is int for part in prompt):
+        return [{**rest, "token_ids": prompt}]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            "'prompt' has too many prompts",
+            found=len(prompt),
+            expected=f"at most {MAX_PROMPTS}",
+            argument="prompt",
+        )
+    lines = []
+    for part in prompt:
+        kind = "token_ids" if isinstance(part, list) else "prompt"
+        lines.append({**rest, kind: part})
+    return lines
+
+
+def batch_answer(
+    number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The line that answers a request. Identifiers and the time are fixed, so that the same inputs
+    give the same bytes.
+
+    Args:
+        number: of the request in its file, from 0.
+        lines: its continuations, prompt by prompt, as a file of prompts gets them, with the
+            `text_offset` of tokens that have log-probabilities.
+    """
+    body = {
+        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
+        "object": "chat.completion" if request.chat else "text_completion",
+        "created": 0,
+        "model": request.answered_by,
+        "choices": choices_of(lines, chat=request.chat),
+        "usage": usage_of(lines),
+    }
+    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": request.custom_id,
+        "response": response,
+        "error": None,
+    }
+
+
+def line_number(line: Mapping[str, Any]) -> Any:
+    """The number of the prompt whose line it is."""
+    return int(line["id"].rpartition("_")[2]) if "response" in line else line["index"]
+
+
+def choices_of(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
+    """Return all continuations in the form of the API's responses."""
+    choose = _chat_choice if chat else _text_choice
+    return [choose(index, line) for index, line in enumerate(lines)]
+
+
+def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the tokens of prompts, each once, and of their continuations."""
+    prompt_tokens = sum(line["prompt_tokens"] for line in lines if line["sample"] == 0)
+    new_tokens = sum(line["completion_tokens"] for line in lines)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
+    if any("reasoning_tokens" in line for line in lines):
+        reasoning = sum(line["reasoning_tokens"] for line in lines)
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return found
+
+
+def chat_message(parts: Parts, call_id: Callable[[int], str]) -> dict[str, Any]:
+    """An answer as a message; `call_id` makes the identifier of each call."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [
+            tool_call(one, call_id(place)) for place, one in enumerate(parts.calls)
+        ]
+    return message
+
+
+def tool_call(call: Call, identifier: str) -> dict[str, Any]:
+    """A call in the form of the API's messages."""
+    return {
+        "id": identifier,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def with_arguments(messages: Any) -> Any:
+    """Messages whose calls have arguments as objects, which the API spells as JSON and chat
+    templates print. Raises `RequestError` if they are no JSON object.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [
+        _with_objects(one) if isinstance(one, Mapping) and one.get("tool_calls") else one
+        for one in messages
+    ]
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise RequestError(
+                "a message has a tool call of the wrong type",
+                found=shown(call),
+                expected=_CALL,
+                argument="messages",
+            )
+        if isinstance(function.get("arguments"), str):
+            call = {**call, "function": {**function, "arguments": _read_arguments(function)}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, whose JSON may be empty."""
+    text = function["arguments"]
+    if not text.strip():
+        return {}
+    try:
+        return strict_object(text, None)
+    except RequestError as error:
+        # The place is in the problem and not in the path, which a server keeps to itself.
+        problem = f"the arguments of a call of {shown(function.get('name'))}: {error.problem}"
+        expected = '{"...": ...}' if error.expected == EXPECTED else error.expected
+        raise error.restate(problem=problem, expected=expected, argument="messages") from error
+
+
+def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Log-probabilities of an answer's tokens."""
+    content = [
+        {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]}
+        for one in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(entries: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return log-probabilities of a text's tokens, and where each begins."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [_top_by_text(entry) for entry in entries],
+        "text_offset": list(offsets),
+    }
+
+
+def spell_token_id(token: int) -> str:
+    """Return a name of a token that no other token has, as vLLM spells it."""
+    return f"token_id:{token}"
+
+
+def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the log-probabilities of a token and of the likeliest tokens in its place, by their
+    texts.
+
+    Several tokens can have the same text: each part of a character is U+FFFD. The token itself
+    keeps its text, so that clients find its value under it; others are then named by their ids.
+    """
+    if entry["logprob"] is None:
+        return None
+    values = {entry["token"]: entry["logprob"]}
+    for alternative in entry["top_logprobs"]:
+        if alternative["token_id"] == entry["token_id"]:
+            continue
+        text = alternative["token"]
+        key = spell_token_id(alternative["token_id"]) if text in values else text
+        values[key] = alternative["logprob"]
+    return values
+
+
+def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
+    message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": line["finish_reason"],
+    }
+
+
+def _text_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = text_logprobs(line["logprobs"], line["text_offset"]) if "logprobs" in line else None
+    return {
+        "index": index,
+        "text": line["text"],
+        "logprobs": logprobs,
+        "finish_reason": line["finish_reason"],
+    }
+
+
+def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one[key] for key in ("token", "logprob", "bytes")}

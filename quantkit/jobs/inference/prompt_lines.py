@@ -1,0 +1,144 @@
+"""A completion of a prompt as plain values: a line of a file, or what an answer of OpenAI's API
+is made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quantkit.answers.form import AnswerForm, Parts
+from quantkit.jobs.inference.openai_batch import BatchRequest, chat_message, spell_token_id
+from quantkit.jobs.inference.prompts_file import Prompt
+from quantkit.runtime.detokenizer import text_offsets
+from quantkit.runtime.request import Completion, Logprobs
+from quantkit.text.tokenizer import Tokenizer
+
+
+def line_of(
+    number: int, prompt: Prompt, found: Completion, texts: TokenTexts, *, key: str | None = None
+) -> dict[str, Any]:
+    """What is written of a completion; see `quantkit.jobs.inference.generate_file`. Identifiers of
+    calls are made of `key`, by default the number of the prompt.
+    """
+    echoed = len(prompt.request.prompt) if prompt.request.echo else 0
+    text = found.text or ""
+    if prompt.begins_answer and not texts.tokenizer.byte_level:
+        text = text.removeprefix(" ")  # sentencepiece puts it before a word
+    line: dict[str, Any] = {
+        "index": number,
+        **prompt.known_by,
+        "sample": found.sample,
+        "text": text,
+        "finish_reason": found.finish_reason,
+        "stop": found.stop,
+        "prompt_tokens": found.prompt_tokens,
+        "completion_tokens": len(found.token_ids) - echoed,
+    }
+    if prompt.form is not None:
+        parts, parser = Parts(), prompt.form.parser()
+        parts.add([*parser.feed(text), *parser.close()])
+        identifiers = call_ids(prompt.form, str(number) if key is None else key, found.sample)
+        line["message"] = chat_message(parts, identifiers)
+        line["finish_reason"] = finish_reason(found, called=bool(parts.calls))
+        if prompt.form.reasoning is not None:
+            line["reasoning_tokens"] = prompt.form.reasoning_tokens(found.token_ids[echoed:])
+    if prompt.truncated:
+        line["truncated"] = True
+    if prompt.token_ids:
+        line["token_ids"] = found.token_ids
+    if found.logprobs is not None:
+        line["logprobs"] = entries_of(found.token_ids, found.logprobs, texts, prompt.batch)
+        if prompt.batch and not prompt.messages:
+            before = [] if prompt.request.echo else prompt.request.prompt
+            line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
+            end = end_entries(found, texts, prompt.batch)
+            line["logprobs"] += end
+            line["text_offset"] += [len(text)] * len(end)
+    return line
+
+
+def call_ids(form: AnswerForm, key: str, sample: int) -> Callable[[int], str]:
+    """Identifiers of an answer's calls, by their places; Mistral's templates require 9 letters."""
+
+    def identifier(place: int) -> str:
+        found = hashlib.sha256(f"{key}/{sample}/{place}".encode()).hexdigest()
+        return found[:9] if (form.syntax or "").startswith("mistral") else f"call_{found[:24]}"
+
+    return identifier
+
+
+def finish_reason(found: Completion, *, called: bool) -> str:
+    """Why an answer ended, with the API's reason for one that calls tools."""
+    return "tool_calls" if called and found.finish_reason == "stop" else found.finish_reason
+
+
+def entries_of(
+    tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts, batch: BatchRequest | None
+) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, and those of the likeliest in their places;
+    `batch` is of a request in OpenAI's format.
+    """
+    entries = []
+    for token, logprob, top in zip(tokens, logprobs.tokens, logprobs.top, strict=True):
+        entry = texts.entry(token, logprob, batch)
+        entry["top_logprobs"] = [texts.entry(other, value, batch) for other, value in top.items()]
+        entries.append(entry)
+    return entries
+
+
+def end_entries(
+    completion: Completion, texts: TokenTexts, batch: BatchRequest
+) -> list[dict[str, Any]]:
+    """Return the entry of the token that ended a completion; none if something else did.
+
+    OpenAI's completions and vLLM's list this token with its log-probability. lm-eval drops the last
+    entry of a prompt that it scores with one new token: without this entry it would drop a token of
+    the prompt.
+    """
+    if completion.end_token is None or completion.end_logprobs is None:
+        return []
+    return entries_of([completion.end_token], completion.end_logprobs, texts, batch)
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each single token, decoded when it is first needed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__({token: text for text, token in (tokenizer.special_tokens or {}).items()})
+        self.tokenizer = tokenizer
+        self._spelled = frozenset(self)
+
+    def __missing__(self, token: int) -> str:
+        alone = self.tokenizer.decode([token])
+        text = self[token] = self.tokenizer.decode([token, token])[
+            len(alone) :
+        ]  # it keeps the space before it
+        return text
+
+    def entry(
+        self, token: int, logprob: float | None, batch: BatchRequest | None
+    ) -> dict[str, Any]:
+        """Return a token with its log-probability, and for a request in OpenAI's format with its
+        bytes.
+        """
+        if batch is None:
+            return {"token": self[token], "token_id": token, "logprob": logprob}
+        text = spell_token_id(token) if batch.tokens_as_ids else self[token]
+        return {
+            "token": text,
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": self._bytes_of(token),
+        }
+
+    def _bytes_of(self, token: int) -> list[int] | None:
+        """Return the bytes that a token adds to the text; None if they depend on the tokens
+        before it.
+        """
+        text, known = self[token], self.tokenizer.token_bytes
+        if known is not None and token not in self._spelled:
+            return list(known.of(token) or b"")
+        # Without the bytes, U+FFFD stands for a part of a character.
+        return None if "\ufffd" in text else list(text.encode(errors="surrogatepass"))

@@ -1,0 +1,503 @@
+"""Prompts in a file of JSON lines, read and checked before a model is loaded, without torch.
+
+Each line is an object with one of
+
+    prompt       a string, which is continued
+    messages     a conversation, which is answered: objects with a role and a content, as chat
+                 templates take them
+    token_ids    the prompt as a list of token ids
+
+and may have
+
+    id           any JSON, which comes with the result
+    max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty,
+    presence_penalty, frequency_penalty, logit_bias, seed
+                 how it is continued, in place of the options for all lines
+    draft_tokens how many tokens are proposed at a time at most; 0 to 15
+    response_format
+                 the form of the answer, as in OpenAI's API: {"type": "json_schema", "json_schema":
+                 {"name": "...", "schema": {...}}}, or {"type": "json_object"}
+    specials     true: spellings of special tokens in the prompt, such as <|eot_id|>, mean those
+                 tokens
+    tools        that may be called in an answer to messages, as JSON schemas
+    chat_template_kwargs
+                 variables for the chat template
+
+A line with ``body`` is a request in OpenAI's batch format; see
+`quantkit.jobs.inference.openai_batch`.
+
+Null is as good as absent. Other keys are refused, and so are keys that are there twice and numbers
+that would not come back as they are: of no value in 64 bits, and in an ``id`` of more digits than
+those hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.answers.form import AnswerForm, tool_grammar
+from quantkit.answers.reasoning import reasoning_of
+from quantkit.answers.syntaxes import syntax_of
+from quantkit.answers.tools import Tools, checked_tools
+from quantkit.architectures.config import ModelConfig
+from quantkit.base.arguments import require_flags, wrong_type
+from quantkit.base.json_values import shown
+from quantkit.errors import RequestError
+from quantkit.grammar.response_format import response_grammar
+from quantkit.jobs.inference.json_lines import EXPECTED, at_place, concerning, objects, repeated
+from quantkit.jobs.inference.openai_batch import (
+    OF_TOOLS,
+    BatchRequest,
+    from_batch_line,
+    is_batch_line,
+    split_prompts,
+)
+from quantkit.runtime.generation_config import sampling_defaults
+from quantkit.runtime.request import (
+    BEAM_SEARCH,
+    Request,
+    checked_options,
+    no_beam_search,
+    no_prompt_logprobs,
+    prompt_ids,
+    shortened,
+    stop_strings,
+    text_ids,
+    with_prompt,
+)
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.text.chat import Chat, TemplateChat, chat_format
+from quantkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quantkit.grammar.grammars import Grammars
+
+_log = logging.getLogger(__name__)
+
+STDIN = "-"
+OPTIONS = {
+    "max_new_tokens",
+    "stop",
+    "n",
+    "logprobs",
+    "echo",
+    "draft_tokens",
+    *SamplingOptions.__annotations__,
+}
+"""How prompts are continued: of all lines, or of one."""
+
+_PROMPTS = ("prompt", "messages", "token_ids")
+_OF_MESSAGES = ("tools", "chat_template_kwargs")
+_KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials", "response_format"}
+# Names in quantkit, and arguments of transformers' `apply_chat_template`: they would not reach the
+# template as such.
+_NO_VARIABLES = {"messages", "tools", "self", "budget", "chat_template", "tokenize"}
+_ELSEWHERE = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "text": "prompt",
+    "input": "prompt",
+    "conversation": "messages",
+    "conversations": "messages",
+    "custom_id": "id",
+    "prompt_token_ids": "token_ids",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+}
+_MAX_CONSTRAINED = 128  # samples, as in OpenAI's API: each needs memory
+_NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line that was found sound.
+
+    Attributes:
+        request: how it is continued.
+        stop: strings at which the text ends.
+        known_by: its ``id``, if it has one.
+        messages: whether it is a conversation.
+        token_ids: whether it was given as such.
+        continued: whether the last message is continued, instead of answered.
+        truncated: whether its beginning was cut off.
+        grammar: of the new text, for `Grammars`; None allows any.
+        form: how the answer to a request in OpenAI's format is split into reasoning, content and
+            calls; None for text.
+        batch: what the answer repeats of a line in OpenAI's batch format.
+    """
+
+    request: Request
+    stop: list[str]
+    known_by: dict[str, Any]
+    messages: bool
+    token_ids: bool
+    truncated: bool
+    grammar: str | None = None
+    form: AnswerForm | None = None
+    batch: BatchRequest | None = None
+    continued: bool = False
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the new text is an answer from its first character."""
+        return self.messages and not self.continued and not self.request.echo
+
+    def bound(self, grammars: Grammars) -> Request:
+        """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
+        if self.grammar is None:
+            return self.request
+        reasoning = None if self.form is None else self.form.reasoning
+        return replace(
+            self.request,
+            constraint=grammars.constraint(self.grammar, self.request.end_ids, reasoning),
+        )
+
+
+class PromptReader:
+    """Makes requests to one model of lines."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        options: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        template: str | None = None,
+        truncate: bool = False,
+        prompt_logprobs: bool = True,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: of the model.
+            options: how lines are continued that say nothing else, of `OPTIONS`.
+            max_tokens: maximum length of a prompt with its continuation.
+            template: for conversations; see `chat_format`.
+            truncate: cut too long a prompt at its beginning, instead of refusing it.
+            prompt_logprobs: whether the runner returns log-probabilities of prompts.
+            grammars: of the model; None where its runner does not restrict answers, which is XLA's.
+        """
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._options, self._max_tokens, self._template, self._truncate = (
+            options,
+            max_tokens,
+            template,
+            truncate,
+        )
+        self._prompt_logprobs, self._grammars = prompt_logprobs, grammars
+
+    def read(self, content: bytes, name: str) -> list[list[Prompt]]:
+        """Return the prompts of each line of a file: one, or those of a request in OpenAI's format.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            RequestError: for a file of another kind, or a line that makes no sense, with its
+                number.
+            CheckpointError: if the model's chat template or generation_config.json is damaged.
+        """
+        lines, seen = list[list[Prompt]](), dict[str, int]()
+        for number, values in objects(content, name):
+            batch = None
+            with at_place(f"{name}:{number}"):
+                if is_batch_line(values):
+                    batch, values = from_batch_line(values, self._folder.name)
+                    if (before := seen.setdefault(batch.custom_id, number)) != number:
+                        raise RequestError(
+                            f"'custom_id' is that of line {before}", found=shown(batch.custom_id)
+                        )
+                given = {key: value for key, value in values.items() if value is not None}
+                _require_known(values, _KEYS | {*OF_TOOLS} if batch else _KEYS)
+                kind = _kind(given)
+            if kind == "messages":
+                _ = (
+                    self._chat,
+                    self._chat_defaults,
+                )  # an error in the model's folder is not the line's
+            with at_place(f"{name}:{number}", batch.names if batch else {}):
+                known_by = {"id": values["id"]} if "id" in values else {}
+                lines.append(self._prompts(given, known_by, batch))
+        batches = [prompt.batch for prompts in lines for prompt in prompts if prompt.batch]
+        others = {batch.model for batch in batches if batch.model not in (None, self._folder.name)}
+        if others:
+            _log.warning(
+                "%s: the requests name %s; %s answers them",
+                name,
+                ", ".join(sorted(others)),
+                self._folder.name,
+            )
+        return lines
+
+    def answered(self, url: str, number: str, body: Mapping[str, Any]) -> list[Prompt]:
+        """Return the prompts of a request to OpenAI's API.
+
+        Args:
+            url: the path of the API.
+            number: the request's identifier.
+
+        Raises:
+            RequestError, CheckpointError: as `read`.
+        """
+        batch, values = from_batch_line(
+            {"custom_id": number, "url": url, "body": body}, self._folder.name
+        )
+        given = {key: value for key, value in values.items() if value is not None}
+        kind = _kind(given)
+        if kind == "messages":
+            _ = self._chat, self._chat_defaults
+        with at_place(None, batch.names):
+            return self._prompts(given, {}, batch)
+
+    def _prompts(
+        self, given: Mapping[str, Any], known_by: dict[str, Any], batch: BatchRequest | None
+    ) -> list[Prompt]:
+        """Return the prompts of one line, of which only a request in OpenAI's format has
+        several.
+        """
+        lines = [given] if batch is None else split_prompts(given)
+        prompts = []
+        for number, line in enumerate(lines):
+            place = number if len(lines) > 1 else None
+            prompt = self._prompt(_kind(line), line, known_by, api=batch is not None, place=place)
+            prompts.append(replace(prompt, batch=batch))
+            self._require_few_constrained(prompt, len(lines))
+        return prompts
+
+    def _prompt(
+        self,
+        kind: str,
+        given: Mapping[str, Any],
+        known_by: dict[str, Any],
+        *,
+        api: bool,
+        place: int | None,
+    ) -> Prompt:
+        """Return a prompt of a line; `place` is its number among several."""
+        tools = None
+        if api and kind == "messages":
+            with concerning("tools"):
+                tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
+            given = {**given, "tools": None if tools is None else tools.given}
+        defaults = self._chat_defaults if kind == "messages" else {}
+        chosen = {
+            **defaults,
+            **self._options,
+            **{key: given[key] for key in OPTIONS & given.keys()},
+        }
+        fills = chosen.get("max_new_tokens") is None
+        request, stop = checked({**chosen, "max_new_tokens": 1} if fills else chosen)
+        if request.scores_prompt and not self._prompt_logprobs:
+            raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
+        with concerning(kind, place):
+            ids = self._ids(kind, given)
+        if kind == "messages":
+            request = replace(request, end_ids=self._chat.end_ids)
+        cut = ids
+        if self._truncate and ids:
+            cut = shortened(
+                ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id
+            )
+        if fills:
+            request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
+        with concerning(kind, place):
+            request = with_prompt(self._config, request, cut, self._max_tokens)
+        wanted = given.get("response_format")
+        grammar, form = None, None
+        if wanted is not None:
+            with concerning("response_format"):
+                grammar = response_grammar(wanted)
+        if api and kind == "messages":
+            with concerning("tools"):
+                form, calls = self._form(tools, ids)
+            if grammar is not None and tools is not None:
+                raise RequestError(
+                    "'response_format' and 'tools' do not go together",
+                    hint='or "tool_choice": "none"',
+                    argument="response_format",
+                )
+            grammar = grammar or calls
+            request = replace(
+                request, spelled={} if form is None else form.spelled(self._tokenizer)
+            )
+        found = Prompt(
+            request,
+            stop,
+            known_by,
+            kind == "messages",
+            kind == "token_ids",
+            len(cut) < len(ids),
+            grammar,
+            form,
+        )
+        if kind == "messages" and given.get("chat_template_kwargs", {}).get(
+            "continue_final_message"
+        ):
+            found = replace(found, continued=True)
+        if grammar is not None:
+            name = "response_format" if wanted is not None else "tool_choice"
+            with concerning(name):
+                self._require_compiled(found, name)
+        return found
+
+    def _form(self, tools: Tools | None, ids: list[int]) -> tuple[AnswerForm | None, str | None]:
+        """The form of an answer, and the grammar of the calls that it must have."""
+        reasoning = reasoning_of(self._tokenizer, ids)
+        if tools is None:
+            return None if reasoning is None else AnswerForm(reasoning=reasoning), None
+        assert isinstance(self._chat, TemplateChat)  # others refuse tools
+        known = self._tokenizer.special_tokens or {}
+        if (syntax := syntax_of(self._chat.source(with_tools=True), known)) is None:
+            raise RequestError(
+                "the way in which this model calls tools is not known",
+                hint='leave them out, or "tool_choice": "none"',
+            )
+        form = AnswerForm(syntax, tuple(tools.parameters), tools.parallel, reasoning)
+        return form, tool_grammar(tools, syntax, self._tokenizer)
+
+    def _require_compiled(self, prompt: Prompt, name: str) -> None:
+        """Raise a `RequestError` if the grammar of a prompt is not supported."""
+        if self._grammars is None:
+            raise RequestError("answers are not restricted through XLA", hint=f"leave out '{name}'")
+        if (samples := prompt.request.samples) > _MAX_CONSTRAINED:
+            expected = f"at most {_MAX_CONSTRAINED} with a {name}"
+            raise RequestError("n is out of range", found=samples, expected=expected, argument="n")
+        prompt.bound(self._grammars)
+
+    def _require_few_constrained(self, prompt: Prompt, count: int) -> None:
+        """Raise a `RequestError` if there are too many answers with a grammar to `count` prompts
+        such as this one.
+        """
+        answers = prompt.request.samples * count
+        if prompt.grammar is not None and answers > _MAX_CONSTRAINED:
+            raise RequestError(
+                "too many answers with a response_format in one request",
+                found=answers,
+                expected=f"at most {_MAX_CONSTRAINED}",
+                argument="prompt",
+            )
+
+    def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
+        value = given[kind]
+        if kind == "token_ids":
+            if not isinstance(value, list) or not all(type(one) is int for one in value):
+                raise wrong_type("token_ids", value, "a list of token ids")
+            return prompt_ids(value)
+        if kind == "prompt":
+            if not isinstance(value, str):
+                raise wrong_type("prompt", value, "a string")
+            require_flags(specials=given.get("specials", False))
+            return text_ids(self._tokenizer, value, specials=given.get("specials", False))
+        tools, variables = given.get("tools"), given.get("chat_template_kwargs", {})
+        if not isinstance(value, list):
+            raise wrong_type("messages", value, "a list of objects with a role and a content")
+        if tools is not None and not (
+            isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
+        ):
+            raise wrong_type("tools", tools, "a list of objects")
+        if not isinstance(variables, dict):
+            raise wrong_type("chat_template_kwargs", variables, "an object")
+        if taken := variables.keys() & _NO_VARIABLES:
+            problem = f"'{min(taken)}' is no variable of the template's own"
+            raise RequestError(problem, argument="chat_template_kwargs")
+        return self._chat.encode(value, tools=tools, **variables)
+
+    @cached_property
+    def _chat(self) -> Chat:
+        return chat_format(self._folder, self._tokenizer, self._template)
+
+    @cached_property
+    def _chat_defaults(self) -> SamplingOptions:
+        return sampling_defaults(self._folder)
+
+
+def input_bytes(file: str | Path, what: str) -> bytes:
+    """The content of a file, or of stdin for ``-``.
+
+    Args:
+        what: it contains, for the error.
+
+    Raises:
+        RequestError: if it cannot be read.
+    """
+    name = str(file)
+    try:
+        with open(0 if name == STDIN else file, "rb", closefd=name != STDIN) as source:
+            return source.read()
+    except OSError as error:
+        raise RequestError(f"the {what} cannot be read: {error.strerror}", path=name) from error
+
+
+def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
+    """Options as a request without its prompt, and the strings at which its text ends. Raises
+    `RequestError` for a value of the wrong type or out of its range.
+    """
+    stop = stop_strings(chosen.get("stop", ()))
+    sampling: Any = {key: chosen[key] for key in SamplingOptions.__annotations__ if key in chosen}
+    if isinstance(bias := sampling.get("logit_bias"), dict):
+        tokens = [_as_token(key) for key in bias]
+        if (twice := repeated(tokens)) is not None:
+            raise RequestError(
+                "`logit_bias` names a token twice", found=twice, argument="logit_bias"
+            )
+        sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
+    echo = chosen.get("echo", False)
+    require_flags(echo=echo)
+    request = checked_options(
+        chosen["max_new_tokens"],
+        sampling,
+        samples=chosen.get("n", 1),
+        logprobs=chosen.get("logprobs"),
+        echo=echo,
+        draft_tokens=chosen.get("draft_tokens"),
+    )
+    return request, stop
+
+
+def _as_token(key: Any) -> Any:
+    """A token id, which JSON spells as a string."""
+    return int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
+
+
+def _kind(given: Mapping[str, Any]) -> str:
+    """Which key holds the prompt. Raises `RequestError` unless there is just one, and nothing that
+    goes with another.
+    """
+    kinds = [key for key in _PROMPTS if key in given]
+    if not kinds:
+        raise RequestError(
+            "there is no prompt", found=", ".join(given) or "no keys", expected=EXPECTED
+        )
+    if len(kinds) > 1:
+        raise RequestError(
+            "the prompt is given twice", found=" and ".join(kinds), expected="one of them"
+        )
+    for key in ("specials", *_OF_MESSAGES):
+        goes_with = "prompt" if key == "specials" else "messages"
+        if key in given and kinds != [goes_with]:
+            raise RequestError(
+                f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'", argument=key
+            )
+    return kinds[0]
+
+
+def _require_known(values: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise a `RequestError` for an unknown key."""
+    for key in values:
+        if key in BEAM_SEARCH:
+            raise no_beam_search(key)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            meant = _ELSEWHERE.get(key) or (close[0] if close else None)
+            hint = f"did you mean '{meant}'?" if meant else None
+            raise RequestError(f"unknown key {shown(key)}", hint=hint, argument=key)

@@ -1,0 +1,1 @@
+"""What all jobs that write a model share: targets, the writer, results, and estimates."""

@@ -1,0 +1,180 @@
+"""With `if_exists="skip"`: whether an output that exists is what this job would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.base.option_fields import IfExists
+from quantkit.base.progress import Progress
+from quantkit.errors import CheckpointError, DestinationError
+from quantkit.files.hub import origin
+from quantkit.formats import manifest
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
+from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.staging import changed_keys, partial_folder, require_room_to_build
+from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, source_hashes
+from quantkit.quality.manifest_files import require_as_written
+from quantkit.via_transformers.stacks import unstack
+
+_MEASURED = (
+    "source_check",
+    "quality",
+    "positions",
+    "modules",
+    "schemes",
+    "carried",
+    "exact",
+    "refined",
+    "files",
+)
+"""Keys of the manifest that are not known before the job computes; all others are compared."""
+_HINT = "choose another name or remove it"
+
+
+def is_finished(dst: Path, if_exists: IfExists) -> bool:
+    """Whether there is a finished output that may be kept.
+
+    Raises:
+        DestinationError: if an unfinished one is next to it.
+        ResumeError: if a job is writing there, or something else is in the way.
+    """
+    if if_exists != "skip":
+        return False
+    partial = partial_folder(dst)
+    with destination_errors(dst):
+        whole, there, unfinished = is_there(dst), is_there(manifest_path(dst)), is_there(partial)
+    if whole and unfinished:
+        require_room_to_build(partial, resume=True)
+        problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
+        raise DestinationError(
+            problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}"
+        )
+    return (whole or there) and not unfinished
+
+
+def require_folders(dst: Path, folders: Collection[str]) -> None:
+    """Raise a `DestinationError` if a finished output has other folders than these; ``""`` is
+    the output itself.
+    """
+    if "" in folders:
+        return
+    with destination_errors(dst):
+        found = {path.name for path in dst.iterdir()} - {JOURNAL} if dst.is_dir() else set()
+    if found != {*folders}:
+        raise _differs(dst, "to")
+
+
+@dataclass(frozen=True)
+class Existing:
+    """An output that exists.
+
+    All methods raise a `DestinationError` if it is another one than a job would write.
+    """
+
+    dst: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def read(cls, dst: Path, progress: Progress) -> Existing:
+        """An output whose files, with the model card, have the hashes of its manifest."""
+        with _as_written(dst):
+            made, edited = require_as_written(dst, progress=progress)
+        found = cls(dst, made)
+        if edited:
+            raise found.differs(*(f"file {name}" for name in edited))
+        return found
+
+    def require_inputs(
+        self, work: Work, details: Mapping[str, object], *, source_check: bool, progress: Progress
+    ) -> None:
+        """Compare all of the manifest that is known before the job computes, to which it adds
+        `details`.
+        """
+        source, made = work.source, self.manifest
+        details = {**details, **({"computed_by": work.computed_by} if work.computed_by else {})}
+        hashes = source_hashes(source).result(progress)
+        now = manifest.build(work.job, source.format, hashes, {}, details, origin(source.path))
+        before, now = (
+            {key: one[key] for key in one if key not in _MEASURED} for one in (made, now)
+        )
+        checked = {"source_check": made.get("source_check") != NOT_CHECKED}
+        self.require(before | checked, now | {"source_check": source_check})
+
+    def require_files(self, work: Work, card: Mapping[str, bytes] | None = None) -> None:
+        """Compare the names of all files, the content of those next to the weights, and the
+        weights' headers.
+        """
+        encoder, files = work.encoder, self.manifest["files"]
+        written = {**work.side_files, **encoder.extra_files(), **(card or {})}
+        now = {name: content_hash(content) for name, content in written.items()}
+        now |= {name: files.get(name) for name in encoder.files()}
+        why = dict.fromkeys(card or (), " (license, base model, or SRC's name or README)")
+        found, expected = (
+            {f"file {name}{why.get(name, '')}": one[name] for name in one} for one in (files, now)
+        )
+        self.require(found, expected)
+        if self.dst.is_file() and self.dst.name not in files:
+            raise self.differs(f"file {self.dst.name}")  # the manifest is that of several files
+        for name, header in encoder.headers().items():
+            path = manifest_path(self.dst).with_name(name)
+            with destination_errors(path), path.open("rb") as file:
+                if file.read(len(header)) != header:
+                    raise self.differs(f"file {name}")
+
+    def require(self, found: dict[str, Any], expected: Mapping[str, object]) -> None:
+        """Compare parts of the manifest with what the job would write there."""
+        now = json.loads(json.dumps(expected))
+        if found != now:
+            raise self.differs(*changed_keys(found, now))
+
+    def passed(self, kind: Any, key: str, *, accepted: bool = False, **fields: object) -> Any:
+        """A check of the manifest, if it was passed, or its failure was and is `accepted`; with
+        these fields.
+        """
+        with _as_written(self.dst):
+            check = kind.from_json(self.manifest.get(key), manifest_path(self.dst))
+        self.require(
+            {key: self.manifest[key]}, {key: replace(check, **fields).to_json(accepted=accepted)}
+        )
+        if check.problem() is not None and not accepted:
+            raise self.differs(f"{key} (passed)")
+        return check
+
+    def opened(self, work: Work) -> StoredCheckpoint:
+        """Its weights."""
+        path = self.dst if self.dst.is_dir() else self.dst.with_name(work.encoder.files()[0])
+        with _as_written(self.dst):
+            result = with_codes(open_checkpoint(path, tensors_only=not work.source.config.runnable))
+            unstack(result, work.source.config.code)
+            return result
+
+    def differs(self, *names: str) -> DestinationError:
+        """The error for what differs."""
+        return _differs(self.dst, *names)
+
+
+def _differs(dst: Path, *names: str) -> DestinationError:
+    problem = "exists already, from other inputs or options; nothing is overwritten"
+    return DestinationError(problem, path=dst, found=f"changed {', '.join(names)}", hint=_HINT)
+
+
+@contextmanager
+def _as_written(dst: Path) -> Iterator[None]:
+    """Turn errors about an output into those about a destination."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise DestinationError(
+            f"exists already, and is not as quantkit wrote it: {error.problem}",
+            path=error.path or dst,
+            found=error.found,
+            expected=error.expected,
+            hint=_HINT,
+        ) from error

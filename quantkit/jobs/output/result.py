@@ -1,0 +1,222 @@
+"""Results of the jobs that write a model: what was written, and its quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.base.memory import size_text
+from quantkit.bit_allocation.allocation import Allocation
+from quantkit.jobs.quantize.sizes import WeightSizes
+from quantkit.quality.figures import Estimate, weighted_mean
+from quantkit.quality.gate import Gate
+from quantkit.quality.positions import PositionCertificate
+from quantkit.quality.transcoded import Exact
+from quantkit.quality.weights_only import WeightsOnly
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """What `quantkit.convert` wrote.
+
+    Attributes:
+        path: the new folder.
+        weight_bytes: what the tensors occupy on disk.
+        bits_per_weight: their average over all parameters.
+        exact: what of a quantized source was read back and found equal, or equal but for the type
+            of its scales; None where no codes were carried.
+        rounded: how many quantized tensors were rounded anew, as `requantize` allows.
+        quality: what the gate measured of them, and of those whose scales were cast; None where
+            there are none.
+        seconds: what it took; a resumed run counts its own time.
+        notes: what one should know though it is no error.
+        manifest: what ``quantkit.json`` holds.
+        skipped: whether `path` existed and was accepted, with `if_exists="skip"`.
+    """
+
+    path: Path
+    weight_bytes: int
+    bits_per_weight: float
+    exact: Exact | None
+    rounded: int
+    quality: Gate | None
+    seconds: float
+    notes: list[str]
+    manifest: dict[str, Any]
+    skipped: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        quality = None if self.quality is None else self.quality.to_json()
+        return {**asdict(self), "path": str(self.path), "quality": quality}
+
+    def lines(self) -> list[str]:
+        """The report for people: one line."""
+        facts = [size_text(self.weight_bytes), _bits(self.bits_per_weight)]
+        if self.exact is not None and not (self.rounded and not self.exact.tensors):
+            facts.append(self.exact.line())
+        if self.quality is not None:
+            facts += [
+                *([f"{self.rounded} rounded anew"] if self.rounded else []),
+                *quality_texts(self.quality),
+            ]
+        return [f"{_outcome(self)}: {', '.join([*facts, time_text(self.seconds)])}"]
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What `quantkit.quantize` wrote.
+
+    Attributes:
+        path: the new folder.
+        schemes: how many linear layers have each scheme, the most frequent first.
+        weight_bytes: what the tensors occupy on disk.
+        bits_per_weight: their average over all parameters, those that keep their floats included.
+        method: ``rtn`` or ``gptq``.
+        calibration: what GPTQ was calibrated on, as the manifest has it; None for rounding.
+        quality: what the gate measured; of a model known by its tensors only, what became of them.
+        accepted: whether the result was to be kept whatever the gate says.
+        seconds: what it took; a resumed run counts its own time.
+        notes: what one should know though it is no error.
+        manifest: what ``quantkit.json`` holds.
+        weights: the size of its files of weights and of the source's.
+        embedding: its scheme; None where it keeps its floats.
+        positions: what was lost by position; None if no certificate was requested.
+        allocation: how the schemes were chosen for a size; None where they were given.
+        skipped: as in `ConvertResult`.
+        effort: of GPTQ; None for rounding.
+        kv_cache: of which its scales are written, such as ``fp8``; None for none.
+        refined: with `refine`, the KL on samples that were held back, as it fell: evaluations with
+            their ``step``.
+        formats: the result in each format by name, if several were requested; empty for one. `path`
+            is then the folder of all, `notes` and `seconds` are those of all, and the other fields
+            those of the first.
+    """
+
+    path: Path
+    schemes: dict[str, int]
+    weight_bytes: int
+    bits_per_weight: float
+    method: str
+    calibration: dict[str, Any] | None
+    quality: Gate | WeightsOnly
+    accepted: bool
+    seconds: float
+    notes: list[str]
+    manifest: dict[str, Any]
+    weights: WeightSizes
+    embedding: str | None = None
+    positions: PositionCertificate | None = None
+    allocation: Allocation | None = None
+    skipped: bool = False
+    effort: str | None = None
+    kv_cache: str | None = None
+    refined: list[dict[str, Any]] | None = None
+    formats: dict[str, QuantizeResult] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
+        own = {
+            "path": str(self.path),
+            "quality": self.quality.to_json(accepted=self.accepted),
+            "positions": None
+            if self.positions is None
+            else self.positions.to_json(accepted=self.accepted),
+            "allocation": None if self.allocation is None else self.allocation.to_json(),
+            "formats": {name: one.to_json() for name, one in self.formats.items()},
+        }
+        return asdict(replace(self, allocation=None, formats={})) | own
+
+    def lines(self) -> list[str]:
+        """The report for people: one line, with the divergence and the growth of perplexity over
+        all texts of the gate together, and those of a certificate; of a size to fit before it what
+        was chosen; and last what would make the model smaller. Of several formats those of each,
+        and last the size of all.
+        """
+        if self.formats:
+            each = [line for one in self.formats.values() for line in one._lines()]
+            size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
+            return [
+                *each,
+                f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}",
+            ]
+        return self._lines(time_text(self.seconds))
+
+    def _lines(self, *more: str) -> list[str]:
+        facts = [
+            _schemes(self.schemes),
+            *([f"embedding {self.embedding}"] if self.embedding else []),
+            *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
+            self.weights.text(),
+            _bits(self.bits_per_weight),
+            *quality_texts(self.quality),
+        ]
+        if self.refined is not None:
+            start, best = (
+                self.refined[0]["held_back"],
+                min(one["held_back"] for one in self.refined),
+            )
+            facts.append(f"refined: KL on text that was held back {best / start - 1:+.1%}")
+        chosen = (
+            [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
+        )
+        by_position = [] if self.positions is None else self.positions.lines()
+        wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
+        return [*chosen, wrote, *by_position, *self.weights.hints()]
+
+
+def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
+    """The result of a run that took some seconds, given that in each folder of `path`; the key of a
+    single one is ``""``.
+    """
+    first = next(iter(results.values()))
+    if "" in results:
+        return replace(first, seconds=seconds)
+    notes = list(dict.fromkeys(note for one in results.values() for note in one.notes))
+    return replace(first, path=path, seconds=seconds, notes=notes, formats=dict(results))
+
+
+def growth_text(ratio: Estimate) -> str:
+    """By how much a figure has grown, in percent."""
+    growth = Estimate(ratio.value - 1, ratio.error).times(100)
+    return f"{'' if growth.value < 0 else '+'}{growth} %".replace(" ±", " % ±")
+
+
+def _outcome(made: ConvertResult | QuantizeResult) -> str:
+    return (
+        f"{made.path} exists already, from the same inputs and options"
+        if made.skipped
+        else f"wrote {made.path}"
+    )
+
+
+def _schemes(schemes: dict[str, int]) -> str:
+    if len(schemes) == 1:
+        return next(iter(schemes))
+    return " and ".join(
+        f"{scheme} ({count} linear{'s' * (count > 1)})" for scheme, count in schemes.items()
+    )
+
+
+def _bits(bits_per_weight: float) -> str:
+    return f"{bits_per_weight:.2f} bits a weight"
+
+
+def quality_texts(quality: Gate | WeightsOnly) -> list[str]:
+    """The mean KL, and by how much perplexity has grown, over all tokens of the gate's texts."""
+    if isinstance(quality, WeightsOnly):
+        return [quality.line()]
+    tokens = [one.tokens for one in quality.texts]
+    kl = weighted_mean([one.kl_estimate for one in quality.texts], tokens)
+    ratio = weighted_mean([one.perplexity_ratio for one in quality.texts], tokens)
+    return [f"KL {kl}", f"perplexity {growth_text(ratio)}"]
+
+
+def time_text(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,0 +1,157 @@
+"""Check the files next to a source's weights before a job begins, and say which of them an output
+will lack.
+
+A job copies these files, or carries their content over. Damage in them would be found only when the
+output is used, by quantkit's own `generate`, the doctor or transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from quantkit.base.json_values import read_settings
+from quantkit.doctor import text
+from quantkit.doctor.findings import Finding
+from quantkit.doctor.side_files import README, SideFiles, check_dead, linked_files
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.links import require_inside
+from quantkit.files.located import located
+from quantkit.formats import manifest
+from quantkit.formats.codecs.table import SETTINGS_FILES
+from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.folder import checked_tokenizer, is_private_license, side_names
+from quantkit.formats.registry import CONTAINERS
+from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.tokenizer import Tokenizer
+
+_CONFIG = "config.json"
+_CACHE = "__pycache__"
+_MODULES = "modules.json"
+_INDEX = ".index.json"
+_PART = re.compile(r"-\d+-of-(\d+)\.")
+_TEMPLATE_RULE = "damaged-template"
+_RULES = (
+    "not-a-file",
+    "damaged-side-file",
+    "damaged-tokenizer",
+    "bad-generation-config",
+    "token-out-of-range",
+    _TEMPLATE_RULE,
+)
+"""The doctor's rules about side files.
+
+Those about config.json and weights have their own checks in readers.
+"""
+
+
+def require_causal_model(path: str | Path) -> None:
+    """Raise `UnsupportedError` for the folder of an embedding model, before anything else is said
+    about it.
+
+    Such a folder says in modules.json how hidden states are pooled, in files that no format here
+    carries: the output would be loaded with another pooling, and give other embeddings without a
+    warning.
+    """
+    modules = located(path) / _MODULES
+    if modules.is_file():
+        raise UnsupportedError(
+            "is an embedding model of sentence-transformers, which is not supported",
+            path=path,
+            found=f"{_MODULES}, which says how hidden states are pooled",
+            expected="a model that generates text",
+            hint="use sentence-transformers' own quantization",
+        )
+
+
+def check_side_files(
+    source: StoredCheckpoint, *, template: str | None = None
+) -> tuple[Tokenizer | None, list[str]]:
+    """Check all files of a source that an output takes over, by the doctor's rules.
+
+    Args:
+        template: the requested chat template, which replaces those of the source: they may be
+            damaged.
+
+    Returns:
+        The tokenizer, compared with the embedding, and notes on it; see `checked_tokenizer`.
+
+    Raises:
+        CheckpointError: if a file is damaged, a placeholder or missing, or is a link out of the
+            folder.
+    """
+    root = text_folder(source.path)
+    config_path = root / _CONFIG
+    side = SideFiles(
+        source.path,
+        root,
+        sorted(path.name for path in root.iterdir()),
+        kind=source.format,
+        config=read_settings(config_path) if config_path.is_file() else {},
+    )
+    for finding in check_dead(side):
+        raise _refusal(finding, root)
+    for path in linked_files(side):
+        if not is_private_license(path):
+            require_inside(path, root)
+    tokenizer, notes = checked_tokenizer(source)
+    # The embedding of a model that is not run may be another one than that of text tokens.
+    rows = source.config.vocab_size if source.config.measurable else None
+    for finding in text.check(side, rows, side_names(source)):
+        if finding.rule.name not in _RULES or finding.where == _CONFIG:
+            continue
+        if finding.rule.name == _TEMPLATE_RULE and template is not None:
+            continue
+        raise _refusal(finding, root)
+    return tokenizer, notes
+
+
+def note_left_behind(
+    source: StoredCheckpoint, container: Container, dst: Path, *, has_card: bool
+) -> list[str]:
+    """Name the files and folders of a source that an output does not have, in one note.
+
+    The note leaves out what a reader of the output cannot miss: the weights that are read, their
+    index and settings, the manifest and the model card of quantkit's own folders, and hidden files
+    and caches.
+
+    Args:
+        container: of the output, at `dst`.
+        has_card: whether the output gets a model card.
+    """
+    if not source.path.is_dir():
+        return []
+    silent = {
+        CONTAINERS[source.format].config_file,
+        manifest.NAME,
+        _CACHE,
+        *SETTINGS_FILES,
+        *(file.path.name for file in source.files()),
+        *container.carried_names(source, dst),
+    }
+    if (source.path / manifest.NAME).is_file():
+        silent.add(README)  # the model card that quantkit wrote
+    names: dict[str, None] = {}
+    for path in sorted(source.path.iterdir()):
+        name = path.name
+        if is_private_license(path):
+            name += " (a link that leads out of the folder)"
+        elif name in silent or name.startswith(".") or name.endswith(_INDEX):
+            continue
+        if name == README and has_card:
+            name += " (a model card takes its place)"
+        if path.is_dir():
+            name += "/"
+        names[_PART.sub(r"-*-of-\1.", name)] = None
+    if not names:
+        return []
+    return [f"{source.path}: not copied: {', '.join(names)}; copy what the model needs"]
+
+
+def _refusal(finding: Finding, root: Path) -> CheckpointError:
+    """Return the doctor's finding as an error."""
+    path = root / finding.where
+    if not os.path.lexists(path):
+        path = root
+    return CheckpointError(finding.what, path=path, hint=finding.rule.remedy)

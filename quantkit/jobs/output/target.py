@@ -1,0 +1,177 @@
+"""The target format of a job: the requested one, or the one that follows from the source."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from quantkit.base.arguments import as_integer, as_string, as_strings
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
+from quantkit.formats.codecs.table import NATIVE as native
+from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.kv_cache import KvCache
+from quantkit.formats.registry import GGUF, HF, Target, target, targets
+
+NATIVE = native.name
+"""The target of quantized models by default."""
+SHARD_BYTES = 2 << 30
+"""Largest safetensors file written by default, unless one tensor is larger."""
+_WITH_KV_CACHE = (CompressedTensors.name, Int8Activations.name, HF.name)
+"""Targets that can store the scheme and scales of a KV cache."""
+
+
+def requested_target(
+    to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False
+) -> Target | None:
+    """The requested target, by name or by the suffix of the destination; None if it follows from
+    the source. Raises `RequestError` for an unknown name, and for requests that contradict each
+    other.
+    """
+    if dequantize and requantize:
+        raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
+    found = None if to is None else target(as_string("to", to))
+    if dst.suffix.lower() == f".{GGUF.name}":
+        if found is not None and found.name != GGUF.name:
+            raise RequestError(
+                f'the destination is a GGUF file by its name, and `to="{found.name}"` requests a'
+                " folder",
+                found=str(dst),
+                hint="choose a name without .gguf, or leave `to` out",
+            )
+        found = target(GGUF.name)
+    if found is None:
+        return None
+    for given, name, allowed in (
+        (dequantize, "dequantize", found.floats),
+        (requantize, "requantize", found.codes is not None),
+    ):
+        if given and not allowed:
+            able = [
+                one.name
+                for one in targets().values()
+                if (one.floats if dequantize else one.codes is not None)
+            ]
+            raise RequestError(
+                f'`{name}=True` does not go with `to="{found.name}"`', expected=", ".join(able)
+            )
+    return found
+
+
+def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
+    """The default target of a source: floats as Hugging Face folders, codes as they lie there
+    if that is written, else as compressed-tensors."""
+    if dequantize or not (schemes(source) or read_as_floats(source)):
+        return target(HF.name)
+    own = targets().get(source.method or "")
+    return own if own is not None and own.method is not None else target(NATIVE)
+
+
+def quantized_target(to: str | None, dst: Path) -> Target:
+    """As what a model is quantized.
+
+    Raises `RequestError` for what holds floats only; see also `requested_target`.
+    """
+    found = requested_target(to, dst) or target(NATIVE)
+    if found.codes is None:
+        able = ", ".join(one.name for one in targets().values() if one.codes is not None)
+        raise RequestError(f'`to="{found.name}"` is a format of floats', expected=able)
+    return found
+
+
+def quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]:
+    """As what a model is quantized, in the order of `targets`, if one or several formats are
+    requested. Raises `RequestError` for none and for one that is named twice; see also
+    `quantized_target`.
+    """
+    names: list[str | None] = [None] if to is None else [*as_strings("to", to)]
+    if not names:
+        raise RequestError("`to` names no format", expected="a format, or several")
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError("`to` names a format twice", found=again)
+    order = list(targets())
+    return sorted(
+        (quantized_target(name, dst) for name in names), key=lambda one: order.index(one.name)
+    )
+
+
+def shard_bytes(requested: int | None, container: Container) -> int:
+    """The bytes of the largest file of weights. Raises `RequestError` for a size that no file can
+    have, or a container whose files are not split by size.
+    """
+    if requested is None:
+        return sys.maxsize if container.one_file else SHARD_BYTES
+    size = as_integer("split_max_size", requested)
+    if size <= 0:
+        raise RequestError("`split_max_size` must be positive", found=size)
+    if container.model_parallel:
+        raise RequestError(
+            f'`split_max_size` does not go with `to="{container.name}"`',
+            hint="`mp` says how many files",
+        )
+    return size
+
+
+def kept_kv_cache(
+    source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
+) -> tuple[KvCache | None, list[str]]:
+    """What a conversion writes again, as it is, of its source's quantized key/value cache, and
+    notes for the user. Raises `NonFiniteError` or `CheckpointError`: see `KvCache.require_sound`.
+    """
+    cache = source.kv_cache
+    if cache is None or not cache.rewritable or dequantize or target.name not in _WITH_KV_CACHE:
+        return None, dropped_kv_cache(source, dst)
+    cache.require_sound(allow_nonfinite=allow_nonfinite)
+    return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
+
+
+def dropped_kv_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
+    """A note where an output says nothing of its source's quantized key/value cache, or has it
+    calibrated `again`.
+    """
+    if source.kv_cache is None:
+        return []
+    if again:
+        return [f"{dst}: the scales of the KV cache are calibrated again"]
+    return [
+        f"{dst}: the scheme and scales of the KV cache are dropped: readers keep the cache in"
+        " floats"
+    ]
+
+
+def require_holds_kv_cache(target: Target, dst: Path) -> None:
+    """Raise an `UnsupportedError` if scales of a quantized key/value cache have no place in a
+    format of codes.
+    """
+    if target.name not in _WITH_KV_CACHE:
+        able = ", ".join(name for name in _WITH_KV_CACHE if name != HF.name)
+        raise UnsupportedError(
+            f"{target.name} has no place for scales of a KV cache",
+            path=dst,
+            expected=able,
+            hint="leave `kv_cache` out",
+        )
+
+
+def require_kv_cache_run(source: StoredCheckpoint) -> None:
+    """Raise an `UnsupportedError` if scales of a key/value cache cannot be calibrated and
+    checked for a model.
+    """
+    config = source.config
+    if config.runnable and config.latent_attention is None:
+        return
+    why = "it has no keys and values but latent ones (MLA)"
+    if not config.runnable:
+        why = (
+            f"{config.run_by} runs it"
+            if config.run_by is not None
+            else "it is known by its tensors only"
+        )
+    raise UnsupportedError(
+        f"scales of a KV cache are calibrated for models of quantkit's own decoder; {why}",
+        path=source.path,
+        found=config.architecture,
+        hint="leave `kv_cache` out",
+    )

@@ -1,0 +1,1 @@
+"""Push a model to a repository on a model hub."""

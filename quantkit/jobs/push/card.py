@@ -1,0 +1,194 @@
+"""The model card that `push` sends: the folder's README.md, with what hubs read of it and it lacks;
+or a short new one.
+
+It is made in memory, since the manifest of the folder has the sha256 of its files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.base.json_values import read_json
+from quantkit.errors import RequestError
+from quantkit.files.gguf_types import GGUF
+from quantkit.files.hub import quietly
+from quantkit.files.hub_failures import short
+from quantkit.formats.authorship import CARD, LICENSE_DETAILS, read_authorship
+from quantkit.jobs.output.labels import recorded_base
+from quantkit.quality.figures import manifest_or_empty
+
+_FLOATS = (".safetensors", ".bin")
+_BEGUN, _ENDED = re.compile(r"\s*---[ \t]*[\r\n]"), re.compile(r"[\r\n]---[ \t]*([\r\n]|$)")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card as it is sent.
+
+    Attributes:
+        content: its text, with the line ends of the README.md that it was made from.
+        changed: what differs from that; empty if it is sent as it is.
+        is_new: whether there is no README.md.
+        license: what it states; None if it does not.
+        lacks_base: whether it states no base model, of which quantkit made the model.
+    """
+
+    content: bytes
+    changed: list[str]
+    is_new: bool
+    license: Any
+    lacks_base: bool
+
+
+def model_card(
+    model: Path, files: Mapping[str, Path], name: str, base_model: str | None, license: str | None
+) -> Card:
+    """The model card of a model.
+
+    Args:
+        files: what is sent, by name.
+        name: of the repository.
+        base_model, license: what it is to state; None leaves what it states, or what the manifest
+            records.
+
+    Raises:
+        RequestError: if README.md is not UTF-8, or its metadata is not what a hub reads.
+    """
+    readme, made = files.get(CARD), manifest_or_empty(model)
+    if readme is None and any(name.startswith(f"{CARD}/") for name in files):
+        raise RequestError(
+            "is a folder, and the place of the model card", path=model / CARD, hint="rename it"
+        )
+    original = b"" if readme is None else readme.read_bytes()
+    card = _read(original, readme or model / CARD)
+    before = card.data.to_dict()
+    recorded, relation = (recorded_base(model), _relation(made, files)) if made else (None, None)
+    new: dict[str, Any] = {}
+    if readme is None:
+        stated = _gguf_authorship(model, files)
+        if recorded is not None:
+            stated.pop("base_model", None)  # of the source, of which this is a conversion
+        new = stated | _described(model, files, made, stated.get("tags", []))
+        before = stated
+    base = base_model or before.get("base_model") or recorded
+    if base and base != before.get("base_model"):
+        new |= {"base_model": base} | ({"base_model_relation": relation} if relation else {})
+    elif relation and base and base == recorded and not before.get("base_model_relation"):
+        new["base_model_relation"] = relation
+    if license is not None and license != before.get("license"):
+        new["license"] = license
+        for key in LICENSE_DETAILS:  # of the other licence
+            card.data.pop(key, None)
+            new.pop(key, None)
+    for key, value in new.items():
+        card.data[key] = value
+    if readme is None:
+        card.text = _body(name, made, base)
+    sent = card.data.to_dict()
+    content = original if readme is not None and not new else _text(card, original).encode()
+    return Card(content, list(new), readme is None, sent.get("license"), bool(made) and not base)
+
+
+def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """What the metadata of GGUF files states; several files of a folder are one model in several
+    types.
+    """
+    paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
+    return read_authorship(paths[0] if paths else model)
+
+
+def _read(content: bytes, path: Path) -> Any:
+    from huggingface_hub import ModelCard
+
+    hint = "correct the lines between --- at its beginning"
+    try:
+        text = content.decode("utf-8-sig")
+        if _BEGUN.match(text) and not _ENDED.search(text):
+            raise RequestError(
+                "its metadata does not end", path=path, expected="a line ---", hint=hint
+            )
+        with quietly():
+            return ModelCard(text)
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8"
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:
+        raise RequestError(
+            "its metadata cannot be read", path=path, found=short(error), hint=hint
+        ) from error
+
+
+def _text(card: Any, original: bytes) -> str:
+    """The text of a card, with the line ends and the order of the metadata that it had; older
+    versions of the library have no fixed order for new metadata.
+    """
+    if not card.data.to_dict():
+        return str(card.text)
+    end = "\r\n" if b"\r\n" in original else "\n"
+    order = list(dict.fromkeys([*getattr(card, "_original_order", ()), *vars(card.data)]))
+    return (
+        f"---{end}{card.data.to_yaml(line_break=end, original_order=order)}{end}---{end}{card.text}"
+    )
+
+
+def _described(
+    model: Path, files: Mapping[str, Path], made: Mapping[str, Any], tags: list[str]
+) -> dict[str, Any]:
+    """The metadata of a new model card but for base model and licence, without what is not known;
+    `tags` are the model's own.
+    """
+    floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
+    config = read_json(model / "config.json") if "config.json" in files else {}
+    classes = config.get("architectures")
+    causal = isinstance(classes, list) and any(str(one).endswith("ForCausalLM") for one in classes)
+    facts = {
+        "library_name": (
+            "transformers" if floats and classes and made.get("job") != "quantize" else None
+        ),
+        "pipeline_tag": "text-generation" if causal or (made and _has_gguf(files)) else None,
+        "tags": list(
+            dict.fromkeys(
+                [*tags, *(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])]
+            )
+        ),
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _relation(made: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
+    """How hubs call the relation of what quantkit made to the base model; None leaves it to the
+    hub.
+    """
+    if made.get("job") == "quantize" or _has_gguf(files):
+        return "quantized"
+    return "finetune" if made.get("lora") else None
+
+
+def _has_gguf(files: Mapping[str, Path]) -> bool:
+    return any(name.endswith(GGUF) for name in files)
+
+
+def _body(name: str, made: Mapping[str, Any], base: object) -> str:
+    lines = [f"# {name.rpartition('/')[2]}"]
+    if isinstance(base, str):
+        lines.append(f"Base model: [{base}](https://huggingface.co/{base}).")
+    if made:
+        lines.append(
+            f"Made with quantkit {made.get('quantkit_version', '')}: `quantkit"
+            f" {made.get('job', '')}`."
+        )
+    return "\n" + "\n\n".join(lines) + "\n"

@@ -1,0 +1,333 @@
+"""Push a model to a repository of the Hugging Face hub: checked before, compared after."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quantkit.base.arguments import as_path, as_string, require_flags
+from quantkit.base.json_values import shown
+from quantkit.base.progress import Progress, deduplicated, silent
+from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.files.hub import PREFIX, REVISION
+from quantkit.files.hub_answers import COMMIT
+from quantkit.files.hub_upload import (
+    Repository,
+    commit_files,
+    create_branch,
+    create_repository,
+    read_repository,
+    require_repository_name,
+    require_sent,
+    require_token,
+    validate_model_card,
+)
+from quantkit.files.local_files import LocalFile, hashed, in_memory
+from quantkit.files.source import SourceFile
+from quantkit.formats.authorship import CARD as README
+from quantkit.formats.output.destination import manifest_path
+from quantkit.jobs.push.card import Card, model_card
+from quantkit.jobs.push.files import manifests, model_files, require_sound
+from quantkit.jobs.push.result import PushedFile, PushResult, State, some_names
+from quantkit.jobs.quantize.options import HUB_NAME, LICENSE
+from quantkit.quality.manifest_files import is_loaded, require_as_written
+
+_KEPT = ".gitattributes"
+"""The hub makes it, and it decides what is stored in LFS."""
+_HASH_SPEED, _UPLOAD_SPEED, _COMMIT_SECONDS = 1e9, 2e7, 5.0  # bytes in a second, for the time left
+_log = logging.getLogger(__name__)
+
+
+def push(
+    path: str | Path,
+    name: str,
+    *,
+    public: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+    delete_others: bool = False,
+    dry_run: bool = False,
+    on_steps: Callable[[Mapping[str, float]], object] | None = None,
+    progress: Progress = silent,
+) -> PushResult:
+    """Send a model to a repository of the Hugging Face hub, in one commit, and compare what the hub
+    lists with it.
+
+    Nothing is sent of a model in which `quantkit.diagnose` finds an error, or whose files are not
+    those of its manifest. Files that the hub has already are not sent again, also those that an
+    interrupted call has sent: the same call continues it. The model itself is not changed.
+
+    Args:
+        path: a folder, or a GGUF file, of which all parts are sent; not hidden files.
+        name: ``owner/name``. The repository is created if it is not there.
+        public: create a public repository, not a private one; one that exists keeps its visibility.
+        base_model: for the model card, if neither it nor the manifest states it: the source's name
+            on the hub.
+        license: for the model card: its licence as hubs name it; required for a public repository
+            if the card has none.
+        revision: the branch to commit to; created from the default one if it is not there.
+        message: of the commit.
+        delete_others: delete all other files of the repository in the same commit.
+        dry_run: check the model, list what would be sent, and send nothing; this needs no access
+            token.
+        on_steps: is called with the seconds that each phase is estimated to take.
+        progress: is called while files are read and sent.
+
+    Returns:
+        The commit, and the state of each file.
+
+    Raises:
+        RequestError: for an invalid argument; if there is no access token or it may not write
+            there; if a public repository would have no licence, or if files in the repository would
+            be loaded with the model's.
+        CheckpointError: if something is wrong with the model; if the hub does not hold what was
+            sent.
+        UnreachableError: if the hub cannot be reached or is overloaded; the same call continues.
+
+    Example:
+        >>> quantkit.push("Qwen2.5-0.5B-int4", "me/Qwen2.5-0.5B-int4", license="apache-2.0").url
+        'https://huggingface.co/me/Qwen2.5-0.5B-int4'
+    """
+    from huggingface_hub import HfApi
+
+    require_flags(public=public, delete_others=delete_others, dry_run=dry_run)
+    name = _repository_name(name)
+    _require_valid(base_model, license, revision, message)
+    progress = deduplicated(progress)
+    model = require_sound(as_path("path", path))
+    paths, hidden = model_files(model)
+    card = model_card(model, paths, name, base_model, license)
+    notes = _Notes()
+    notes.extend([f"hidden files are not sent: {some_names(hidden)}"] if hidden else [])
+    if not dry_run:
+        require_token(name)
+    there, private = _before(name, revision, public, dry_run, notes)
+    sends_card = not card.is_new or there is None or README not in there.files
+    if sends_card:
+        _check_card(card, private, notes)
+    else:
+        notes.extend([f"{README} there stays as it is: {model} has none"])
+    names = {*paths, *([README] if sends_card else [])}
+    others = [] if there is None else sorted(set(there.files) - names - {_KEPT, README})
+    if not delete_others:
+        _require_no_mixture(name, names, others)
+    files = _local_files(model, paths, dry_run, on_steps, notes, progress)
+    if sends_card and (card.changed or card.is_new):
+        files[README] = in_memory(README, card.content)
+    states = {file.name: _state(file, there) for file in files.values()}
+    changed = [file for file in files.values() if states[file.name] != "same"]
+    deleted = others if delete_others else []
+    created = there is None
+    if not dry_run and (there is None or not there.has_branch or changed or deleted):
+        if README in states and states[README] != "same":
+            validate_model_card(card.content.decode("utf-8-sig"), name)
+        there = _destination(name, revision, there, private=not public)
+        if changed or deleted:
+            commit = commit_files(
+                changed, deleted, there, message or f"Upload {name} with quantkit", progress
+            )
+            _compare(list(files.values()), name, commit)
+            there = replace(there, commit=commit)
+    return PushResult(
+        name,
+        f"{HfApi().endpoint}/{name}",
+        revision,
+        None if there is None else there.commit,
+        private,
+        created,
+        [PushedFile(one, files[one].size, states[one]) for one in sorted(files)],
+        deleted,
+        [] if delete_others else others,
+        dry_run,
+        notes.lines,
+    )
+
+
+class _Notes:
+    """Notes for the result, which are logged at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def extend(self, lines: list[str]) -> None:
+        for line in lines:
+            self.lines.append(line)
+            _log.info("%s", line)
+
+
+def _repository_name(name: str) -> str:
+    plain = as_string("name", name).removeprefix(PREFIX)
+    if not HUB_NAME.fullmatch(plain) or "/" not in plain:
+        raise RequestError(
+            "is not the name of a repository of models", found=shown(name), expected="owner/name"
+        )
+    require_repository_name(plain)
+    return plain
+
+
+def _require_valid(
+    base_model: str | None, license: str | None, revision: str | None, message: str | None
+) -> None:
+    for value, pattern, option, expected in (
+        (base_model, HUB_NAME, "base_model", "owner/name"),
+        (license, LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
+        (revision, re.compile(REVISION, re.ASCII), "revision", "the name of a branch"),
+    ):
+        if value is not None and not pattern.fullmatch(as_string(option, value)):
+            raise RequestError(
+                f"`{option}` is none that a hub knows", found=shown(value), expected=expected
+            )
+    if base_model is not None and "/" not in base_model:
+        raise RequestError("`base_model` has no owner", found=base_model, expected="owner/name")
+    if revision is not None and COMMIT.fullmatch(revision):
+        raise RequestError(
+            "`revision` is a commit, which does not change", found=revision, expected="a branch"
+        )
+    if message is not None and not as_string("message", message).strip():
+        raise RequestError("`message` is empty", expected="the message of a commit")
+
+
+def _before(
+    name: str, branch: str | None, public: bool, dry_run: bool, notes: _Notes
+) -> tuple[Repository | None, bool | None]:
+    """The repository, None if it is not there, and whether it is private or will be.
+
+    A dry run continues without it.
+    """
+    try:
+        there = read_repository(name, branch)
+    except QuantkitError as error:
+        if not dry_run:
+            raise
+        notes.extend([f"files are not compared with the hub: {error}"])
+        there = None
+    if there is None:
+        return None, not public
+    if public and there.private:
+        notes.extend([f"{name} exists and stays private; its settings on the hub change that"])
+    elif not public and there.private is False:
+        notes.extend([f"{name} exists and is public: the model is published"])
+    return there, there.private
+
+
+def _local_files(
+    model: Path,
+    paths: Mapping[str, Path],
+    dry_run: bool,
+    on_steps: Callable[[Mapping[str, float]], object] | None,
+    notes: _Notes,
+    progress: Progress,
+) -> dict[str, LocalFile]:
+    """The files with their hashes, compared with the manifests."""
+    if on_steps is not None and not dry_run:
+        size = sum(path.stat().st_size for path in paths.values())
+        on_steps(
+            {
+                "sha256": size / _HASH_SPEED,
+                "upload": size / _UPLOAD_SPEED,
+                "commit": _COMMIT_SECONDS,
+            }
+        )
+    files = hashed(paths, progress)
+    digests = {paths[name]: file.sha256 for name, file in files.items()}
+    found = manifests(model)
+    for one in found:
+        _, edited = require_as_written(
+            one, sha256=lambda path: digests.get(path) or SourceFile(path).sha256()
+        )
+        notes.extend(
+            [f"{file} was {what} since quantkit wrote it" for file, what in edited.items()]
+        )
+        if one.is_file() and manifest_path(one) not in digests:
+            notes.extend(
+                [
+                    f"{manifest_path(one)} is of the whole folder, and not sent: pass the folder to"
+                    " send it"
+                ]
+            )
+    if not found:
+        notes.extend([f"{model} has no manifest of quantkit to compare its files with"])
+    return files
+
+
+def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
+    """Require a licence of a public model, and note what else the card lacks."""
+    if not card.license:
+        problem = "the model card states no licence"
+        if private is False:
+            raise RequestError(
+                problem, found=README, hint="`license` states it, such as apache-2.0 or other"
+            )
+        notes.extend([f"{problem}: `license` states it"])
+    if card.lacks_base:
+        notes.extend(["the model card states no base model: `base_model` states it"])
+    if card.changed and not card.is_new:
+        notes.extend(
+            [f"the model card is sent with {_and(card.changed)} added; the folder is not changed"]
+        )
+
+
+def _state(file: LocalFile, there: Repository | None) -> State:
+    announced = None if there is None else there.files.get(file.name)
+    if announced is None:
+        return "new"
+    return "same" if file.equals(announced) else "changed"
+
+
+def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]) -> None:
+    """Refuse to leave files of another model among those that readers load; GGUF files are
+    independent of them.
+    """
+    if all(not is_loaded(one) or one.endswith(".gguf") for one in files):
+        return
+    mixed = [
+        one for one in others if "/" not in one and is_loaded(one) and not one.endswith(".gguf")
+    ]
+    if mixed:
+        raise RequestError(
+            "the repository has files that readers would load with the model's",
+            path=PREFIX + name,
+            found=some_names(mixed),
+            hint=(
+                "`delete_others=True` deletes them in the same commit; or push to another"
+                " repository"
+            ),
+        )
+
+
+def _destination(
+    name: str, branch: str | None, there: Repository | None, *, private: bool
+) -> Repository:
+    """The repository at the branch, which are created if they are not there."""
+    if there is None:
+        create_repository(name, private=private)
+        there = read_repository(name, branch)
+        if private and there is not None and there.private is False:
+            problem = "the hub has created a public repository"
+            raise RequestError(problem, path=PREFIX + name, hint="`public=True` uses it")
+    if there is not None and not there.has_branch and branch is not None:
+        create_branch(name, branch)
+        there = read_repository(name, branch)
+    if there is None or not there.has_branch:
+        problem = "the hub does not list what it has created"
+        raise CheckpointError(problem, path=PREFIX + name, hint="repeat the command")
+    return there
+
+
+def _compare(files: list[LocalFile], name: str, commit: str) -> None:
+    try:
+        require_sent(files, name, commit)
+    except RequestError as error:
+        problem = f"commit {commit} was made, but not compared with the files: {error.problem}"
+        raise type(error)(
+            problem, path=error.path, hint="repeat the command, which compares them"
+        ) from error
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])

@@ -1,0 +1,1 @@
+"""Quantize a checkpoint, check the result, and write its card and manifest."""

@@ -1,0 +1,137 @@
+"""llama.cpp's mixes of types, such as Q4_K_M: which tensors get other types than most.
+
+Source: llama.cpp's `llama_tensor_get_type_impl`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.names import EMBEDDING
+from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors
+from quantkit.tensors.mix import Mix
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, QuantScheme
+
+_FEW_KV_HEADS = {"llama", "qwen2", "deci"}  # whose models of 80 layers have a small attn_v
+_LARGE_LAYERS = 80
+_VALUES = ("attn_v", "attn_qkv")
+_BLOCK = 32  # weights; rows of others keep their floats
+_HEAD = "output.weight"  # which keeps its floats unless it is named
+_EXPERTS = 8  # of Mixtral, for which llama.cpp has rules
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class MixRules:
+    """Which tensors of a model get which types by a mix."""
+
+    mix: Mix
+    config: ModelConfig
+
+    def recipe(self) -> Recipe:
+        """The schemes of a model's tensors.
+
+        Raises `UnsupportedError` for an architecture that GGUF does not have.
+        """
+        overrides: dict[str, QuantScheme | None] = {EMBEDDING: self.mix.default}
+        for tensor, chosen in self._schemes():
+            scheme = None if tensor.shape[-1] % _BLOCK else chosen
+            if scheme != self.mix.default or tensor.name == _HEAD:
+                overrides |= {
+                    _EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)
+                }
+        if overrides[EMBEDDING] is None:  # as it does if no recipe names it
+            del overrides[EMBEDDING]
+        return Recipe(
+            self.mix.default,
+            tuple(Override(pattern, scheme) for pattern, scheme in overrides.items()),
+        )
+
+    def _schemes(self) -> Iterator[tuple[DiskTensor, QuantScheme]]:
+        """The scheme of each tensor that gets one, in the order of the file."""
+        tensors = [tensor for tensor in gguf_tensors(self.config) if _modules(tensor)]
+        values = [tensor for tensor in tensors if _role(tensor) in _VALUES]
+        architecture = gguf_architecture(self.config).name
+        for tensor in tensors:
+            role, layer = _role(tensor), _layer(tensor)
+            if role == "output" or (role == "token_embd" and self.config.tied_embeddings):
+                yield tensor, self.mix.default if self.mix.default == Q8_0 else Q6_K
+            elif role in _VALUES:
+                yield tensor, self._of_values(values.index(tensor), len(values), architecture)
+            elif role == "attn_k" and self._experts == _EXPERTS:
+                yield tensor, Q8_0
+            elif role == "ffn_down":
+                yield tensor, self._of_down(layer, self.config.num_layers)
+            elif role == "attn_output":
+                yield tensor, self._of_attention_output()
+            else:
+                yield tensor, self.mix.default
+
+    @property
+    def _experts(self) -> int:
+        return 0 if self.config.experts is None else self.config.experts.count
+
+    def _of_values(self, index: int, count: int, architecture: str) -> QuantScheme:
+        found = self.mix.default
+        if self.mix.name == "q3_k_m":
+            found = Q5_K if index < 2 else Q4_K
+        elif self.mix.name == "q3_k_l":
+            found = Q5_K
+        elif self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(index, count):
+            found = Q6_K
+        elif self.mix.name == "q4_k_s" and index < 4:
+            found = Q5_K
+        few = self.config.num_heads != self.config.num_kv_heads and architecture in _FEW_KV_HEADS
+        if few and self.config.num_layers == _LARGE_LAYERS and found in (Q3_K, Q4_K):
+            found = Q5_K
+        return Q8_0 if self._experts == _EXPERTS else found
+
+    def _of_down(self, layer: int, layers: int) -> QuantScheme:
+        if self.mix.name == "q3_k_m":
+            return Q5_K if layer < layers // 16 else Q4_K
+        if self.mix.name == "q3_k_l" or (self.mix.name == "q4_k_s" and layer < layers // 8):
+            return Q5_K
+        return (
+            Q6_K
+            if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers)
+            else self.mix.default
+        )
+
+    def _of_attention_output(self) -> QuantScheme:
+        if self._experts == _EXPERTS:
+            return (
+                Q5_K
+                if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+                else self.mix.default
+            )
+        return {"q3_k_m": Q4_K, "q3_k_l": Q5_K}.get(self.mix.name, self.mix.default)
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    """The first and last eighth of the layers, and every third of those between."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _modules(tensor: DiskTensor) -> list[str]:
+    """The modules of a tensor's parts, if they may be quantized."""
+    able = tensor.quantizable or tensor.stacked is not None or _role(tensor) == "token_embd"
+    return (
+        [part.removesuffix(".weight") for part in tensor.parts if part.endswith(".weight")]
+        if able
+        else []
+    )
+
+
+def _role(tensor: DiskTensor) -> str:
+    """``attn_v`` of ``blk.3.attn_v.weight``; all kinds of ``ffn_down`` are one."""
+    found = tensor.name.removesuffix(".weight").rpartition(".")[2]
+    return "ffn_down" if found.startswith("ffn_down") else found
+
+
+def _layer(tensor: DiskTensor) -> int:
+    return int(tensor.name.split(".")[1]) if tensor.name.startswith("blk.") else 0

@@ -1,0 +1,127 @@
+"""The scheme of each linear of a source in a format: a recipe applied, what the format cannot
+hold, and notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.names import EMBEDDING
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.vllm import VllmProblem, describe_problems
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.containers.hf import HuggingFace
+from quantkit.formats.registry import Target
+from quantkit.jobs.output.target import (
+    NATIVE,
+)
+from quantkit.jobs.quantize.scheme_map import SchemeMap
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
+
+BIT_ALLOCATION = "bit_allocation"
+"""The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted
+run.
+"""
+
+_FP4_BITS = 4
+
+
+def assigned_schemes(
+    source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
+) -> tuple[SchemeMap, list[str]]:
+    """A recipe applied to a source, and notes on it.
+
+    Raises `RequestError` or `UnsupportedError` as `quantize` does.
+    """
+    assert target.codes is not None
+    scheme_map = SchemeMap.of(recipe, source.config, target.codes.embeddings)
+    misfits = scheme_map.misfit_lines()
+    if misfits and strict:
+        raise RequestError(
+            f"schemes do not fit: {'; '.join(misfits)}, and `strict=True` was requested",
+            path=source.path,
+            hint="choose a smaller group size, or leave `strict=True` out",
+        )
+    notes = [f"{source.path}: {line}" for line in misfits]
+    _require_held(scheme_map.schemes, target, source)
+    native = target.name == NATIVE
+    if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
+        notes.append(
+            f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit"
+            " does"
+        )
+    if native and (unread := unread_experts(source.config, scheme_map.schemes)):
+        notes.append(
+            f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
+        )
+    packed = (
+        one for one in scheme_map.schemes.values() if one.of_small_floats and one.bits == _FP4_BITS
+    )
+    small = sorted({str(one) for one in packed})
+    if small and source.config.dtype != DType.BFLOAT16:
+        loading = (
+            "transformers decodes it to bfloat16 alone (seen in 5.23); load it with"
+            " `dtype=torch.bfloat16`"
+        )
+        notes.append(f"{dst}: {' and '.join(small)}: {loading}")
+    if problem := describe_problems(vllm_problems_of(source, scheme_map.schemes, target)):
+        notes.append(f"{dst}: {problem}")
+    if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
+        tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
+        notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
+    return scheme_map, notes
+
+
+def vllm_problems_of(
+    source: StoredCheckpoint, schemes: Mapping[str, QuantScheme], target: Target
+) -> list[VllmProblem]:
+    """What vLLM could not load of a folder with these schemes, given by module; nothing in formats
+    that it does not read.
+    """
+    if not isinstance(target.container, HuggingFace):
+        return []
+    return target.container.vllm_problems(source, schemes, target.method)
+
+
+def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:
+    """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module,
+    or the shape of a module.
+    """
+    assert target.codes is not None
+    path = source.path
+    for module, scheme in schemes.items():
+        embedding = module == EMBEDDING
+        reason = codec_of(target.codes, scheme, embedding=embedding)
+        if not isinstance(reason, Reason) and (
+            misfit := reason.misfit(source.info(f"{module}.weight").shape)
+        ):
+            raise UnsupportedError(
+                f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}",
+                path=path,
+                found=misfit.found,
+                expected=misfit.expected,
+                hint="choose another scheme, or `keep` the linear as floats",
+            )
+        if isinstance(reason, Reason) and embedding:
+            raise UnsupportedError(
+                f"{target.name} has no place for an {scheme} embedding: {reason.problem}",
+                path=path,
+                found=f"{scheme} for '{module}'",
+                expected=reason.expected,
+                hint="leave `embedding` out",
+            )
+        if isinstance(reason, Reason):
+            raise UnsupportedError(
+                f"{target.name} does not hold {scheme}: {reason.problem}",
+                path=path,
+                found=f"{scheme} for '{module}'",
+                expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
+                hint="choose another scheme, or `keep` the linear as floats",
+            )

@@ -1,0 +1,195 @@
+"""Importance matrices in llama.cpp's form: measured on text and written, or read to weight
+errors of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor
+from quantkit.base.arguments import as_path
+from quantkit.base.progress import Progress, silent
+from quantkit.calibration.documents import TextSource
+from quantkit.calibration.importance import importance_of, squared_inputs
+from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
+from quantkit.files.gguf_types import GGUF
+from quantkit.files.imatrix_io import Entry, ImportanceMatrix, read_imatrix
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.gguf.names import gguf_tensors
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.settings import gptq_settings
+
+_DAT = ".dat"
+_CHUNK = 512  # tokens, by default, of llama.cpp's chunks, which the older form counts
+
+
+@dataclass(frozen=True)
+class ImatrixResult:
+    """What `quantkit.imatrix` wrote: the file, for how many tensors, from how many tokens of
+    which text.
+    """
+
+    path: Path
+    tensors: int
+    tokens: int
+    text: str
+
+    def to_json(self) -> dict[str, object]:
+        """All of it, as plain values."""
+        return {
+            "path": str(self.path),
+            "tensors": self.tensors,
+            "tokens": self.tokens,
+            "text": self.text,
+        }
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        return [
+            f"wrote {self.path}: {self.tensors} tensors, from {self.tokens} tokens of {self.text}"
+        ]
+
+
+def imatrix(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    calibration: TextSource | None = None,
+    text_column: str | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    progress: Progress = silent,
+) -> ImatrixResult:
+    """Measure the mean squared inputs of each linear, and write them in llama.cpp's form.
+
+    Args:
+        src: a model whose architecture GGUF has.
+        dst: the new file: GGUF if its name ends so, or the older form, ``.dat``.
+        calibration, text_column, samples, length, seed: as in `quantize`, whose samples for GPTQ
+            these are.
+        progress: as in `convert`.
+
+    Raises:
+        RequestError: for another name of the file, or a text that cannot be used.
+        CheckpointError, UnsupportedError: if `src` is damaged, or GGUF does not have its
+            architecture.
+        DestinationError: if `dst` exists or cannot be written.
+        NonFiniteError: if the inputs of a linear are NaN or Inf.
+    """
+    path = as_path("dst", dst)
+    if path.suffix.lower() not in (_DAT, GGUF):
+        raise RequestError(
+            "unknown form of an importance matrix",
+            found=path.name,
+            expected="a name in .gguf or .dat",
+        )
+    if path.exists():
+        raise DestinationError("exists already; nothing is overwritten", path=path)
+    given = {
+        "calibration": calibration,
+        "text_column": text_column,
+        "samples": samples,
+        "length": length,
+        "seed": seed,
+    }
+    options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **given)  # type: ignore[arg-type]
+    source = open_checkpoint(as_path("src", src))
+    require_runnable(source)
+    tensors = list(_with_inputs(source.config))
+    settings = gptq_settings(options, (), source, checked_tokenizer(source)[0])
+    assert settings is not None  # for GPTQ
+    drawn = settings.draw(source, progress=progress)
+    text = Path(calibration).name if isinstance(calibration, (str, Path)) else "text"
+    text = "included text" if calibration is None else text
+    sums, counts = squared_inputs(source, drawn.tokens, progress=progress)
+    if (
+        wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)
+    ) is not None:
+        raise NonFiniteError(f"the inputs of linear '{wrong}' are NaN or Inf", path=source.path)
+    entries = {
+        tensor.name: entry
+        for tensor in tensors
+        if (entry := _entry(tensor, sums, counts)) is not None
+    }
+    found = ImportanceMatrix(entries, text, *drawn.tokens.shape)
+    content = found.to_dat() if path.suffix.lower() == _DAT else found.to_gguf()
+    unfinished = path.with_name(f"{path.name}.partial")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.rename(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise DestinationError(
+            f"cannot be written: {error.strerror or error}", path=path
+        ) from error
+    return ImatrixResult(path, len(entries), drawn.tokens.numel(), text)
+
+
+def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
+    """The importance of the inputs of linears, by name, as `input_importance` measures it, from an
+    importance matrix.
+
+    Raises:
+        CheckpointError: if the file is damaged, or of another model.
+        UnsupportedError: if GGUF does not have the model's architecture.
+    """
+    matrix, found = read_imatrix(path), {}
+    entries, tokens = matrix.entries, 1 if matrix.chunk_size else _CHUNK
+    for tensor in _with_inputs(source.config):
+        entry = entries.get(tensor.name)
+        if entry is None:
+            continue
+        columns, experts = tensor.shape[-1], tensor.shape[0] if tensor.stacked is not None else 1
+        if entry.means.numel() != columns * experts:
+            raise CheckpointError(
+                f"the importance of '{tensor.name}' is not of this model",
+                path=path,
+                found=entry.means.numel(),
+                expected=f"{columns * experts} inputs",
+                hint="make it from this model",
+            )
+        means, counts = entry.means.view(experts, columns), entry.counts.expand(experts) * tokens
+        for part, place in zip(tensor.parts, tensor.places, strict=True):
+            own = place.expert or 0
+            weights = importance_of(means[own], counts[own].item())
+            if weights is not None:
+                found[part.removesuffix(".weight")] = weights
+    if not found:
+        raise CheckpointError(
+            "the importance matrix has no tensor of this model",
+            path=path,
+            found=next(iter(entries), "nothing"),
+            expected="names of GGUF's tensors, such as blk.0.attn_q.weight",
+        )
+    return found
+
+
+def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
+    """The tensors whose inputs are measured: linears, and stacks of experts."""
+    for tensor in gguf_tensors(config):
+        if (tensor.quantizable or tensor.stacked is not None) and tensor.name.endswith(".weight"):
+            yield tensor
+
+
+def _entry(
+    tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]
+) -> Entry | None:
+    """The entry of a tensor; None if no token reached it."""
+    names = [part.removesuffix(".weight") for part in tensor.parts]
+    if tensor.stacked is None:
+        names = names[:1]  # the others have the same inputs
+    if not any(name in sums for name in names):
+        return None
+    counted = torch.tensor([float(counts.get(name, 0)) for name in names])
+    zeros = torch.zeros(tensor.shape[-1])
+    means = torch.stack([sums.get(name, zeros) / max(1, counts.get(name, 0)) for name in names])
+    return Entry(means, counted)

@@ -1,0 +1,507 @@
+"""The options of `quantize`: the command, the Python call, the plan, the manifest and the model
+card read them here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
+from quantkit.base.json_values import shown
+from quantkit.base.option_fields import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    COLUMN_HELP,
+    OTHER,
+    TEXT_HELP,
+    IfExists,
+    declared,
+    option,
+    require_valid,
+)
+from quantkit.calibration.effort import (
+    ACTIVATION_MEMORY,
+    EFFORTS,
+    MAX_LENGTH,
+    SAMPLES,
+    SEED,
+    EffortName,
+)
+from quantkit.errors import RequestError
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
+from quantkit.formats.lora.adapter import Requested, adapter_words
+from quantkit.formats.registry import GGUF, TargetName
+from quantkit.jobs.output.target import NATIVE, quantized_targets
+from quantkit.jobs.refine.options import EPOCHS
+from quantkit.tensors.activations import Activations, ActivationsName
+from quantkit.tensors.mix import mix_named
+from quantkit.tensors.scheme import FLOAT_SCHEMES, SPELLINGS, QuantScheme
+from quantkit.via_transformers import VIAS, Via, require_no_code
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.bit_allocation.allocation import SizeTarget
+    from quantkit.formats.detect import WeightKind
+    from quantkit.formats.registry import Target
+    from quantkit.tensors.recipe import Recipe
+
+Method = Literal["rtn", "gptq"]
+METHODS = get_args(Method)
+
+SCHEMES = "Schemes"
+METHOD = "Method"
+CALIBRATION = 'Calibration, with `method="gptq"`'
+REFINEMENT = "Refinement"
+CHECKS = "Checks"
+MODEL_CARD = "Model card"
+OUTPUT = "Output"
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What `quantize` is to do; None and False where nothing was requested.
+
+    Attributes:
+        src: a model of floats; one in FP8 or MXFP4 counts as such; a quantized one with
+            `dequantize`.
+        dst: the folder to make, or a file ``*.gguf``; it must not exist.
+        scheme: its name, such as ``int8``, ``int4-g128`` or ``fp8``; for GGUF also one of
+            llama.cpp's mixes, such as ``q4_k_m``; a `QuantScheme`; or a `Recipe` with overrides.
+        target_bits: instead of a scheme: the average number of bits of each weight of the decoder
+            linears, such as 4.5. Codes, scales and zero points count, and the head if it has a
+            scheme. Each linear gets int4 in groups of 128, 64 or 32, int8 or floats, so that the
+            loss on GPTQ's samples is as small as possible; linears that runtimes fuse share one
+            scheme.
+        max_size: the same for the total size of all files of weights, in bytes.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names
+            ``lm_head`` instead. A head that is tied to the embedding has the scheme of `embedding`.
+        embedding: the scheme of the embedding, ``int8``, with one scale for each token; if the head
+            is tied to the embedding, it is the head's scheme too. None keeps its floats, unless a
+            recipe names ``model.embed_tokens``.
+        keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
+        activations: the type that readers round the inputs of linears to, each token by itself when
+            the model runs: ``none``, ``int8`` or ``fp8``. None is fp8 for the schemes fp8 and
+            fp8-block, and none for others. Only what runtimes multiply is accepted; the gate
+            measures the model with its inputs rounded.
+        kv_cache: ``fp8`` also calibrates the scales of a key/value cache in float8, one for the
+            keys and one for the values of a layer, and runs the gate with keys and values rounded
+            so. Folders of compressed-tensors have them, of models of our own decoder; vLLM then
+            keeps such a cache. None writes none.
+        strict: refuse a linear whose shape does not fit its scheme.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets fewer than 8
+            bits, else rtn.
+        imatrix: an importance matrix of llama.cpp's, with which rounding weights errors; by default
+            it is measured on a small text. See `imatrix`.
+        calibration: a file, a folder that ``Dataset.save_to_disk`` wrote, or a hub dataset as
+            ``owner/name:config:split``; a ``datasets.Dataset`` or ``IterableDataset``; or an
+            iterable of strings, which is read once. None is the text that ships with the package.
+            This option and those down to `device` are for gptq only.
+        text_column: the column or key of `calibration` that has the text or the messages; None is
+            ``text``, ``messages`` or ``conversations``, or else the only column of strings.
+        effort: how much calibration: ``quick``, ``default`` or ``thorough``. The first two draw as
+            many tokens as the width of the model needs; ``thorough`` draws samples of the model's
+            context, at most 2048 tokens, and follows the float model on all samples instead of some
+            of them. It also measures which errors of outputs cancel out later in the model.
+        thorough: the same as ``effort="thorough"``.
+        samples, length, seed: the number of calibration samples, 128 by default; the tokens in
+            each, which the effort determines by default; and the seed of their positions in the
+            text, 0 by default.
+        activation_memory: bytes of calibration activations kept in memory, by default
+            4_000_000_000, or half of what is available if that is less; the rest goes to the disk
+            of `dst`.
+        device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
+        refine: then train the scales against the logits of `src`, on the same samples; see
+            `quantkit.refine`, also for the next three. A result that this does not bring closer to
+            `src` is not kept.
+        train_codes, train_norms, epochs: as in `quantkit.refine`.
+        lora: as in `convert`: adapters are merged before the model is calibrated and quantized.
+        source_check: as in `convert`.
+        allow_nonfinite: as in `convert`.
+        accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of this many tokens,
+            with keys and values in a float and in an int8 cache. With the float cache, no position
+            may exceed the gate's bound for the scheme.
+        certify_text: a file for that measurement; by default the gate's texts, some 5,000 tokens in
+            all. If the text or the context is shorter than the window, it is measured to its end,
+            and a note says so.
+        base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a
+            licence as hubs spell it; by default what the source's own files say.
+        to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or
+            ``gguf``; any of them with any `method`. Several in a list: `dst` gets a folder for
+            each, named after the format, with the files that a run in this format alone writes,
+            from one calibration.
+        split_max_size, template, weights, resume, if_exists: as in `convert`.
+        dequantize: accept a `src` that is quantized already: its weights are computed in float32,
+            and each is rounded once to the model's type, as `convert` does.
+        tensors_only: quantize the tensors as they are, whatever the architecture; for rounding
+            only, and no logits are compared.
+        via: what runs the model for calibration and for the gate: ``own`` or ``transformers``. None
+            is own where the family is known, or else transformers, if it is installed and knows the
+            architecture.
+        trust_remote_code: where transformers runs the model, run the code in the folder of `src`
+            that config.json's ``auto_map`` names, and copy it to `dst`. Without, transformers' own
+            class is used, if it has one.
+    """
+
+    src: str | Path
+    dst: str | Path
+    scheme: str | QuantScheme | Recipe | None = option(
+        SCHEMES,
+        f"{SPELLINGS}; add -asym to int4 for zero points. Or {', '.join(FLOAT_SCHEMES)}; for GGUF"
+        " also q4_k_m, q6_k and others.",
+        "scheme",
+    )
+    _: KW_ONLY
+    head: str | QuantScheme | None = option(
+        SCHEMES,
+        "Scheme of a head that is not tied to the embedding. Default: it stays in floats.",
+        "scheme",
+        metavar="SCHEME",
+    )
+    embedding: str | QuantScheme | None = option(
+        SCHEMES,
+        "Scheme of the embedding, one scale per token; also of a head that is tied to it.",
+        "scheme",
+        metavar="int8",
+    )
+    target_bits: float | None = option(
+        SCHEMES,
+        "Instead of `scheme`: choose each linear's, for this average number of bits per weight,"
+        " such as 4.5.",
+        float,
+        metavar="BITS",
+    )
+    max_size: int | None = option(
+        SCHEMES,
+        "The same, for this total size of the weight files, such as 5GB.",
+        "size",
+        metavar="SIZE",
+    )
+    keep: str | Iterable[str] = option(
+        SCHEMES,
+        "Glob of linears that stay in floats; repeatable.",
+        "patterns",
+        default=(),
+        metavar="PATTERN",
+    )
+    activations: ActivationsName | None = option(
+        SCHEMES,
+        "Type that readers round inputs of linears to. Default: fp8 for fp8 and fp8-block, else"
+        " none.",
+        choices=get_args(ActivationsName),
+    )
+    kv_cache: KvCacheName | None = option(
+        SCHEMES,
+        "Also calibrate scales of the KV cache, for readers that keep it in 8 bits. Default: none.",
+        choices=KV_CACHES,
+    )
+    strict: bool = option(
+        SCHEMES,
+        "Fail if a linear's shape does not fit the scheme.",
+        bool,
+        default=False,
+        changes_result=False,
+    )
+    method: Method | None = option(
+        METHOD,
+        "Round to nearest, or GPTQ. Default: GPTQ below 8 bits, rounding for 8.",
+        choices=METHODS,
+    )
+    imatrix: str | Path | None = option(
+        METHOD,
+        "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a"
+        " small text.",
+        "file",
+        metavar="FILE",
+    )
+    calibration: str | Path | Iterable[object] | None = option(CALIBRATION, TEXT_HELP, "file")
+    text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
+    effort: EffortName | None = option(
+        CALIBRATION,
+        "How much calibration; `plan` has the time of each. Default: default.",
+        choices=tuple(EFFORTS),
+    )
+    thorough: bool = option(CALIBRATION, 'The same as `effort="thorough"`.', bool, default=False)
+    samples: int | None = option(
+        CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int
+    )
+    length: int | None = option(
+        CALIBRATION, f"Tokens in each sample. Default: by `effort`, at most {MAX_LENGTH}.", int
+    )
+    seed: int | None = option(
+        CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int
+    )
+    activation_memory: int | None = option(
+        CALIBRATION,
+        "Calibration activations kept in memory; the rest goes to DST's disk. Default:"
+        f" {ACTIVATION_MEMORY / 1e9:g}GB, at most half of what is available.",
+        "memory",
+        metavar="AMOUNT",
+        changes_result=False,
+    )
+    device: str | torch.device | None = option(CALIBRATION, changes_result=False)
+    refine: bool = option(
+        REFINEMENT, "Then train the scales against SRC's logits.", bool, default=False
+    )
+    train_codes: bool = option(
+        REFINEMENT, "With `refine=True`, also train the codes.", bool, default=False
+    )
+    train_norms: bool = option(
+        REFINEMENT, "With `refine=True`, also train the weights of norms.", bool, default=False
+    )
+    epochs: int | None = option(
+        REFINEMENT, f"Passes over the samples in training. Default: {EPOCHS}.", int
+    )
+    lora: Requested = option(
+        ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]"
+    )
+    source_check: bool = option(CHECKS, default=True, changes_result=False)
+    allow_nonfinite: bool = option(CHECKS, default=False)
+    accept_quality_loss: bool = option(
+        CHECKS, "Keep a result that is too far from its source.", bool, default=False
+    )
+    certify_positions: int | None = option(
+        CHECKS,
+        "Also measure KL by position, in windows of this many tokens, with a float and an int8"
+        " cache.",
+        int,
+        metavar="TOKENS",
+    )
+    certify_text: str | Path | None = option(
+        CHECKS,
+        "UTF-8 text for `certify_positions`. Default: some 5,000 tokens that ship with quantkit.",
+        "path",
+        metavar="FILE",
+    )
+    base_model: str | None = option(MODEL_CARD, "Name of SRC on a hub: owner/name.", metavar="NAME")
+    license: str | None = option(
+        MODEL_CARD, "License, as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
+    )
+    to: TargetName | Sequence[TargetName] | None = option(OUTPUT)
+    split_max_size: int | None = option(OUTPUT)
+    template: str | None = option(OUTPUT)
+    resume: bool = option(OUTPUT, default=False, changes_result=False)
+    if_exists: IfExists = option(OUTPUT, default="fail", changes_result=False)
+    weights: WeightKind | None = option(OTHER)
+    dequantize: bool = option(
+        OTHER, "Read the weights of a quantized SRC as floats.", bool, default=False
+    )
+    tensors_only: bool = option(OTHER, default=False)
+    via: Via | None = option(
+        OTHER,
+        "What runs the model. Default: own code where it knows the family, else transformers.",
+        choices=VIAS,
+    )
+    trust_remote_code: bool = option(OTHER, default=False)
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` for a value of the wrong type or out of range, and for options
+        that exclude each other, as far as this needs no model.
+        """
+        require_valid(self)
+        object.__setattr__(self, "lora", adapter_words(self.lora))
+        if self.to is not None and not isinstance(self.to, str):
+            names = as_strings("to", self.to)  # an iterator is read once
+            object.__setattr__(self, "to", names[0] if len(names) == 1 else tuple(names))
+        as_path("dst", self.dst)
+        for value, pattern, name, expected in (
+            (self.base_model, HUB_NAME, "base_model", "owner/name"),
+            (self.license, LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
+        ):
+            if value is not None and not pattern.fullmatch(as_string(name, value)):
+                raise RequestError(
+                    f"`{name}` is none that a hub knows", found=shown(value), expected=expected
+                )
+        if self.via is not None and as_string("via", self.via) not in VIAS:
+            raise RequestError("unknown value of `via`", found=self.via, expected=" or ".join(VIAS))
+        if self.via is not None and self.tensors_only:
+            raise RequestError(
+                "`via` and `tensors_only=True` exclude each other: then nothing runs the model"
+            )
+        if self.tensors_only or self.via == "own":
+            require_no_code(
+                self.trust_remote_code,
+                "`tensors_only=True`" if self.tensors_only else '`via="own"`',
+            )
+        if self.via == "transformers":
+            self._check_transformers()
+        if self.activations is not None and as_string("activations", self.activations) not in tuple(
+            Activations
+        ):
+            expected = " or ".join(Activations)
+            raise RequestError(
+                "unknown type of `activations`", found=shown(self.activations), expected=expected
+            )
+        if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
+            raise RequestError(
+                "unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES)
+            )
+        if len(self.targets) > 1:
+            self._check_several()
+        mix, formats = mix_named(self.scheme), [one.name for one in self.targets]
+        if mix is not None and GGUF.name not in formats:
+            raise RequestError(
+                f"{mix.name} is a mix of GGUF's types",
+                found=f"the format {formats[0]}",
+                hint='`to="gguf"`, or a destination whose name ends in .gguf',
+            )
+        _ = self.target, self.size
+        self._check_method()
+        self._check_refinement()
+
+    @cached_property
+    def targets(self) -> list[Target]:
+        """The formats of the result, in the order of their names in
+        `quantkit.formats.registry.targets`.
+        """
+        return quantized_targets(self.to, as_path("dst", self.dst))
+
+    @property
+    def target(self) -> Target:
+        """The format of the result; the first of several."""
+        found = self.targets[0]
+        if self.activations is None:
+            return found
+        others = [one.name for one in self.targets if one.name != NATIVE]
+        if others:
+            raise RequestError(
+                f'`activations` does not go with `to="{others[0]}"`', expected=f'`to="{NATIVE}"`'
+            )
+        return replace(found, method=CompressedTensors(Activations(self.activations)))
+
+    @cached_property
+    def size(self) -> SizeTarget | None:
+        """The size that the schemes are chosen for; None if a scheme was given."""
+        from quantkit.bit_allocation.allocation import size_target
+
+        return size_target(self.target_bits, self.max_size, self.scheme)
+
+    @property
+    def effort_name(self) -> EffortName:
+        """The effort of GPTQ, with the default."""
+        return "thorough" if self.thorough else self.effort or "default"
+
+    def require_no_calibration(self) -> None:
+        """Raise a `RequestError` for an option that only GPTQ uses."""
+        for name, info in declared(type(self)).items():
+            value = getattr(self, name) if info.section == CALIBRATION else None
+            if value is not None and value is not False:
+                raise RequestError(f'`{name}` goes with `method="gptq"`')
+
+    def _check_several(self) -> None:
+        names = ", ".join(one.name for one in self.targets)
+        for name in ("target_bits", "max_size"):
+            if getattr(self, name) is not None:
+                raise RequestError(
+                    f"`{name}` goes with one format: sizes differ by format",
+                    found=names,
+                    hint=(
+                        "choose the size in one, and convert its result to the others, with the"
+                        " same codes"
+                    ),
+                )
+        if self.tensors_only:
+            raise RequestError(f'`tensors_only=True` goes with `to="{NATIVE}"` alone', found=names)
+
+    def _check_refinement(self) -> None:
+        if self.epochs is not None:
+            as_integer("epochs", self.epochs, 1)
+        if not self.refine:
+            given = [
+                name for name in ("train_codes", "train_norms", "epochs") if getattr(self, name)
+            ]
+            if given:
+                raise RequestError(f"`{given[0]}` goes with `refine=True`")
+            return
+        excluded = {
+            "`tensors_only`": self.tensors_only,
+            '`via="transformers"`': self.via == "transformers",
+            "`lora`": self.lora,
+            "`dequantize`": self.dequantize,
+            "`certify_positions`": self.certify_positions,
+            "`kv_cache`": self.kv_cache,
+            '`if_exists="skip"`': self.if_exists == "skip",
+            "several formats": len(self.targets) > 1,
+            '`method="rtn"`': self.method == "rtn",
+        }
+        if found := next((name for name, there in excluded.items() if there), None):
+            hint = "run `quantkit refine` on the result"
+            raise RequestError(f"`refine=True` does not go with {found}", hint=hint)
+
+    def _check_transformers(self) -> None:
+        for name in ("target_bits", "max_size", "certify_positions", "template"):
+            if getattr(self, name) is not None:
+                raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
+        if self.to not in (None, NATIVE):
+            found = ", ".join(one.name for one in self.targets)
+            raise RequestError(
+                '`to` does not go with `via="transformers"` yet', found=found, expected=NATIVE
+            )
+
+    def _check_method(self) -> None:
+        if self.method is not None and as_string("method", self.method) not in METHODS:
+            raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
+        if self.effort is not None and as_string("effort", self.effort) not in EFFORTS:
+            raise RequestError("unknown effort", found=self.effort, expected=" or ".join(EFFORTS))
+        if self.thorough and self.effort not in (None, "thorough"):
+            raise RequestError(
+                '`thorough=True` is `effort="thorough"`', found=f'`effort="{self.effort}"`'
+            )
+        if self.method == "rtn" and self.size is not None:
+            raise RequestError(
+                "a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`'
+            )
+        if self.method == "rtn":
+            self.require_no_calibration()
+        if self.imatrix is not None and self.method != "rtn":
+            as_path("imatrix", self.imatrix)
+            raise RequestError(
+                '`imatrix` goes with `method="rtn"`: GPTQ measures the inputs itself'
+            )
+        if isinstance(self.calibration, str) or not (
+            self.calibration is None or is_several(self.calibration)
+        ):
+            hint = 'a string is a path or the name of a hub dataset; text goes in a list: ["..."]'
+            if isinstance(self.calibration, Mapping):
+                hint = (
+                    "of a `DatasetDict`, pass one split:"
+                    f' ds["{next(iter(self.calibration), "train")}"]'
+                )
+            as_path(
+                "calibration", self.calibration, hint=hint
+            )  # the string is kept: it may also name a dataset
+        if self.text_column is not None:
+            as_string("text_column", self.text_column)
+            if self.calibration is None:
+                raise RequestError("`text_column` goes with `calibration`")
+        for name in ("samples", "length"):
+            if (value := getattr(self, name)) is not None:
+                as_integer(name, value)
+        if self.seed is not None:
+            as_seed("seed", self.seed)
+        memory = self.activation_memory
+        if memory is not None and (
+            not isinstance(memory, (int, float))
+            or isinstance(memory, bool)
+            or not 0 <= memory < math.inf
+        ):
+            raise RequestError(
+                "`activation_memory` is no number of bytes",
+                found=shown(memory),
+                expected="such as 4_000_000_000",
+            )
+        if self.device is not None:
+            from quantkit.model.device import usable_device
+
+            usable_device(self.device)

@@ -1,0 +1,196 @@
+"""What becomes of a quantized model once it is written: compared with its source, described,
+with its manifest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.base.progress import Progress, in_phase
+from quantkit.calibration.data import Calibration
+from quantkit.calibration.quantizers import RtnQuantizer
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.container import weight_size
+from quantkit.formats.folders_encoder import of_folder
+from quantkit.jobs.output.result import QuantizeResult
+from quantkit.jobs.output.writer import Work, Writer, model_summary
+from quantkit.jobs.quantize.card import model_card_files
+from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.sizes import weight_sizes
+from quantkit.jobs.quantize.steps import phase_of
+from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.positions import PositionCertificate
+from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
+from quantkit.via_transformers.forward import run_by_transformers
+
+
+def proven(
+    prepared: Prepared,
+    drawn: Calibration | None,
+    work: Work,
+    folder: str,
+    writer: Writer,
+    quantizer: RtnQuantizer,
+    began: float,
+    progress: Progress,
+) -> QuantizeResult:
+    """Check the result in a folder of the output, and complete it with its card and manifest.
+    Raises `QualityError` as `_check` does.
+    """
+    source, records = prepared.source, of_folder(folder, writer.records)
+    result = writer.read_back(folder)
+    if source.config.run_by is not None:
+        result = run_by_transformers(result, code=source.config.code)
+        prepared = with_loading(prepared, result)
+    size = weight_size(result)
+    gate, certificate = _check(prepared, result, records, quantizer, folder, progress)
+    card = model_card_files(prepared, drawn, *size, gate, certificate)
+    facts = details(prepared, work, result, records, gate, certificate)
+    manifest = writer.add_manifest(facts, card, folder)
+    return result_of(prepared, drawn, size, gate, certificate, began, manifest)
+
+
+def result_of(
+    prepared: Prepared,
+    drawn: Calibration | None,
+    size: tuple[int, float],
+    gate: Gate | WeightsOnly,
+    certificate: PositionCertificate | None,
+    began: float,
+    manifest: dict[str, Any],
+    *,
+    skipped: bool = False,
+) -> QuantizeResult:
+    notes = [
+        *prepared.source.notes,
+        *prepared.notes,
+        *prepared.target.container.notes(prepared.output),
+        *_rounded_inputs(prepared),
+        *_accepted(prepared.dst, gate, certificate),
+    ]
+    embedding = prepared.scheme_map.embedding
+    return QuantizeResult(
+        prepared.dst,
+        prepared.scheme_map.counts(),
+        *size,
+        prepared.method,
+        None if drawn is None else drawn.to_json(),
+        gate,
+        prepared.options.accept_quality_loss,
+        time.monotonic() - began,
+        notes,
+        manifest,
+        weight_sizes(prepared, prepared.encoder.total_bytes()),
+        None if embedding is None else str(embedding),
+        certificate,
+        prepared.allocation,
+        skipped,
+        None if prepared.settings is None else prepared.settings.effort,
+        prepared.options.kv_cache,
+    )
+
+
+def _rounded_inputs(prepared: Prepared) -> list[str]:
+    """A note where readers of the result round the inputs of linears."""
+    if not prepared.activations:
+        return []
+    types = " and ".join(dict.fromkeys(prepared.activations.values()))
+    measured = (
+        "and so does the gate"
+        if prepared.source.config.runnable
+        else "figures here are of the weights alone"
+    )
+    return [f"{prepared.dst}: readers round the inputs of linears to {types}, {measured}"]
+
+
+def with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
+    """A job that knows whether transformers loads the packed result, with a note if it does not."""
+    from quantkit.via_transformers.packed_loading import loading_problem
+
+    if (problem := loading_problem(result.path, prepared.source.config.code)) is None:
+        return prepared
+    remedy = "`quantkit convert` with `dequantize=True` makes a folder that it loads"
+    note = (
+        f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem});"
+        f" {remedy}"
+    )
+    return replace(prepared, unread=problem, notes=[*prepared.notes, note])
+
+
+def _check(
+    prepared: Prepared,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
+    quantizer: RtnQuantizer,
+    folder: str,
+    progress: Progress,
+) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
+    """Compare a result with its source; the tensors of a model that cannot be run. Raises
+    `QualityError` if it is too far from it, unless that is accepted.
+    """
+    source, certified, schemes = prepared.source, prepared.certified, prepared.scheme_map.schemes
+    if not source.config.measurable:
+        return weights_only(result, records), None
+    accepted = prepared.options.accept_quality_loss
+    inputs = prepared.measured_inputs
+    gate = run_gate(
+        source,
+        result,
+        records,
+        requested=schemes,
+        importance=quantizer.importance,
+        inputs=inputs,
+        progress=in_phase(progress, phase_of("gate", folder)),
+    )
+    if not accepted:
+        require_passed(gate, source, result, prepared.dst)
+    if certified is None:
+        return gate, None
+    observed = in_phase(progress, phase_of("certificate", folder))
+    certificate = certified.certificate(source, result, schemes.values(), inputs, observed)
+    if not accepted:
+        certificate.require_within(prepared.dst)
+    return gate, certificate
+
+
+def details(
+    prepared: Prepared,
+    work: Work,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
+    gate: Gate | WeightsOnly,
+    certificate: PositionCertificate | None,
+) -> dict[str, object]:
+    """The manifest's own part of a quantization."""
+    source, accepted = prepared.source, prepared.options.accept_quality_loss
+    found: dict[str, object] = {
+        **planned(prepared, work),
+        "quality": gate.to_json(accepted=accepted),
+        "modules": prepared.scheme_map.describe(records),
+    }
+    if work.computed_by:
+        found["computed_by"] = work.computed_by
+    if certificate is not None:
+        found["positions"] = certificate.to_json(accepted=accepted)
+    if not source.config.runnable:
+        found["carried"] = carried_tensors(source, result)
+    return found
+
+
+def planned(prepared: Prepared, work: Work) -> dict[str, object]:
+    """The part of it that is known before anything is written."""
+    return {"model": model_summary(prepared.source, prepared.source.config.dtype), **work.options}
+
+
+def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None) -> list[str]:
+    """Notes on what was found too far from the source in a result that is kept."""
+    found = [one.problem() for one in checks if isinstance(one, (Gate, PositionCertificate))]
+    return [
+        f"{dst}: {one[0]}: {one[1]}, expected {one[2]}; accepted"
+        for one in found
+        if one is not None
+    ]

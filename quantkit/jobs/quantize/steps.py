@@ -1,0 +1,161 @@
+"""The steps of a quantization, by the names of their phases in reports of progress, and the
+seconds that each takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from quantkit.bit_allocation.fit import Fit
+from quantkit.bit_allocation.losses import CHOICE, choice_flops, sample_counts, tried_weights
+from quantkit.calibration import estimate as costs
+from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
+from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
+from quantkit.calibration.importance import IMPORTANCE, importance_tokens
+from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.jobs.output.speed import Speed
+from quantkit.jobs.quantize.formats import Formats
+from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
+from quantkit.jobs.quantize.settings import GptqSettings
+from quantkit.jobs.quantize.sizes import WeightSizes
+from quantkit.quality.bounds import measured_tokens, window_length
+from quantkit.tensors.products import compute_dtype
+from quantkit.tensors.scheme import QuantScheme
+
+SOURCE_CHECK = "check of the source"
+_PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
+_OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
+_SECONDS_OF_CHOICE = (
+    0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
+)
+_TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
+
+
+def quantization_steps(
+    formats: Formats, fit: Fit | None, sizes: Sequence[WeightSizes], checked: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
+
+    Args:
+        fit: what chooses the schemes, if it does.
+        sizes: of the weights of the source and of the output in each format.
+        checked: tokens on which the source is checked.
+    """
+    prepared = formats.first
+    settings, config = prepared.settings, prepared.source.config
+    speed = Speed(config)
+    steps = _steps(formats, settings, fit, speed, sizes, checked)
+    efforts = dict[str, float]()
+    if settings is not None:
+        for name in EFFORTS:
+            own = settings.with_effort(name, prepared.options.length, config)
+            efforts[name] = math.fsum(_steps(formats, own, fit, speed, sizes, checked).values())
+    return steps, efforts
+
+
+def _steps(
+    formats: Formats,
+    settings: GptqSettings | None,
+    fit: Fit | None,
+    speed: Speed,
+    sizes: Sequence[WeightSizes],
+    checked: int,
+) -> dict[str, float]:
+    prepared = formats.first
+    source, certified, config = prepared.source, prepared.certified, prepared.source.config
+    weights = _weights(prepared)
+    writing = speed.writing(sum(one.output_bytes for one in sizes), sizes[0].source_bytes)
+    measured = measured_tokens(source) if config.measurable else 0
+    steps: dict[str, float] = {}
+    if settings is None and not config.measurable:
+        steps["rounding errors"] = speed.rounding(weights, searched=True)
+    if settings is not None:
+        steps |= _before(settings, fit, speed)
+        shape = settings.samples, settings.length
+        effort = settings.effort_on(config, shape, prepared.scheme_map.linears.values())
+    if checked:
+        steps[SOURCE_CHECK] = speed.forward(checked)
+    if is_probed(prepared):
+        passes = speed.forward(window_length(source), models=2)
+        steps[PROBE] = passes + speed.rounding(weights, searched=False)
+    if settings is not None and (flops := costs.gradient_flops(config, shape, effort)):
+        tokens = effort.gradient_samples(config, shape) * settings.length
+        steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
+    if prepared.is_weighted:
+        steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
+    if settings is None and prepared.options.kv_cache is not None:
+        tokens = math.prod(scale_tokens(source))
+        steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
+    if settings is None:
+        types = len(
+            {
+                spec.dtype
+                for block in formats.blocks
+                for spec in block.tensors
+                if spec.scheme is not None
+            }
+        )
+        steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
+    else:
+        steps["quantize"] = writing + _calibrated(settings, effort, speed)
+    for folder in formats.each:
+        if (
+            config.measurable and settings is None
+        ):  # which is its own baseline, and so is rounded once more
+            passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
+            steps[phase_of("gate", folder)] = passed
+        elif (
+            config.measurable
+        ):  # the baseline is rounded, and so is each weight that its error is compared with
+            passed = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
+            steps[phase_of("gate", folder)] = passed
+        if certified is not None:
+            passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
+            attention = speed.products(certified.attention_flops(config))
+            steps[phase_of("certificate", folder)] = (
+                speed.forward(certified.tokens, passes=passes) + attention
+            )
+    return steps
+
+
+def phase_of(check: str, folder: str) -> str:
+    """The phase of a check of the result in a folder of the output; ``""`` is the output itself."""
+    return f"{check} of {folder}" if folder else check
+
+
+def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
+    """The steps before the source is checked: the choice of samples, and of schemes."""
+    steps, shape, config = {}, (settings.samples, settings.length), speed.config
+    if settings.text is None:
+        tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
+        steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
+    if fit is not None:
+        _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
+        passes = speed.products(choice_flops(config, shape, settings.memory_bytes))
+        head = speed.head_gradients(for_gradients * settings.length)
+        rounding = speed.rounding(tried_weights(fit.units, fit.options), searched=True)
+        steps[CHOICE] = _OVERHEAD * (passes + head) + rounding + _SECONDS_OF_CHOICE * speed.linears
+    return steps
+
+
+def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
+    """The time of GPTQ."""
+    config, device, shape = speed.config, settings.device, (settings.samples, settings.length)
+    solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
+    samples = speed.products(
+        costs.calibration_flops(config, shape, effort), compute_dtype(device), device
+    )
+    return _OVERHEAD * (solving + samples) + costs.calibration_seconds(
+        config, shape, effort, device
+    )
+
+
+def _weights(prepared: Prepared) -> Counter[QuantScheme]:
+    """The number of weights in each scheme."""
+    found = Counter[QuantScheme]()
+    for module, scheme in prepared.scheme_map.schemes.items():
+        found[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
+    return found

@@ -1,0 +1,166 @@
+"""Quantizing a model that cannot be run: what rounding would change too much keeps its floats."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from quantkit.architectures.config import ModelConfig, OpaqueTensor
+from quantkit.architectures.families.opaque import HEADS, ROUTERS, is_extra_layer, is_table
+from quantkit.base.progress import Progress
+from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.jobs.inspect import count_text
+from quantkit.jobs.quantize.scheme_map import SchemeMap
+from quantkit.quality.bounds import ROUNDING_BOUNDS
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.spec import TensorSpec
+
+_PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
+_EXPERTS = re.compile(r"(.*\.)?[^.]*experts?[^.]*(\..*)?")
+_SMALL_SHARE = 0.005
+_NAMED = 4
+_NAMED_RECURRENT = 12
+
+
+def kept_parts(
+    config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]
+) -> list[str]:
+    """Which large parts of a model known by its tensors only are not rounded, in a few words for
+    people.
+
+    Args:
+        raw: its config.json.
+        quantized: the linear modules that are rounded.
+    """
+    parts: dict[str, list[OpaqueTensor]] = {}
+    for tensor in config.tensors or ():
+        part = None if tensor.module in quantized else _part(tensor, raw)
+        if part is not None:
+            parts.setdefault(part, []).append(tensor)
+    total = _parameters(config.tensors or ())
+    found = []
+    for part, tensors in parts.items():
+        groups = _by_shared_name(tensors)
+        if part == _OTHERS:
+            groups = {
+                name: own
+                for name, own in groups.items()
+                if _parameters(own) >= _SMALL_SHARE * total
+            }
+        count, size = sum(map(len, groups.values())), sum(map(_parameters, groups.values()))
+        if count:
+            found.append(
+                f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
+                f" ({_listed(groups, _NAMED)}), {size / total:.1%} of the parameters"
+            )
+    return found
+
+
+def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
+    """Which linears that carry a state are not among the `quantized` modules, and why, in a
+    sentence for people; None if all are.
+    """
+    kept = [
+        one
+        for one in config.tensors or ()
+        if one.role == "recurrent" and one.module not in quantized
+    ]
+    if not kept:
+        return None
+    share = _parameters(kept) / _parameters(config.tensors or ())
+    several = len(kept) > 1
+    return (
+        f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
+        f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
+        f" ({_listed(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as"
+        " errors there add up from token to token"
+    )
+
+
+def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
+    """Tensors by their names, those of all layers and experts together."""
+    found: dict[str, list[OpaqueTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), []).append(tensor)
+    return found
+
+
+def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
+    """Their names, the largest first."""
+    names = sorted(groups, key=lambda name: -_parameters(groups[name]))
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
+
+
+def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+_OTHERS = "other matrices"
+
+
+def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
+    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no
+    matrix of floats in a layer of the model.
+    """
+    if tensor.role in _PARTS:
+        return _PARTS[tensor.role]
+    if is_extra_layer(tensor.name, raw):
+        return "further layers for prediction"
+    last = tensor.module.rpartition(".")[2]
+    if (
+        tensor.role in ("linear", "recurrent")
+        or last in ROUTERS
+        or (tensor.role == "float" and last in HEADS)
+    ):
+        return None
+    if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
+        return None
+    return (
+        "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
+    )
+
+
+def within_bounds(
+    source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
+) -> tuple[SchemeMap, list[str]]:
+    """Round every weight once, before anything is written, and leave out those that lose more than
+    `ROUNDING_BOUNDS`.
+
+    Returns:
+        What is quantized, and notes on what is not.
+
+    Raises:
+        NonFiniteError: if a weight holds NaN or Inf.
+        QualityError: if none may be quantized.
+    """
+    scale_dtype, schemes = DType(source.config.dtype), scheme_map.schemes
+    quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
+    too_far = {}
+    for index, (module, scheme) in enumerate(schemes.items()):
+        progress("rounding errors", index, len(schemes), "weights")
+        spec = TensorSpec(
+            f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme
+        )
+        for _, _, record in quantizer.solve(TensorBlock(None, (spec,))):
+            assert record is not None
+            error, bound = (
+                float(str(record["relative_error"])),
+                ROUNDING_BOUNDS[f"int{scheme.bits}"],
+            )
+            if not error <= bound:
+                too_far[module] = (
+                    f"rounding to {scheme} changes it by {error:.3g} of its norm, more than"
+                    f" {bound:g}"
+                )
+    progress("rounding errors", len(schemes), len(schemes), "weights")
+    if not too_far:
+        return scheme_map, []
+    left = scheme_map.without(too_far)
+    module, reason = next(iter(too_far.items()))
+    more = f", and so do {len(too_far) - 1} more" if len(too_far) > 1 else ""
+    return left, [f"{source.path}: '{module}' keeps its floats: {reason}{more}"]

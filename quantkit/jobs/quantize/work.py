@@ -1,0 +1,174 @@
+"""How a quantization is run: its final schemes and samples, its quantizer, and all that decides
+the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from quantkit.base.arguments import as_path
+from quantkit.base.progress import Progress, in_phase
+from quantkit.bit_allocation.fit import Fit
+from quantkit.calibration.cache_scales import scale_tokens
+from quantkit.calibration.data import Calibration
+from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
+from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
+from quantkit.distributed.group import ProcessGroup
+from quantkit.jobs.output.target import NATIVE
+from quantkit.jobs.output.writer import Work, content_hash
+from quantkit.jobs.quantize.imatrix import importance_from
+from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, choose_schemes, too_few_tokens
+from quantkit.jobs.quantize.weights_only import within_bounds
+from quantkit.model.column_kernels import kernels_name
+from quantkit.model.shared_scales import SharedScales
+from quantkit.quality.manifest_check import ACTIVATIONS
+from quantkit.tensors.products import compute_dtype
+
+
+def settled(
+    prepared: Prepared, fit: Fit | None, group: ProcessGroup, progress: Progress
+) -> tuple[Prepared, Calibration | None]:
+    """The final schemes, and the calibration samples; None for rounding."""
+    source, settings, drawn = prepared.source, prepared.settings, None
+    notes: list[str] = []
+    if not source.config.measurable:
+        allow_nonfinite = prepared.options.allow_nonfinite
+        scheme_map, notes = within_bounds(
+            source, prepared.scheme_map, allow_nonfinite=allow_nonfinite, progress=progress
+        )
+        prepared = replace(prepared, scheme_map=scheme_map)
+    if settings is not None:
+        drawn = settings.draw(source, group=group, progress=progress)
+        notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
+        if source.config.run_by is not None:
+            from quantkit.jobs.quantize.lockstep import surveyed
+
+            prepared = surveyed(prepared, drawn)
+        if fit is not None:
+            prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)
+    return replace(prepared, notes=[*prepared.notes, *notes]), drawn
+
+
+def quantizer_of(
+    prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress
+) -> RtnQuantizer:
+    source, settings, allow_nonfinite = (
+        prepared.source,
+        prepared.settings,
+        prepared.options.allow_nonfinite,
+    )
+    shared, kernels_of = SharedScales(source, prepared.scheme_map.schemes), prepared.kernels_of
+    if settings is None or drawn is None:
+        quantizer = RtnQuantizer(
+            source,
+            allow_nonfinite=allow_nonfinite,
+            shared=shared,
+            kernels_of=kernels_of,
+            progress=progress,
+        )
+        if prepared.is_weighted and group.is_rank0:
+            observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
+            importance = partial(
+                input_importance, source, prepared.tokenizer, linears=linears, progress=observed
+            )
+            if prepared.options.imatrix is not None:
+                importance = partial(
+                    importance_from, as_path("imatrix", prepared.options.imatrix), source
+                )
+            quantizer.importance = cache(importance)
+        if prepared.options.kv_cache is not None and group.is_rank0:
+            quantizer.cache_sample = partial(
+                sample_tokens, source, prepared.tokenizer, *scale_tokens(source)
+            )
+        return quantizer
+    if source.config.run_by is not None:
+        from quantkit.jobs.quantize.lockstep import lockstep_quantizer
+
+        return lockstep_quantizer(prepared, settings, drawn, progress)
+    effort = settings.effort_on(
+        source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+    )
+    return GptqQuantizer(
+        source,
+        drawn,
+        prepared.scheme_map.schemes,
+        device=settings.device,
+        memory_bytes=settings.memory_bytes,
+        effort=effort,
+        allow_nonfinite=allow_nonfinite,
+        group=group,
+        progress=progress,
+        shared=shared,
+        kernels_of=kernels_of,
+    )
+
+
+def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) -> Work:
+    """What is to be written, with all that decides its bytes: for the manifest, and for runs
+    that resume.
+    """
+    options, settings, source = prepared.options, prepared.settings, prepared.source
+    recorded: dict[str, object] = {
+        "recipe": prepared.scheme_map.recipe.to_json(),
+        "method": prepared.method,
+        "allow_nonfinite": options.allow_nonfinite,
+    }
+    if not source.config.runnable:
+        recorded |= {"tensors_only": True, "linears_by": prepared.linears_by}
+    if source.config.run_by is not None:
+        recorded["run_by"] = source.config.run_by
+    if prepared.target.name != NATIVE:
+        recorded["to"] = prepared.target.name
+    if prepared.activations:
+        recorded[ACTIVATIONS] = prepared.activations
+    if options.dequantize:
+        recorded["dequantize"] = True
+    recorded |= prepared.adapters
+    if options.imatrix is not None:
+        recorded["imatrix"] = content_hash(as_path("imatrix", options.imatrix))
+    if options.kv_cache is not None:
+        recorded["kv_cache"] = options.kv_cache
+    if options.split_max_size is not None:
+        recorded["split_max_size"] = options.split_max_size
+    if prepared.allocation is not None:
+        recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
+    computed_by: dict[str, object] = {}
+    scratch = 0
+    if settings is None and (prepared.is_weighted or options.kv_cache is not None):
+        computed_by = machine(torch.device("cpu"))
+    elif settings is not None and drawn is not None:
+        recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
+        device = settings.device
+        computed_by = machine(device) | {
+            "number of processes": group.size,
+            "samples multiplied in": str(compute_dtype(device)),
+            "kind of device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else device.type,
+        }
+        if (
+            settings.text is None or drawn.documents is not None
+        ):  # a model or a template has made or chosen them
+            computed_by["calibration samples"] = drawn.fingerprint()
+        _, scratch, _ = settings.activation_bytes(
+            source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+        )
+    if options.template is not None:
+        recorded["template"] = Path(options.template).name
+    return Work(
+        "quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch
+    )
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """What sums of floats depend on, and so do solved and weighted codes."""
+    return {
+        "torch": torch.__version__,
+        "number of threads": torch.get_num_threads(),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "column kernels": kernels_name(device),
+    }

@@ -1,0 +1,1 @@
+"""Train the scales of a quantized model, and apply deltas."""

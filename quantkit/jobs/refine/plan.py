@@ -1,0 +1,103 @@
+"""What `refine` checks before it takes long: the two models, what is trained, and how the result
+is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quantkit.base.arguments import as_path
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.destination import require_absent
+from quantkit.formats.output.staging import require_name
+from quantkit.jobs.convert.conversion import Conversion
+from quantkit.jobs.quantize.settings import GptqSettings, sample_settings
+from quantkit.jobs.refine.options import RefineOptions
+from quantkit.jobs.refine.rewritten import InOutputTypes, plan_rewriting, require_scales_change
+from quantkit.model.device import usable_device
+from quantkit.training.trained import TrainedNames
+
+_MIN_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A planned refinement.
+
+    Attributes:
+        plan: how the result is written.
+        quantized: what is refined, with scales in the types in which they are written.
+        reference: the float model.
+        settings: of the samples.
+    """
+
+    options: RefineOptions
+    plan: Conversion
+    quantized: InOutputTypes
+    reference: StoredCheckpoint
+    names: TrainedNames
+    settings: GptqSettings
+
+
+def plan_refinement(options: RefineOptions) -> Refinement:
+    """Open both models and check that they can be refined.
+
+    Raises `QuantkitError` as `refine` does.
+    """
+    output = options.output
+    require_name(output)
+    src = as_path("src", options.src)
+    require_absent(output)
+    dst = (
+        output if options.delta is None else output.with_name(f"{output.name}.applied{src.suffix}")
+    )
+    plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
+    reference = open_checkpoint(as_path("against", options.against))
+    require_runnable(reference)
+    if schemes(reference) or read_as_floats(reference):
+        raise RequestError(
+            "the model to refine against is quantized itself",
+            path=reference.path,
+            expected="floats",
+        )
+    quantized = InOutputTypes(plan)
+    configs = [
+        replace(one.config, tied_embeddings=False, dtype="float32")
+        for one in (reference, quantized)
+    ]
+    if difference := next(iter(configs[0].differences(configs[1])), None):
+        raise RequestError(
+            "the quantized model is not made from this float model",
+            path=quantized.path,
+            found=f"{difference} differs",
+            expected=f"the config of {reference.path}",
+        )
+    tokenizer, _ = checked_tokenizer(quantized)
+    if tokenizer is None:
+        tokenizer, _ = checked_tokenizer(reference)
+    if tokenizer is None:
+        raise RequestError(
+            "training needs a tokenizer, and the model has none", path=quantized.path
+        )
+    names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
+    require_scales_change(plan, names.weights)
+    settings = sample_settings(
+        tokenizer,
+        reference,
+        calibration=options.calibration,
+        text_column=options.text_column,
+        samples=options.samples,
+        length=options.length,
+        seed=options.seed,
+        activation_memory=options.activation_memory,
+        device=usable_device(options.device),
+    )
+    if settings.samples < _MIN_SAMPLES:
+        raise RequestError(
+            "too few samples to hold some back", found=settings.samples, expected=f"{_MIN_SAMPLES}"
+        )
+    return Refinement(options, plan, quantized, reference, names, settings)

@@ -1,0 +1,306 @@
+"""Refine a quantized model: train its scales against the logits of the float model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any
+
+from quantkit.base.arguments import require_instance
+from quantkit.base.option_fields import called_with
+from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.calibration.data import Calibration
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.mesh import ALONE, Mesh
+from quantkit.distributed.shard import require_same_checkpoint, require_shareable
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.container import weight_size
+from quantkit.formats.output.staging import Staging
+from quantkit.jobs.output.writer import NOT_CHECKED, source_hashes, writing
+from quantkit.jobs.quantize.estimate import Estimate
+from quantkit.jobs.quantize.steps import SOURCE_CHECK
+from quantkit.jobs.refine.estimate import estimate_refinement
+from quantkit.jobs.refine.options import RefineOptions
+from quantkit.jobs.refine.plan import Refinement, plan_refinement
+from quantkit.jobs.refine.result import RefineResult
+from quantkit.jobs.refine.rewritten import base_hashes, carried_details, put_all, require_written
+from quantkit.jobs.refine.training import training_of
+from quantkit.quality.changed_tensors import REFINED, Change, changes, merged, recorded_changes
+from quantkit.quality.figures import manifest_or_empty
+from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.manifest_check import measured_inputs
+from quantkit.quality.source_check import SourceCheck, check_source
+from quantkit.tensors.qtensor import Solver
+from quantkit.training.delta import delta_bytes
+from quantkit.training.trained import TrainedCheckpoint, trained_error
+from quantkit.training.training import HELD_BACK, State, held_back
+from quantkit.xla import require_packages
+from quantkit.xla.split import require_trainable
+
+
+@dataclass(frozen=True)
+class RefineArguments(RefineOptions):
+    """The arguments of `refine`: the options, who takes part, and where progress is reported.
+
+    Attributes:
+        group: the processes of the mesh. Each makes the same call; rank 0 writes, and the others
+            wait for it.
+        on_estimate: called with the estimate of memory, disk and time before anything takes long,
+            except with `backend`.
+        progress: as in `convert`.
+    """
+
+    _: KW_ONLY
+    group: ProcessGroup = SINGLE
+    on_estimate: Callable[[Estimate], None] | None = None
+    progress: Progress | None = None
+
+
+@called_with(RefineArguments)
+def refine(options: RefineArguments) -> RefineResult:
+    """Train the scales of a quantized model against the logits of the float model it was made from.
+
+    The result has the same format and size, and with `train_codes` unset the same codes. It is kept
+    if its KL from the float model is lower on text that was held back.
+
+    Args:
+
+    Returns:
+        What was written, the KL before and after, and what the gate measured.
+
+    Raises:
+        RequestError: for an option that is invalid, or models that do not belong together.
+        CheckpointError, UnsupportedError: if a model is damaged, or has no scales that can be
+            trained.
+        DestinationError, ResumeError: as in `quantize`.
+        QualityError: if the result is not better, or too far from the float model.
+            After any of them there is no output; what the last one refuses can be kept with
+            `accept_quality_loss` and `resume`.
+
+    Example:
+        >>> quantkit.refine("model-int4", "model-int4-refined", against="model").lines()
+    """
+    began = time.monotonic()
+    require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
+    group, progress = options.group, deduplicated(options.progress)
+    planned = plan_refinement(options)
+    mesh = _mesh(planned, group)
+    if options.on_estimate is not None and group.is_rank0 and options.backend is None:
+        options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
+    drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
+    check = checked_source(planned, progress) if group.is_rank0 else None
+    training = training_of(
+        planned, drawn, options.output, resume=options.resume, progress=progress, mesh=mesh
+    )
+    with training as (trained, state):
+        if group.is_rank0:
+            write = _write_model if options.delta is None else _write_delta
+            made = write(planned, trained, state, drawn, began, check, progress)
+    if not group.is_rank0:
+        found: RefineResult = group.receive_from_rank0()
+        return found
+    group.send_from_rank0(made)
+    return made
+
+
+def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
+    """The processes in the shape that was requested.
+
+    Raises:
+        RequestError: if it has another number of them, or they cannot share the model.
+        GroupError: if their models differ.
+        UnsupportedError: for a model that XLA does not train.
+    """
+    options = planned.options
+    if options.backend is not None:
+        if group.size > 1:
+            raise RequestError(
+                '`backend="xla"` is for one process', found=f"{group.size} processes"
+            )
+        parts = (options.mesh_shape or (1, 1))[0]
+        if options.step_samples % parts:
+            raise RequestError(
+                "`batch` can't be divided among the parts of the samples in `mesh`",
+                found=options.step_samples,
+                expected=f"a multiple of {parts}",
+            )
+        require_trainable(planned.quantized)
+        require_packages()
+        return ALONE
+    data, model = shape = options.mesh_shape or (1, group.size)
+    if data * model != group.size:
+        raise RequestError(
+            "`mesh` has another number of processes than there are",
+            found=f"{options.mesh} for {group.size}",
+            hint="start as many with torchrun",
+        )
+    samples = planned.settings.samples
+    if data > (most := min(options.step_samples, samples - held_back(samples))):
+        problem = "`mesh` has more processes for samples than a step has samples"
+        raise RequestError(problem, found=data, expected=f"at most {most}")
+    if group.size > 1 and planned.names.codes:
+        raise RequestError("`train_codes` is for one process", found=f"{group.size} processes")
+    mesh = Mesh.of(group, shape)
+    for checkpoint in (planned.plan.work.source, planned.reference):
+        require_same_checkpoint(checkpoint, group)
+        require_shareable(checkpoint, mesh.model)
+    return mesh
+
+
+def _write_delta(
+    planned: Refinement,
+    trained: TrainedCheckpoint,
+    state: State,
+    drawn: Calibration,
+    began: float,
+    check: object,
+    progress: Progress,
+) -> RefineResult:
+    """Write what was changed to the file of a delta."""
+    source, output = planned.plan.work.source, planned.options.output
+    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    details = refined_details(planned, changed, state, drawn)
+    records = records_of(planned, trained, changed)
+    gate = checked(planned, trained, records, progress)
+    details |= _measured(planned, gate, records)
+    content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
+    staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
+    try:
+        staging.folder.write(output.name, content)
+        staging.commit([output.name])
+    except BaseException:
+        staging.discard()
+        raise
+    return RefineResult(
+        output,
+        len(content),
+        None,
+        state.curve,
+        len(changed),
+        gate,
+        time.monotonic() - began,
+        planned.plan.notes,
+        details,
+        is_delta=True,
+    )
+
+
+def _write_model(
+    planned: Refinement,
+    trained: TrainedCheckpoint,
+    state: State,
+    drawn: Calibration,
+    began: float,
+    check: object,
+    progress: Progress,
+) -> RefineResult:
+    """Write the refined model, and compare it with the float model."""
+    plan, options = planned.plan, planned.options
+    work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
+    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    details = refined_details(planned, changed, state, drawn)
+    records = records_of(planned, trained, changed)
+    with writing(
+        work, plan.dst, resume=options.resume, source_check=False, progress=progress
+    ) as writer:
+        result = put_all(writer, trained, records)
+        require_written(trained, result, None if planned.names.codes else planned.quantized)
+        gate = checked(planned, result, records, progress)
+        size = weight_size(result)
+        details |= _measured(planned, gate, records)
+        made = writer.commit(
+            {**carried_details(planned.quantized.path), **details, "source_check": check}
+        )
+    notes = [*plan.notes, *writer.notes]
+    return RefineResult(
+        plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, made
+    )
+
+
+def _measured(
+    planned: Refinement, gate: Gate, records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the manifest states of the gate, and of each quantized module."""
+    return {
+        "quality": gate.to_json(accepted=planned.options.accept_quality_loss),
+        "modules": {
+            module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
+            for module, scheme in schemes(planned.quantized).items()
+        },
+    }
+
+
+def checked_source(planned: Refinement, progress: Progress) -> object:
+    """The manifest's entry on the check of the quantized model on a sample text, before it is
+    trained. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
+    """
+    if not planned.options.source_check:
+        return NOT_CHECKED
+    observed = in_phase(progress, SOURCE_CHECK)
+    found = check_source(planned.plan.work.source, allow_nonfinite=False, progress=observed)
+    return asdict(found) if isinstance(found, SourceCheck) else f"not measured: {found}"
+
+
+def checked(
+    planned: Refinement,
+    result: Checkpoint,
+    records: Mapping[str, Mapping[str, Any]],
+    progress: Progress,
+) -> Gate:
+    """The gate's figures of a result.
+
+    Raises `QualityError` if it is too far from the float model.
+    """
+    made = manifest_or_empty(planned.quantized.path)
+    inputs = measured_inputs(made, result, planned.quantized.path)
+    gate = run_gate(
+        planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate")
+    )
+    if not planned.options.accept_quality_loss:
+        remedy = (
+            "refine with more text or `train_codes=True`, or keep it with"
+            " `accept_quality_loss=True`"
+        )
+        require_passed(gate, planned.reference, result, planned.plan.dst, remedy=remedy)
+    return gate
+
+
+def records_of(
+    planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
+) -> dict[str, dict[str, object]]:
+    """The records of weights for the manifest."""
+    solver = Solver.CODES_TRAINED if planned.names.codes else Solver.SCALES_TRAINED
+    found: dict[str, dict[str, object]] = {}
+    for name in schemes(planned.quantized):
+        weight = f"{name}.weight"
+        if weight not in changed:
+            found[weight] = {"solver": Solver.CARRIED}
+            continue
+        error = trained_error(trained.quantized(weight), planned.reference.load(weight))
+        found[weight] = {"solver": solver} | (
+            {} if error is None else {"relative_error": float(f"{error:.4g}")}
+        )
+    return found
+
+
+def refined_details(
+    planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
+) -> dict[str, Any]:
+    """What the manifest states of a refinement, with the tensors that an earlier one has
+    changed.
+    """
+    reference = planned.reference
+    tensors = merged(recorded_changes(planned.quantized.path), changed)
+    return {
+        REFINED: {
+            **planned.options.recorded(),
+            "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
+            "calibration": drawn.to_json(),
+            "held_back": f"1 of {HELD_BACK} samples",
+            "curve": [asdict(one) for one in state.curve],
+            "kept_step": state.best.step,
+            "tensors": {name: asdict(one) for name, one in tensors.items()},
+        }
+    }
