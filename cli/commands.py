@@ -24,8 +24,8 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.output.estimate import Estimate
     from quantkit.jobs.output.result import ConvertResult, QuantizeResult
-    from quantkit.jobs.quantize.estimate import Estimate
     from quantkit.tensors.recipe import Recipe
 
 

@@ -75,11 +75,11 @@ if TYPE_CHECKING:
     from quantkit.jobs.inference.load import load as load
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
+    from quantkit.jobs.output.estimate import Estimate as Estimate
     from quantkit.jobs.output.result import ConvertResult as ConvertResult
     from quantkit.jobs.output.result import QuantizeResult as QuantizeResult
     from quantkit.jobs.push.push import push as push
     from quantkit.jobs.push.result import PushResult as PushResult
-    from quantkit.jobs.quantize.estimate import Estimate as Estimate
     from quantkit.jobs.quantize.imatrix import ImatrixResult as ImatrixResult
     from quantkit.jobs.quantize.imatrix import imatrix as imatrix
     from quantkit.jobs.quantize.quantize import quantize as quantize

@@ -37,7 +37,12 @@ ROOMS = (
     ("grammar",),
     ("answers",),
     ("xla",),
-    ("jobs", "doctor"),
+    ("jobs.output", "jobs.inspect", "jobs.inference", "doctor"),
+    ("jobs.convert", "jobs.push"),
+    ("jobs.refine",),
+    ("jobs.quantize",),
+    ("jobs.plan",),
+    ("jobs",),
     ("evals", "serve"),
     ("cli",),
 )

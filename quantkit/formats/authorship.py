@@ -12,9 +12,12 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.files.located import gguf_file, read_parts
+
+if TYPE_CHECKING:
+    pass
 
 CARD = "README.md"
 LICENSE_DETAILS = ("license_name", "license_link")
@@ -316,3 +319,9 @@ def _cached_general(file: Path, size: int, modified: int) -> dict[str, Any]:
         for key, value in read_parts(file)[0].metadata.items()
         if key.startswith("general.")
     }
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)

@@ -24,18 +24,16 @@ from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import require_space
 from quantkit.jobs.convert.conversion import plan_conversion
+from quantkit.jobs.convert.estimate import estimate_conversion
 from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.existing import is_finished
-from quantkit.jobs.quantize.estimate import (
-    Estimate,
-    estimate_conversion,
-    estimate_quantization,
-    require_buildable,
-)
+from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import prepare, size_fit
-from quantkit.jobs.refine.estimate import estimate_refined_quantization, estimate_refinement
+from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
+from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import BATCH, RefineOptions, mesh_shape
 from quantkit.jobs.refine.plan import plan_refinement
 from quantkit.model.device import float_type

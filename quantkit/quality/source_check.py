@@ -136,3 +136,6 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
             hint=f"weights are missing, zero or all equal; {_SKIP}",
         )
     return loss
+
+
+SOURCE_CHECK = "check of the source"

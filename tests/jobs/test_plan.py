@@ -21,8 +21,8 @@ from quantkit.bit_allocation.losses import CHOICE
 from quantkit.calibration import data
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
+from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.quantize.rounding_probe import PROBE
-from quantkit.jobs.quantize.sizes import WeightSizes
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.training.training import TRAINING
 

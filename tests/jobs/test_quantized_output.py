@@ -763,7 +763,7 @@ def test_recipes_that_cannot_be_are_refused_before_anything_is_written(
 def test_shapes_that_a_format_does_not_hold_are_refused_before_samples_are_drawn(
     target: TargetName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.quantize.settings.GptqSettings.draw", _not_reached)
+    monkeypatch.setattr("quantkit.calibration.settings.GptqSettings.draw", _not_reached)
     source = _source(tmp_path / "float", dtype=torch.bfloat16, intermediate_size=36)
     with pytest.raises(
         UnsupportedError,

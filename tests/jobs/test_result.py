@@ -12,7 +12,7 @@ import pytest
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.formats import manifest
-from quantkit.jobs.quantize.sizes import WeightSizes
+from quantkit.jobs.output.sizes import WeightSizes
 
 
 def test_convert_says_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from command import Capture, run
 from partial import contents, partial
 
 import quantkit
+from quantkit.calibration.settings import GptqSettings
 from quantkit.doctor.diagnose import diagnose
 from quantkit.errors import (
     CheckpointError,
@@ -29,7 +30,6 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
-from quantkit.jobs.quantize.settings import GptqSettings
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 

@@ -16,11 +16,12 @@ from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs.convert import carried_codes
 from quantkit.jobs.convert.conversion import Conversion, plan_conversion, suggest_requantize
+from quantkit.jobs.convert.estimate import estimate_conversion
 from quantkit.jobs.convert.options import ConvertOptions
+from quantkit.jobs.output.estimate import Estimate
 from quantkit.jobs.output.existing import Existing, is_finished
 from quantkit.jobs.output.result import ConvertResult
 from quantkit.jobs.output.writer import Writer, model_summary, writing
-from quantkit.jobs.quantize.estimate import Estimate, estimate_conversion
 from quantkit.quality.changed_tensors import REFINED, rewritten_changes
 from quantkit.quality.figures import manifest_or_empty, read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate

@@ -10,9 +10,8 @@ from pathlib import Path
 from quantkit.base.json_values import read_json
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
-from quantkit.formats.authorship import read_model_name
+from quantkit.formats.authorship import HUB_NAME, read_model_name
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.quantize.options import HUB_NAME
 from quantkit.quality.figures import manifest_or_empty
 
 _PLAIN = re.compile(r"\w[\w.+-]*", re.ASCII)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.base.memory import size_text
 from quantkit.bit_allocation.allocation import Allocation
-from quantkit.jobs.quantize.sizes import WeightSizes
+from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate

@@ -28,11 +28,11 @@ from quantkit.files.hub_upload import (
 from quantkit.files.local_files import LocalFile, hashed, in_memory
 from quantkit.files.source import SourceFile
 from quantkit.formats.authorship import CARD as README
+from quantkit.formats.authorship import HUB_NAME, LICENSE
 from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs.push.card import Card, model_card
 from quantkit.jobs.push.files import manifests, model_files, require_sound
 from quantkit.jobs.push.result import PushedFile, PushResult, State, some_names
-from quantkit.jobs.quantize.options import HUB_NAME, LICENSE
 from quantkit.quality.manifest_files import is_loaded, require_as_written
 
 _KEPT = ".gitattributes"

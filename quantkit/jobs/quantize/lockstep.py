@@ -10,9 +10,9 @@ from quantkit.architectures.topology import kept_unless_named
 from quantkit.base.progress import Progress
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
+from quantkit.calibration.settings import GptqSettings
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.jobs.quantize.prepare import Prepared
-from quantkit.jobs.quantize.settings import GptqSettings
 from quantkit.model.shared_scales import SharedScales
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites

@@ -5,7 +5,6 @@ card read them here.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -34,6 +33,7 @@ from quantkit.calibration.effort import (
     EffortName,
 )
 from quantkit.errors import RequestError
+from quantkit.formats.authorship import HUB_NAME, LICENSE
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
@@ -63,9 +63,6 @@ REFINEMENT = "Refinement"
 CHECKS = "Checks"
 MODEL_CARD = "Model card"
 OUTPUT = "Output"
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
 
 
 @dataclass(frozen=True)

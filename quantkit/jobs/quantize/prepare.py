@@ -24,6 +24,7 @@ from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import every_group
 from quantkit.calibration.quantizers import TensorBlock
+from quantkit.calibration.settings import GptqSettings
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.authorship import read_authorship
@@ -61,7 +62,7 @@ from quantkit.jobs.quantize.scheme_map import (
     requested_recipe,
     with_head_on_disk,
 )
-from quantkit.jobs.quantize.settings import GptqSettings, gptq_settings
+from quantkit.jobs.quantize.settings import gptq_settings
 from quantkit.jobs.quantize.weights_only import kept_parts, kept_recurrent
 from quantkit.model.column_kernels import column_kernels
 from quantkit.solver.columns import ColumnKernels, with_positive_scales

@@ -19,19 +19,20 @@ from quantkit.errors import RequestError
 from quantkit.formats.container import Written, weight_size
 from quantkit.formats.folders_encoder import of_folder
 from quantkit.formats.output.staging import mark_kept, partial_folder
+from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.existing import Existing, is_finished, require_folders
 from quantkit.jobs.output.result import QuantizeResult, together
 from quantkit.jobs.output.writer import Writer, writing
 from quantkit.jobs.quantize.card import model_card_files
-from quantkit.jobs.quantize.estimate import Estimate, estimate_quantization, require_buildable
+from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
 from quantkit.jobs.quantize.proof import planned, proven, result_of, with_loading
 from quantkit.jobs.quantize.refined import refined, unrefined_path
+from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
 from quantkit.jobs.quantize.rounding_probe import is_probed, probe_rounding
 from quantkit.jobs.quantize.work import quantizer_of, settled, work_of
-from quantkit.jobs.refine.estimate import estimate_refined_quantization
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Collection
 
 import torch
 
-from quantkit.architectures.config import ModelConfig
-from quantkit.base.memory import available_bytes
-from quantkit.base.progress import Progress, in_phase, silent
-from quantkit.calibration import effort
-from quantkit.calibration.conversations import model_chat
-from quantkit.calibration.data import (
-    Calibration,
-    load_calibration,
-    require_calibration,
-    require_samples,
-)
-from quantkit.calibration.documents import TextSource
-from quantkit.calibration.effort import Effort, EffortName
-from quantkit.calibration.estimate import gpu_activation_bytes
-from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
-from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.calibration.settings import GptqSettings, sample_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize.options import QuantizeOptions
@@ -33,106 +15,6 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
 _SOLVED_BITS = 6  # by GPTQ, unless another method is requested; layers of more bits are rounded
-
-
-@dataclass(frozen=True)
-class GptqSettings:
-    """How GPTQ is calibrated.
-
-    Attributes:
-        text, column, samples, length, seed: see `load_calibration`; without a text the packaged one
-            is used.
-        effort: its name; see `EFFORTS`.
-        memory_bytes: of activations kept in memory.
-        device: computes.
-    """
-
-    tokenizer: Tokenizer
-    text: TextSource | None
-    column: str | None
-    samples: int
-    length: int
-    seed: int
-    effort: EffortName
-    memory_bytes: int
-    device: torch.device
-
-    def effort_on(
-        self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]
-    ) -> Effort:
-        """The effort with samples of shape [N, T], for linears of these schemes."""
-        return effort.EFFORTS[self.effort].for_samples(config, shape).for_schemes(schemes)
-
-    def with_effort(
-        self, name: EffortName, length: int | None, config: ModelConfig
-    ) -> GptqSettings:
-        """The same with another effort, and samples of a length; None is the effort's own."""
-        return replace(
-            self,
-            effort=name,
-            length=effort.EFFORTS[name].length(config) if length is None else length,
-        )
-
-    def activation_bytes(
-        self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]
-    ) -> tuple[int, int, int]:
-        """Bytes of the activations of samples of shape [N, T] in memory, on disk, and on the GPU
-        that computes.
-        """
-        room = gpu_activation_bytes(config, shape, self.device)
-        return effort.activation_bytes(
-            config, shape, self.effort_on(config, shape, schemes), self.memory_bytes, room
-        )
-
-    def draw(
-        self, source: Checkpoint, *, group: ProcessGroup = SINGLE, progress: Progress = silent
-    ) -> Calibration:
-        """Draw the calibration samples for a model; from the packaged text only those that the
-        source predicts, as rank 0 of the group finds.
-
-        Raises:
-            RequestError: as `load_calibration` and `PackagedText` do.
-        """
-        if self.text is not None:
-            return load_calibration(self.text, self.tokenizer, **self._drawn_from(source))
-        choices = min(self.tokenizer.vocab_size, source.config.vocab_size)
-        report = in_phase(progress, "calibration samples")
-
-        def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
-            found = near_uniform_pieces(source, pieces, choices, report) if group.is_rank0 else []
-            return group.broadcast_from_rank0(found)
-
-        text = self._packaged(source)
-        return text.draw(
-            samples=self.samples, length=self.length, seed=self.seed, near_uniform=near_uniform
-        )
-
-    def require_text(self, source: Checkpoint) -> None:
-        """Make the checks of `draw`, without drawing samples.
-
-        Raises `RequestError` as `draw` does.
-        """
-        if self.text is None:
-            self._packaged(source).require(self.samples, self.length)
-        else:
-            require_calibration(self.text, self.tokenizer, **self._drawn_from(source))
-
-    def _drawn_from(self, source: Checkpoint) -> dict[str, Any]:
-        chat = partial(model_chat, source.path, self.tokenizer)
-        return {
-            "samples": self.samples,
-            "length": self.length,
-            "seed": self.seed,
-            "column": self.column,
-            "chat": chat,
-        }
-
-    def _packaged(self, source: Checkpoint) -> PackagedText:
-        chat, notes = model_chat(source.path, self.tokenizer)
-        text = PackagedText.of(
-            self.tokenizer, chat, seed=self.seed, wanted=self.samples * self.length
-        )
-        return replace(text, notes=(*notes, *text.notes))
 
 
 def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
@@ -200,51 +82,4 @@ def gptq_settings(
         effort_name=options.effort_name,
         activation_memory=options.activation_memory,
         device=_device(options, source),
-    )
-
-
-def sample_settings(
-    tokenizer: Tokenizer,
-    source: Checkpoint,
-    *,
-    calibration: TextSource | None,
-    text_column: str | None,
-    samples: int | None,
-    length: int | None,
-    seed: int | None,
-    activation_memory: int | None,
-    device: torch.device,
-    effort_name: EffortName = "default",
-) -> GptqSettings:
-    """The settings of calibration samples, with defaults for what is None.
-
-    Raises:
-        RequestError: if the samples are none, or longer than the model's context.
-    """
-    context = source.config.max_context
-    samples = effort.SAMPLES if samples is None else samples
-    length = effort.EFFORTS[effort_name].length(source.config) if length is None else length
-    if length > context:
-        raise RequestError(
-            "samples are longer than the model's context",
-            found=f"{length} tokens",
-            expected=f"at most {context}",
-            hint="give a smaller `length`",
-        )
-    if calibration is None and samples > 0:
-        require_plausible(samples, length)
-    require_samples(samples, length)
-    if activation_memory is None:
-        activation_memory = min(effort.ACTIVATION_MEMORY, available_bytes() // 2)
-    seed = effort.SEED if seed is None else seed
-    return GptqSettings(
-        tokenizer,
-        calibration,
-        text_column,
-        samples,
-        length,
-        seed,
-        effort_name,
-        int(activation_memory),
-        device,
     )

@@ -15,17 +15,17 @@ from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.calibration.settings import GptqSettings
+from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.prepare import Prepared
 from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
-from quantkit.jobs.quantize.settings import GptqSettings
-from quantkit.jobs.quantize.sizes import WeightSizes
 from quantkit.quality.bounds import measured_tokens, window_length
+from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
 
-SOURCE_CHECK = "check of the source"
 _PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
 _OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
 _SECONDS_OF_CHOICE = (

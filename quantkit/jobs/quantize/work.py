@@ -18,12 +18,12 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
 from quantkit.distributed.group import ProcessGroup
+from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
 from quantkit.jobs.quantize.imatrix import importance_from
 from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, choose_schemes, too_few_tokens
 from quantkit.jobs.quantize.weights_only import within_bounds
-from quantkit.model.column_kernels import kernels_name
 from quantkit.model.shared_scales import SharedScales
 from quantkit.quality.manifest_check import ACTIVATIONS
 from quantkit.tensors.products import compute_dtype
@@ -162,13 +162,3 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     return Work(
         "quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch
     )
-
-
-def machine(device: torch.device) -> dict[str, object]:
-    """What sums of floats depend on, and so do solved and weighted codes."""
-    return {
-        "torch": torch.__version__,
-        "number of threads": torch.get_num_threads(),
-        "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "column kernels": kernels_name(device),
-    }

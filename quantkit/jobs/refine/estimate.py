@@ -5,34 +5,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import batch_samples, inner_width
-from quantkit.errors import RequestError
+from quantkit.calibration.settings import GptqSettings
 from quantkit.formats.checkpoint import schemes
-from quantkit.jobs.output.speed import Speed
-from quantkit.jobs.quantize.estimate import (
+from quantkit.jobs.output.estimate import (
     Estimate,
     checked_tokens,
-    estimate_quantization,
     forward_bytes,
     process_bytes,
     side_bytes,
 )
-from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import Prepared, size_fit
-from quantkit.jobs.quantize.settings import GptqSettings
-from quantkit.jobs.quantize.steps import SOURCE_CHECK
-from quantkit.jobs.refine.options import BATCH, EPOCHS
+from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.refine.plan import Refinement
 from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.optimizer import FACTOR_BYTES
 from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.state import STATES
-from quantkit.training.trained import OFFSET_BYTES, has_trained_scales
+from quantkit.training.trained import OFFSET_BYTES
 from quantkit.training.training import TARGETS, TRAINING, held_back
 
 _PASSES = 4  # forward, forward again, and gradients by inputs and by weights
@@ -118,62 +113,6 @@ class TrainingCost:
         }
         on_disk = max(0, targets - budget // 4) + max(0, offsets - budget // 4)
         return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
-
-
-def estimate_refined_quantization(prepared: Prepared) -> Estimate:
-    """Estimate a quantization whose result is refined: the steps of both jobs, one after the other.
-
-    Raises:
-        RequestError: if the result has no scales to train, or is rounded to nearest.
-    """
-    options, settings, source = prepared.options, prepared.settings, prepared.source
-    trained = {
-        module: (source.info(f"{module}.weight").shape, scheme)
-        for module, scheme in prepared.scheme_map.linears.items()
-        if has_trained_scales(scheme)
-    }
-    if not trained:
-        raise RequestError(
-            "`refine=True` trains scales in floats of integer codes, and no linear gets such",
-            path=source.path,
-            found=" and ".join(prepared.scheme_map.counts()),
-            expected="int4 or int8",
-        )
-    if settings is None:  # schemes of 8 bits are rounded by default
-        raise RequestError(
-            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by"
-            " default",
-            path=source.path,
-            found=" and ".join(prepared.scheme_map.counts()),
-            hint='add `method="gptq"`, or run `quantkit refine` on the result',
-        )
-    estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
-    cost = TrainingCost.of(
-        source.config,
-        settings,
-        trained,
-        epochs=EPOCHS if options.epochs is None else options.epochs,
-        batch=BATCH,
-        codes=options.train_codes,
-    )
-    speed = Speed(source.config)
-    steps = {**estimate.steps, **cost.steps}
-    steps[REFINED_WRITING] = speed.writing(estimate.disk_bytes, estimate.disk_bytes)
-    if source.config.measurable:
-        steps[REFINED_GATE] = speed.forward(measured_tokens(source), models=3)
-    efforts = {}
-    for name, seconds in estimate.efforts.items():
-        efforts[name] = seconds + math.fsum(steps.values()) - estimate.seconds
-    return replace(
-        estimate,
-        memory_bytes=max(estimate.memory_bytes, cost.memory_bytes),
-        phase="training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase,
-        steps=steps,
-        seconds=math.fsum(steps.values()),
-        efforts=efforts,
-        disk_bytes=2 * estimate.disk_bytes,
-        scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes),
-    )
 
 
 def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quantkit.base.arguments import as_path
+from quantkit.calibration.settings import GptqSettings, sample_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
 from quantkit.formats.container import StoredCheckpoint
@@ -15,7 +16,6 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.staging import require_name
 from quantkit.jobs.convert.conversion import Conversion
-from quantkit.jobs.quantize.settings import GptqSettings, sample_settings
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.rewritten import InOutputTypes, plan_rewriting, require_scales_change
 from quantkit.model.device import usable_device

@@ -18,9 +18,8 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
+from quantkit.jobs.output.estimate import Estimate
 from quantkit.jobs.output.writer import NOT_CHECKED, source_hashes, writing
-from quantkit.jobs.quantize.estimate import Estimate
-from quantkit.jobs.quantize.steps import SOURCE_CHECK
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
@@ -31,7 +30,7 @@ from quantkit.quality.changed_tensors import REFINED, Change, changes, merged, r
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.manifest_check import measured_inputs
-from quantkit.quality.source_check import SourceCheck, check_source
+from quantkit.quality.source_check import SOURCE_CHECK, SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error

@@ -16,7 +16,7 @@ from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NoImprovementError
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, partial_folder
-from quantkit.jobs.quantize.work import machine
+from quantkit.jobs.output.machine import machine
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.plan import Refinement
 from quantkit.training.blockwise import Blockwise, float_states

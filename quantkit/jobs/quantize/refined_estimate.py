@@ -1,0 +1,75 @@
+"""Estimate a quantization whose result is refined."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from quantkit.errors import RequestError
+from quantkit.jobs.output.estimate import (
+    Estimate,
+)
+from quantkit.jobs.output.speed import Speed
+from quantkit.jobs.quantize.estimate import estimate_quantization
+from quantkit.jobs.quantize.formats import Formats
+from quantkit.jobs.quantize.prepare import Prepared, size_fit
+from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING, TrainingCost
+from quantkit.jobs.refine.options import BATCH, EPOCHS
+from quantkit.quality.bounds import measured_tokens
+from quantkit.training.trained import has_trained_scales
+
+
+def estimate_refined_quantization(prepared: Prepared) -> Estimate:
+    """Estimate a quantization whose result is refined: the steps of both jobs, one after the other.
+
+    Raises:
+        RequestError: if the result has no scales to train, or is rounded to nearest.
+    """
+    options, settings, source = prepared.options, prepared.settings, prepared.source
+    trained = {
+        module: (source.info(f"{module}.weight").shape, scheme)
+        for module, scheme in prepared.scheme_map.linears.items()
+        if has_trained_scales(scheme)
+    }
+    if not trained:
+        raise RequestError(
+            "`refine=True` trains scales in floats of integer codes, and no linear gets such",
+            path=source.path,
+            found=" and ".join(prepared.scheme_map.counts()),
+            expected="int4 or int8",
+        )
+    if settings is None:  # schemes of 8 bits are rounded by default
+        raise RequestError(
+            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by"
+            " default",
+            path=source.path,
+            found=" and ".join(prepared.scheme_map.counts()),
+            hint='add `method="gptq"`, or run `quantkit refine` on the result',
+        )
+    estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
+    cost = TrainingCost.of(
+        source.config,
+        settings,
+        trained,
+        epochs=EPOCHS if options.epochs is None else options.epochs,
+        batch=BATCH,
+        codes=options.train_codes,
+    )
+    speed = Speed(source.config)
+    steps = {**estimate.steps, **cost.steps}
+    steps[REFINED_WRITING] = speed.writing(estimate.disk_bytes, estimate.disk_bytes)
+    if source.config.measurable:
+        steps[REFINED_GATE] = speed.forward(measured_tokens(source), models=3)
+    efforts = {}
+    for name, seconds in estimate.efforts.items():
+        efforts[name] = seconds + math.fsum(steps.values()) - estimate.seconds
+    return replace(
+        estimate,
+        memory_bytes=max(estimate.memory_bytes, cost.memory_bytes),
+        phase="training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase,
+        steps=steps,
+        seconds=math.fsum(steps.values()),
+        efforts=efforts,
+        disk_bytes=2 * estimate.disk_bytes,
+        scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes),
+    )
