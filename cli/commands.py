@@ -11,8 +11,9 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
+from quantkit.cli.hints import spell
 from quantkit.cli.options import BROKEN, Command, exit_codes, section
-from quantkit.cli.output import as_options, columns, mention, note
+from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.doctor.findings import RUNTIMES
@@ -376,5 +377,5 @@ def _report_written(outputs: Outputs, made: ConvertResult | QuantizeResult) -> N
     for line in made.notes:
         note(line)
     for line in made.lines():
-        mention(as_options(line), err=outputs.json_on_stdout)
+        mention(spell(line), err=outputs.json_on_stdout)
     outputs.write(made.to_json())

@@ -16,7 +16,8 @@ import click
 
 from quantkit.base.json_values import shown
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import as_options, mention, note, print_generated
+from quantkit.cli.hints import spell
+from quantkit.cli.output import mention, note, print_generated
 from quantkit.errors import RequestError
 
 _COMMANDS = {
@@ -145,7 +146,7 @@ def _talk(
                     mention(f"quantkit: note: {about}", err=True)
         except RequestError as error:  # this question's fault
             if group.is_rank0:
-                mention(f"quantkit: error: {as_options(str(error))}", err=True)
+                mention(f"quantkit: error: {spell(error.message)}", err=True)
 
 
 def _answer(session: Answerer, group: Group, question: str) -> None:

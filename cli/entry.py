@@ -112,11 +112,11 @@ def report_interrupted(error: BaseException) -> None:
 
 def with_kept(message: str, error: BaseException) -> str:
     """A message about an error, with what is kept of the job's work."""
-    from quantkit.cli.output import as_options
+    from quantkit.cli.hints import spell
     from quantkit.formats.output.staging import kept
 
     work = kept(error)
-    return f"{message}; {as_options(work)}" if work else message
+    return f"{message}; {spell(work)}" if work else message
 
 
 def interrupted_code(error: BaseException) -> int:

@@ -21,9 +21,10 @@ from quantkit.cli.entry import (
     with_kept,
 )
 from quantkit.cli.generate import generate
+from quantkit.cli.hints import spell
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
-from quantkit.cli.output import as_options, drop_output, mention, say
+from quantkit.cli.output import drop_output, mention, say
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.cli.refine import apply_delta, refine
@@ -142,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        mention(f"quantkit: error: {with_kept(as_options(str(error)), error)}", err=True)
+        mention(f"quantkit: error: {with_kept(spell(error.message), error)}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()
@@ -178,4 +179,4 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         label = "warning" if record.levelno >= logging.WARNING else "note"
-        mention(f"quantkit: {label}: {as_options(record.getMessage())}", err=True)
+        mention(f"quantkit: {label}: {spell(record.getMessage())}", err=True)

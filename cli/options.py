@@ -21,7 +21,8 @@ from quantkit import errors
 from quantkit.base.json_values import shown
 from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, declared
 from quantkit.base.processors import checked_threads, set_threads
-from quantkit.cli.output import as_options, note
+from quantkit.cli.hints import set_command, spell
+from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
 from quantkit.kernels import BACKENDS
@@ -109,6 +110,10 @@ class Context(click.Context):
     """A context whose help is wrapped between words."""
 
     formatter_class = _Formatter
+
+    def __init__(self, command: click.Command, *arguments: Any, **settings: Any) -> None:
+        super().__init__(command, *arguments, **settings)
+        set_command(command)
 
 
 class Command(click.Command):
@@ -480,7 +485,7 @@ def of_job(
     shared = {**_SHARED, **(own or {})}
     made = (
         section(
-            as_options(info.section),
+            spell(info.section),
             shared[name] if info.help is None else _of_field(name, info, info.help),
         )
         for name, info in declared(job_options).items()
@@ -496,7 +501,7 @@ def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
         else _KINDS.get(info.kind, {"type": info.kind})
     )
     return click.option(
-        f"--{name.replace('_', '-')}", metavar=info.metavar, help=as_options(about), **kind
+        f"--{name.replace('_', '-')}", metavar=info.metavar, help=spell(about), **kind
     )
 
 

@@ -1,4 +1,4 @@
-"""The terminal: results on stdout, notes and progress on stderr; and how messages spell options."""
+"""The terminal: results on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import click
 
 from quantkit.base.json_values import printable
 from quantkit.cli.entry import missing_streams
+from quantkit.cli.hints import spell
 from quantkit.errors import DestinationError
 
 DEFAULT_COLUMNS = 80
@@ -25,39 +26,13 @@ _LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error
 
 _CONTROL_IN_JSON = re.compile("[\x7f-\x9f]")  # JSON escapes those below 0x20 itself
 
-_RENAMED = {"runtime": "for", "texts": "text"}  # a keyword of Python; a repeatable option
-_POSITIONAL = ("path", "src", "dst")
-_ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
-
-
-def as_options(text: str) -> str:
-    """A message of the library with the command line's options.
-
-    In such messages an argument stands in backquotes: `` `resume=True` `` becomes ``--resume``, ``
-    `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``,
-    and a bare name becomes its option, or its argument, such as ``SRC``.
-    """
-    return _ARGUMENT.sub(_option, text)
-
-
-def _option(found: re.Match[str]) -> str:
-    name, value = found["name"], found["value"]
-    if name in _POSITIONAL:
-        return name.upper()
-    name = _RENAMED.get(name, name).replace("_", "-")
-    if value in (None, "True"):
-        return f"--{name}"
-    if value == "False":
-        return f"--no-{name}"
-    return f"--{name} {value.strip(chr(34))}"
-
 
 def say(lines: Iterable[str], *, err: bool = False, wrap: bool = True) -> None:
     """Print lines, with `err` to stderr; `wrap` as for messages. If the reader has closed the pipe,
     or stderr cannot be written, the command continues to its exit code.
     """
     try:
-        _print("\n".join(map(as_options, lines)), err=err, wrap=wrap)
+        _print("\n".join(map(spell, lines)), err=err, wrap=wrap)
     except OSError as error:
         if not err and not isinstance(error, BrokenPipeError):
             raise
@@ -116,12 +91,12 @@ def is_rank0_process() -> bool:
 def note(line: str) -> None:
     """Print a note on stderr, on rank 0."""
     if is_rank0_process():
-        mention(f"quantkit: note: {as_options(line)}", err=True)
+        mention(f"quantkit: note: {spell(line)}", err=True)
 
 
 def warn(line: str) -> None:
     """Print a warning on stderr."""
-    mention(f"quantkit: warning: {as_options(line)}", err=True)
+    mention(f"quantkit: warning: {spell(line)}", err=True)
 
 
 def _print(text: str, *, err: bool, wrap: bool) -> None:

@@ -9,8 +9,9 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
+from quantkit.cli.hints import spell
 from quantkit.cli.options import Command, section
-from quantkit.cli.output import as_options, mention, note
+from quantkit.cli.output import mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.jobs.refine.options import OUTPUT, RefineOptions
@@ -82,5 +83,5 @@ def _report(outputs: Outputs, made: Any) -> None:
     for line in made.notes:
         note(line)
     for line in made.lines():
-        mention(as_options(line), err=outputs.json_on_stdout)
+        mention(spell(line), err=outputs.json_on_stdout)
     outputs.write(made.to_json())

@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from quantkit.base.messages import Message, Option
+
 _sources: dict[Path, Path] = {}
 
 
@@ -30,6 +32,7 @@ class QuantkitError(Exception):
         found, expected: the value that was found or requested, and the values that are possible.
         hint: what to do next.
         argument: the name of the argument, or of the field of a request, that is wrong.
+        message: the line, in which options are data that a front end spells.
     """
 
     exit_code = 1
@@ -51,17 +54,20 @@ class QuantkitError(Exception):
         self.expected = expected
         self.hint = hint
         self.argument = argument
-        line = problem if self.path is None else f"{self.path}: {problem}"
-        facts = [
-            f"{label} {value}"
-            for label, value in (("found", found), ("expected", expected))
-            if value is not None
-        ]
+        parts: list[str | Option] = [problem]
+        if self.path is not None:
+            parts.insert(0, f"{self.path}: ")
+        facts: list[str | Option] = []
+        for label, value in (("found", found), ("expected", expected)):
+            if value is not None:
+                value = value if isinstance(value, (str, Option)) else str(value)
+                facts += [", " if facts else "", f"{label} ", value]
         if facts:
-            line += f" ({', '.join(facts)})"
+            parts += [" (", *facts, ")"]
         if hint:
-            line += f"; {hint}"
-        super().__init__(" ".join(line.split()))
+            parts += ["; ", hint]
+        self.message = Message(*parts).join_lines()
+        super().__init__(self.message)
 
     def restate(self, **changes: Any) -> Self:
         """Return the same error with some of its parts changed, by the names of the attributes."""

@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.cli import hints
+
 _ROOT = Path(__file__).resolve().parent.parent
 # The checkout's bare folders must not stand in for other packages of their names.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+
+
+# A message that names an option which the running command does not have fails its test.
+hints.strict = True
 
 
 @pytest.fixture(autouse=True)

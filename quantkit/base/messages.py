@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,10 +41,11 @@ class Message(str):
     >>> message = Message("round it with ", Option("method", "rtn"))
     >>> str(message)
     'round it with `method="rtn"`'
-    >>> message.render(lambda option: f"--{option.name} {option.value}")
-    'round it with --method rtn'
+    >>> message.render(lambda option: f"{option.name}: {option.value}")
+    'round it with method: rtn'
 
-    Formatting a message into another string loses the options; pass it as a part of a `Message` instead.
+    Formatting a message into another string loses the options; pass it as a part of a `Message`
+    instead.
     """
 
     parts: tuple[str | Option, ...]
@@ -63,3 +65,14 @@ class Message(str):
     def render(self, spell: Callable[[Option], str]) -> str:
         """Return the text with each option spelled by a front end."""
         return "".join(spell(part) if isinstance(part, Option) else part for part in self.parts)
+
+    def join_lines(self) -> Message:
+        """Return the message in one line: each run of whitespace becomes a space."""
+        parts: list[str | Option] = []
+        for part in self.parts:
+            parts.append(part if isinstance(part, Option) else re.sub(r"\s+", " ", part))
+        if parts and isinstance(parts[0], str):
+            parts[0] = parts[0].lstrip()
+        if parts and isinstance(parts[-1], str):
+            parts[-1] = parts[-1].rstrip()
+        return Message(*parts)

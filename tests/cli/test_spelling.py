@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.cli.output import as_options
+from quantkit.cli.hints import spell
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from quantkit.cli.output import as_options
     ],
 )
 def test_arguments_become_options(text: str, expected: str) -> None:
-    assert as_options(text) == expected
+    assert spell(text) == expected
 
 
 def test_the_library_speaks_no_command_line() -> None:

@@ -1,0 +1,91 @@
+"""Spell the options that messages of the library name as the running command has them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from quantkit.base.messages import Message, Option
+
+# Options whose name differs from the Python argument's: `for` is a keyword of Python, and the
+# repeatable --text has the singular.
+_RENAMED = {"runtime": "for", "texts": "text"}
+
+_POSITIONAL = ("path", "src", "dst")
+_BACKQUOTED = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
+
+# The command that was parsed last. Errors are printed after click has left its context.
+_command: click.Command | None = None
+
+
+class UnknownOptionError(AssertionError):
+    """A message names an option that the running command does not have."""
+
+
+# Raise `UnknownOptionError` instead of printing such an option. The tests switch it on.
+strict = False
+
+
+def set_command(command: click.Command) -> None:
+    """Remember the command for which messages are printed from now on."""
+    global _command
+    _command = command
+
+
+def spell(text: str) -> str:
+    """Return a message of the library with the command line's spelling of its options."""
+    if isinstance(text, Message):
+        text = text.render(spell_option)
+    return _BACKQUOTED.sub(_spell_backquoted, text)
+
+
+def spell_option(option: Option) -> str:
+    """Spell an option as the running command has it.
+
+    Raises:
+        UnknownOptionError: if the command does not have it, while `strict` is set.
+    """
+    text = _spell_name(option)
+    if option.job is not None:
+        return f"{text} of quantkit {option.job}"
+    return text
+
+
+def _spell_name(option: Option) -> str:
+    name = _RENAMED.get(option.name, option.name)
+    parameter = None
+    if option.job is None and _command is not None:
+        parameter = _find_parameter(_command, option.name)
+        if parameter is None and strict:
+            raise UnknownOptionError(f"{_command.name} has no option for {option}")
+    if isinstance(parameter, click.Argument) or option.name in _POSITIONAL:
+        return name.upper()
+    flag = f"--{name.replace('_', '-')}"
+    if option.metavar is not None:
+        return f"{flag} {option.metavar}"
+    if option.value is None or option.value is True:
+        return flag
+    if option.value is False:
+        return f"--no-{name.replace('_', '-')}"
+    return f"{flag} {option.value}"
+
+
+def _find_parameter(command: click.Command, name: str) -> click.Parameter | None:
+    """Return the parameter of a command that passes the Python argument of this name."""
+    spelled = f"--{_RENAMED.get(name, name).replace('_', '-')}"
+    for parameter in command.params:
+        names = [*parameter.opts, *parameter.secondary_opts]
+        if parameter.name == name or spelled in names or f"--no-{spelled[2:]}" in names:
+            return parameter
+    return None
+
+
+def _spell_backquoted(match: re.Match[str]) -> str:
+    """Spell an option in text that is not yet a `Message`."""
+    value: bool | str | None = match["value"]
+    if value in ("True", "False"):
+        value = value == "True"
+    elif isinstance(value, str):
+        value = value.strip('"')
+    return _spell_name(Option(match["name"], value, job=""))
