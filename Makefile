@@ -32,6 +32,7 @@ test-kernels: .venv/installed-test
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_style.py
 	rm -rf .venv/wheel build
 	$(BIN)/pip install --quiet --no-deps --target .venv/wheel .
 	cd .venv/wheel && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p quantkit

@@ -1,11 +1,12 @@
 """Measure how readable the Python code is, and fail if a measure got worse than the recorded one.
 
-    python scripts/check_style.py             # compare the package with the limits in scripts/style.toml
+    python scripts/check_style.py             # compare with the limits in scripts/style.toml
     python scripts/check_style.py --update    # record better measures as the new limits
     python scripts/check_style.py FOLDER...   # print the measures of any code
 
-Exits with 1 if a measure is worse than its limit. The measures say nothing about a single line. They show where code
-is hard to read on average, next to code bases such as click, accelerate and llm-compressor.
+Exits with 1 if a measure is worse than its limit. The measures say nothing about a single line.
+They show where code is hard to read on average, next to code bases such as click, accelerate and
+llm-compressor.
 """
 
 from __future__ import annotations
@@ -26,13 +27,58 @@ PACKAGE = ("quantkit", "cli", "evals", "kernels")
 
 # Names that say nothing about what they hold.
 VAGUE_NAMES = frozenset(
-    "one found own there given made more others here where both left stated named wanted known got "
-    "which what these those such so then each all rest same held taken seen".split()
+    [
+        "one",
+        "found",
+        "own",
+        "there",
+        "given",
+        "made",
+        "more",
+        "others",
+        "here",
+        "where",
+        "both",
+        "left",
+        "stated",
+        "named",
+        "wanted",
+        "known",
+        "got",
+        "which",
+        "what",
+        "these",
+        "those",
+        "such",
+        "so",
+        "then",
+        "each",
+        "all",
+        "rest",
+        "same",
+        "held",
+        "taken",
+        "seen",
+    ]
 )
 
 # Words that look like participles but are verbs or nouns.
 VERBS_AND_NOUNS = frozenset(
-    "embed feed hidden kept_alive need open seed speed token when then even children".split()
+    [
+        "embed",
+        "feed",
+        "hidden",
+        "kept_alive",
+        "need",
+        "open",
+        "seed",
+        "speed",
+        "token",
+        "when",
+        "then",
+        "even",
+        "children",
+    ]
 )
 
 _PARTICIPLE = re.compile(r"_*([a-z]+(?:ed|en|wn))(?:_|$)")
@@ -174,7 +220,7 @@ def is_worse(name: str, value: float, limit: float) -> bool:
 def write_limits(measures: dict[str, float]) -> None:
     """Write the measures as the new limits."""
     lines = [
-        "# The measures of scripts/check_style.py, which must not get worse: `--update` writes them."
+        "# Limits of scripts/check_style.py: a measure may not get worse; --update writes them."
     ]
     for name, value in measures.items():
         lines.append(f'"{name}" = {value:.1f}')
