@@ -191,7 +191,10 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
         if given["draft"] is not None:
             draft = load_draft(given["draft"], tokenizer, **placement)
     length = conversation_length(model.config, given["context"])
-    cache = torch.int8 if given["int8_cache"] else None
+    if given["int8_cache"]:
+        cache = torch.int8
+    else:
+        cache = None
     sampling: SamplingOptions = {**sampling_defaults(path), **options.requested_sampling(given)}
     engine = Engine(
         model,

@@ -55,8 +55,12 @@ def demo(output: Path | None, quick: bool, data: str | None, threads: int | None
 
 def _next_steps(output: Path | None, quantized: str) -> list[str]:
     """Commands to try after the demo."""
-    folder = Path("demo") if output is None else output
-    floats, last = shlex.quote(str(folder / "bf16")), shlex.quote(str(folder / quantized))
+    if output is None:
+        folder = Path("demo")
+    else:
+        folder = output
+    floats = shlex.quote(str(folder / "bf16"))
+    last = shlex.quote(str(folder / quantized))
     lines = [
         *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
         f'quantkit generate {last} "The people"',
@@ -144,7 +148,10 @@ def verify(
 
     with ProgressDisplay() as progress:
         given: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
-        report = job(a, **given) if b is None else job(a, b, **given)
+        if b is None:
+            report = job(a, **given)
+        else:
+            report = job(a, b, **given)
     report_result(outputs, report)
     if isinstance(report, VerifyReport) and (strict or not report.ok):
         sys.exit(report.verdict.value)
@@ -277,7 +284,8 @@ def quantize(data: str | None, **given: Any) -> None:
     with SRC before DST appears. If it differs too much, DST is not written and the exit code is 8.
     Under torchrun all processes share the calibration, and rank 0 does the rounding.
     """
-    reads, arguments = files_read(given), job_arguments(given)
+    reads = files_read(given)
+    arguments = job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.distributed.shard import require_same_checkpoint
@@ -287,7 +295,10 @@ def quantize(data: str | None, **given: Any) -> None:
     shared = arguments["method"] != "rtn" and (
         arguments["method"] == "gptq" or _has_int4(arguments["scheme"])
     )
-    device = None if shared and arguments["device"] != "cpu" else "cpu"
+    if shared and arguments["device"] != "cpu":
+        device = None
+    else:
+        device = "cpu"
     with together({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
@@ -333,7 +344,8 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """
     from quantkit.tensors.recipe import Recipe
 
-    path, old = given.pop("recipe"), given.pop("plan")
+    path = given.pop("recipe")
+    old = given.pop("plan")
     if old is not None:
         note("--plan is called --recipe now; the old name goes with the next release")
         if path is not None:
@@ -352,7 +364,10 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         )
     if len(chosen) > 1:
         sized = given["target_bits"] is not None or given["max_size"] is not None
-        hint = "a size chooses the schemes" if sized else "a recipe's default is its scheme"
+        if sized:
+            hint = "a size chooses the schemes"
+        else:
+            hint = "a recipe's default is its scheme"
         raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
     if path is None:
         named = given["scheme"]

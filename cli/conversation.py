@@ -65,7 +65,8 @@ class Group(Protocol):
 class Alone:
     """A `Group` of one process."""
 
-    size, is_rank0 = 1, True
+    size = 1
+    is_rank0 = True
 
     def broadcast_from_rank0(self, value: T) -> T:
         return value
@@ -129,7 +130,10 @@ def _talk(
     session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]
 ) -> None:
     """A conversation on a terminal."""
-    questions = _questions(name) if group.is_rank0 else iter(())
+    if group.is_rank0:
+        questions = _questions(name)
+    else:
+        questions = iter(())
     while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
         if not line:
             continue
@@ -241,14 +245,18 @@ def _questions(name: str) -> Iterator[str]:
 def _command(line: str) -> tuple[str, str] | None:
     """The command name that a line begins with, whether it exists or not, and the text after it."""
     found = _COMMAND.fullmatch(line)
-    return None if found is None else (found[1].lower(), found[2] or "")
+    if found is None:
+        return None
+    return (found[1].lower(), found[2] or "")
 
 
 def _question(line: str) -> str:
     """The question in a line: two slashes before a word mean one, if one slash would make it a
     command.
     """
-    return line[1:] if line.startswith("//") and _command(line[1:]) else line
+    if line.startswith("//") and _command(line[1:]):
+        return line[1:]
+    return line
 
 
 def _run_command(session: Answerer, name: str, text: str) -> str:
@@ -257,7 +265,9 @@ def _run_command(session: Answerer, name: str, text: str) -> str:
     """
     if name == "/system":
         session.system = text or None
-        return "The system prompt is set." if session.system else "There is no system prompt."
+        if session.system:
+            return "The system prompt is set."
+        return "There is no system prompt."
     if name not in (*_COMMANDS, *_LEAVE):
         raise RequestError(
             "no such command",

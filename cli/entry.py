@@ -116,12 +116,16 @@ def with_kept(message: str, error: BaseException) -> str:
     from quantkit.formats.output.staging import kept
 
     work = kept(error)
-    return f"{message}; {spell(work)}" if work else message
+    if work:
+        return f"{message}; {spell(work)}"
+    return message
 
 
 def interrupted_code(error: BaseException) -> int:
     """The exit code of an interrupted process."""
-    return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+    if isinstance(error, Terminated):
+        return TERMINATED
+    return INTERRUPTED
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

@@ -55,11 +55,10 @@ def environment_lines() -> list[str]:
     settings = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if _SETTINGS.match(name)
     ]
-    reason = (
-        "torch's default"
-        if (limit := quota_threads()) is None
-        else f"the CPU limit rounded up to {limit}"
-    )
+    if (limit := quota_threads()) is None:
+        reason = "torch's default"
+    else:
+        reason = f"the CPU limit rounded up to {limit}"
     if any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         reason = "from the environment"
     set_threads(None)  # as a command that computes
@@ -108,14 +107,19 @@ def _installed() -> Iterator[str]:
 
 
 def _processors() -> str:
-    usable, quota = len(logical_processors()), cpu_quota()
+    usable = len(logical_processors())
+    quota = cpu_quota()
     parts = [f"{os.cpu_count()} logical", f"{usable} usable on {physical_cores()} physical cores"]
     return ", ".join([*parts, "no CPU limit" if quota is None else f"CPU limit {quota:g}"])
 
 
 def _memory() -> str:
-    machine, limit = memory.machine_bytes(), memory.total_bytes()
-    limited = f"limit {size_text(limit)}" if limit < machine else "no limit"
+    machine = memory.machine_bytes()
+    limit = memory.total_bytes()
+    if limit < machine:
+        limited = f"limit {size_text(limit)}"
+    else:
+        limited = "no limit"
     return f"{size_text(machine)}, {limited}, {size_text(memory.available_bytes())} available"
 
 
@@ -138,7 +142,10 @@ def _caches() -> Iterator[str]:
     from quantkit.kernels.build import cache_folder
 
     for folder in (cache_folder(), Path(HF_HUB_CACHE)):
-        files = [Path(path, name) for path, _, names in os.walk(folder) for name in names]
+        files = []
+        for path, _, names in os.walk(folder):
+            for name in names:
+                files.append(Path(path, name))
         size = size_text(sum(file.lstat().st_size for file in files if os.path.lexists(file)))
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         yield f"{folder} ({size}, {'writable' if os.access(there, os.W_OK) else 'not writable'})"

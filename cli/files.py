@@ -54,8 +54,12 @@ class Outputs:
                 is missing for a picture, or cannot be imported.
         """
         self.json_on_stdout = data == STDOUT
-        self._data = None if data is None or self.json_on_stdout else Path(data)
-        self._report, self._plot = report, plot
+        if data is None or self.json_on_stdout:
+            self._data = None
+        else:
+            self._data = Path(data)
+        self._report = report
+        self._plot = plot
         if self._data is not None and self._data.is_dir():
             raise DestinationError(
                 "is a folder; --json takes the path of a file, or - for stdout", path=data
@@ -70,9 +74,10 @@ class Outputs:
             )
         for option, path in (("--report", report), ("--plot", plot)):
             if path is not None and str(path) == STDOUT:
-                hint = (
-                    "--table markdown prints tables for a report" if option == "--report" else None
-                )
+                if option == "--report":
+                    hint = "--table markdown prints tables for a report"
+                else:
+                    hint = None
                 raise RequestError(f"{option} takes the path of a file, not {STDOUT}", hint=hint)
         files = [path for path in (self._data, report, plot) if path is not None]
         if len({os.path.realpath(path) for path in files}) < len(files):

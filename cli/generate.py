@@ -171,7 +171,9 @@ class GenerateArgs:
     @property
     def batch_size(self) -> int:
         """Maximum number of sequences that run together."""
-        return BATCH_SIZE if self.batch is None else self.batch
+        if self.batch is None:
+            return BATCH_SIZE
+        return self.batch
 
     @property
     def slots(self) -> int:
@@ -180,7 +182,10 @@ class GenerateArgs:
 
     def sampling(self) -> SamplingOptions:
         """How tokens are drawn, as far as it was requested."""
-        bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)} if self.logit_bias else {}
+        if self.logit_bias:
+            bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)}
+        else:
+            bias = {}
         return {**(self.sampling_options or {}), **bias}
 
     def continuation(self) -> dict[str, Any]:
@@ -227,7 +232,8 @@ class GenerateArgs:
 
     def _require_compatible(self) -> None:
         """Raise a `RequestError` if options do not go together."""
-        xla, many = self.backend == "xla", self.prompts is not None
+        xla = self.backend == "xla"
+        many = self.prompts is not None
         drafts = self.draft is not None or self.draft_tokens is not None
         of_files = (
             self.output is not None

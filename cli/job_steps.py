@@ -34,10 +34,13 @@ class JobSteps:
         if phase != self._current:
             if self._current is not None:
                 self._taken[self._current] = now - self._step_began
-            self._current, self._first, self._done = phase, share, share
+            self._current = phase
+            self._first = share
+            self._done = share
             self._step_began = self._changed = now
         elif share > self._done:  # a phase that begins again, in another round, does not go back
-            self._done, self._changed = share, now
+            self._done = share
+            self._changed = now
 
     def label(self, phase: str) -> str:
         """The phase with its number, if it is a step."""
@@ -50,15 +53,17 @@ class JobSteps:
         elapsed = now - self._step_began
         pace = self._pace(elapsed)
         estimated = pace * self._seconds.get(self._current or "", 0.0) * (1 - self._first)
-        made, rest = self._done - self._first, 1 - self._first
+        made = self._done - self._first
+        rest = 1 - self._first
         if made > 0 and rest > 0:  # the more of it is done, the more its own rate counts
             share = made / rest
-            observed, trust = (
-                (self._changed - self._step_began) / share,
-                min(1.0, share / _RATE_KNOWN),
-            )
+            observed = (self._changed - self._step_began) / share
+            trust = min(1.0, share / _RATE_KNOWN)
             estimated = trust * observed + (1 - trust) * estimated
-        own = 0.0 if self._done >= 1 else max(estimated - elapsed, 0.0)
+        if self._done >= 1:
+            own = 0.0
+        else:
+            own = max(estimated - elapsed, 0.0)
         return own + pace * sum(self._seconds[name] for name in self._later())
 
     def share(self, now: float) -> float:
@@ -72,11 +77,10 @@ class JobSteps:
 
     def _later(self) -> list[str]:
         """The steps after the current one."""
-        reached = [
-            self._names.index(name)
-            for name in (*self._taken, self._current)
-            if name in self._seconds
-        ]
+        reached = []
+        for name in (*self._taken, self._current):
+            if name in self._seconds:
+                reached.append(self._names.index(name))
         return self._names[max(reached, default=-1) + 1 :]
 
     def _pace(self, elapsed: float) -> float:
@@ -84,12 +88,13 @@ class JobSteps:
         the current one, once it takes longer than estimated.
         """
         known = [name for name in self._taken if name in self._seconds]
-        taken, estimated = (
-            sum(self._taken[name] for name in known),
-            sum(self._seconds[name] for name in known),
-        )
+        taken = sum(self._taken[name] for name in known)
+        estimated = sum(self._seconds[name] for name in known)
         current = self._seconds.get(self._current or "", 0.0)
         if elapsed > current > 0:
-            taken, estimated = taken + elapsed, estimated + current
+            taken = taken + elapsed
+            estimated = estimated + current
         prior = _TRUST * sum(self._seconds.values())
-        return (taken + prior) / (estimated + prior) if estimated + prior else 1.0
+        if estimated + prior:
+            return (taken + prior) / (estimated + prior)
+        return 1.0

@@ -123,7 +123,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(shell_complete(quantkit, {}, "quantkit", COMPLETION, instruction))
     logging.getLogger("torch").setLevel(logging.ERROR)
     _show_log()
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+    else:
+        arguments = arguments
     debug = arguments[:1] == ["--debug"]
     try:
         # Not through click's own main, which treats EOFError as Ctrl-C, and a closed pipe as an
@@ -170,7 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _show_log() -> None:
     """Print the library's log on stderr as notes and warnings."""
     log = logging.getLogger("quantkit")
-    log.handlers, log.propagate = [_Notes()], False
+    log.handlers = [_Notes()]
+    log.propagate = False
     log.setLevel(logging.INFO)
 
 
@@ -178,5 +182,8 @@ class _Notes(logging.Handler):
     """Prints a line on stderr for each record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        label = "warning" if record.levelno >= logging.WARNING else "note"
+        if record.levelno >= logging.WARNING:
+            label = "warning"
+        else:
+            label = "note"
         mention(f"quantkit: {label}: {spell(record.getMessage())}", err=True)

@@ -125,11 +125,14 @@ def evaluate(
     computed in float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
     each model, on CPUs.
     """
-    texts, against = given["texts"], given["against"]
+    texts = given["texts"]
+    against = given["against"]
     shared = {name: given[name] for name in _SHARED}
     shared["positions"] = [given["positions"], given["position_windows"]]
     given["tasks"] = names = [name.strip() for name in given["tasks"].split(",") if name.strip()]
-    folders = [path for _, path in named([*models, *([against] if against else [])])]
+    folders = []
+    for _, path in named([*models, *([against] if against else [])]):
+        folders.append(path)
     if not names:  # the job checks tasks first
         require_models(*folders)
 
@@ -154,7 +157,10 @@ def evaluate(
                 for line in found.notes:
                     note(line)
 
-            report_of = found.to_html if outputs.wants_page else partial(markdown, found)
+            if outputs.wants_page:
+                report_of = found.to_html
+            else:
+                report_of = partial(markdown, found)
             outputs.write(
                 found.to_json(), report=report_of, picture=partial(picture, found), show=show
             )
@@ -255,9 +261,9 @@ def bench(
     from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
-    sources = [
-        BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)
-    ]
+    sources = []
+    for scheme in quantized or (None,):
+        sources.append(BenchModel(shape=synthetic, scheme=scheme, head=head))
     with together(given, given["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
@@ -265,9 +271,16 @@ def bench(
                 models if synthetic is None else sources, **given, group=group, progress=progress
             )
         if group.is_rank0:
-            warnings, notes = bench_report.warnings(found), bench_report.notes(found)
-            below = [""] if (warnings or notes) and table == "terminal" else []
-            tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)
+            warnings = bench_report.warnings(found)
+            notes = bench_report.notes(found)
+            if (warnings or notes) and table == "terminal":
+                below = [""]
+            else:
+                below = []
+            if table == "csv":
+                tables = [bench_report.sheet(found)]
+            else:
+                tables = bench_report.tables(found)
 
             def show() -> None:
                 outputs.say([*render(tables, table, width=columns()), *below], wrap=False)

@@ -171,7 +171,10 @@ class _Path(click.Path):
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
-            what = "an argument" if param is None or ctx is None else param.get_error_hint(ctx)
+            if param is None or ctx is None:
+                what = "an argument"
+            else:
+                what = param.get_error_hint(ctx)
             raise RequestError(f"{what} is empty", expected="a path")
         return super().convert(value, param, ctx)
 
@@ -183,37 +186,44 @@ class Scheme(click.types.StringParamType):
     """The name of a scheme, checked before anything large is imported."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        mix = mix_named(value) if param is not None and param.name == "scheme" else None
-        return str(QuantScheme.parse(value)) if mix is None else mix.name
+        if param is not None and param.name == "scheme":
+            mix = mix_named(value)
+        else:
+            mix = None
+        if mix is None:
+            return str(QuantScheme.parse(value))
+        return mix.name
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        return [
-            CompletionItem(name)
-            for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES)
-            if name.startswith(incomplete)
-        ]
+        result: list[CompletionItem] = []
+        for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES):
+            if name.startswith(incomplete):
+                result.append(CompletionItem(name))
+        return result
 
 
 class Formats(click.Choice[str]):
     """One format, or several with commas between them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        names = [
-            super(Formats, self).convert(name.strip(), param, ctx) for name in value.split(",")
-        ]
-        return names[0] if len(names) == 1 else names
+        names = []
+        for name in value.split(","):
+            names.append(super().convert(name.strip(), param, ctx))
+        if len(names) == 1:
+            return names[0]
+        return names
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
-        return [
-            CompletionItem(f"{before}{comma}{name}")
-            for name in self.choices
-            if name.startswith(last)
-        ]
+        result: list[CompletionItem] = []
+        for name in self.choices:
+            if name.startswith(last):
+                result.append(CompletionItem(f"{before}{comma}{name}"))
+        return result
 
 
 def complete_files(
@@ -235,7 +245,11 @@ def complete_named(
         paths = sorted(Path(folder).iterdir())
     except OSError:
         return []
-    return [CompletionItem(f"{name}={path}") for path in paths if path.name.startswith(last)]
+    result: list[CompletionItem] = []
+    for path in paths:
+        if path.name.startswith(last):
+            result.append(CompletionItem(f"{name}={path}"))
+    return result
 
 
 _UNITS = {
@@ -381,7 +395,10 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
     """The option for the format of the output, with `quantized` only for quantized models;
     `default` is in words.
     """
-    names = [name for name, one in targets().items() if one.codes is not None or not quantized]
+    names = []
+    for name, one in targets().items():
+        if one.codes is not None or not quantized:
+            names.append(name)
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     if not quantized:
         return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
@@ -495,11 +512,10 @@ def of_job(
 
 
 def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
-    kind = (
-        {"type": click.Choice(info.choices)}
-        if info.choices
-        else _KINDS.get(info.kind, {"type": info.kind})
-    )
+    if info.choices:
+        kind: dict[str, Any] = {"type": click.Choice(info.choices)}
+    else:
+        kind = _KINDS.get(info.kind, {"type": info.kind})
     return click.option(
         f"--{name.replace('_', '-')}", metavar=info.metavar, help=spell(about), **kind
     )
@@ -514,7 +530,10 @@ def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str,
     """The sampling options among the arguments of a command with `sampling`, not checked yet;
     and the other ones.
     """
-    requested: Any = {name: given[name] for name in SAMPLING_NAMES if given[name] is not None}
+    requested: Any = {}
+    for name in SAMPLING_NAMES:
+        if given[name] is not None:
+            requested[name] = given[name]
     options: SamplingOptions = requested
     return options, {name: value for name, value in given.items() if name not in SAMPLING_NAMES}
 
@@ -584,7 +603,10 @@ class BareJson(Command):
     """Accepts ``--json`` without a path for ``--json -``, the old spelling."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        place = args.index("--json") if "--json" in args else None
+        if "--json" in args:
+            place = args.index("--json")
+        else:
+            place = None
         if place is None:
             return super().parse_args(ctx, args)
         follows = args[place + 1 : place + 2]

@@ -128,7 +128,8 @@ def _plan_training(
     from quantkit.formats.checkpoint import schemes
     from quantkit.jobs.plan import training as job
 
-    outputs, found = Outputs(data), shaped(model, scheme)
+    outputs = Outputs(data)
+    found = shaped(model, scheme)
     if not schemes(found):
         raise RequestError("the model is not quantized", hint="give --scheme")
     with ProgressDisplay() as progress:

@@ -102,8 +102,6 @@ def exit_code(error: BaseException) -> int:
     """The exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
-    return (
-        interrupted_code(error)
-        if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort))
-        else INTERNAL_ERROR
-    )
+    if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)):
+        return interrupted_code(error)
+    return INTERNAL_ERROR

@@ -41,14 +41,17 @@ class _Phase:
 
     def left(self, now: float) -> float | None:
         """The seconds left at the rate so far; None if the rate is not known yet."""
-        made, taken = self.done - self.first, self.since - self.began
+        made = self.done - self.first
+        taken = self.since - self.began
         if made <= 0 or taken <= 0 or self.done >= self.total:
             return None
         return (self.total - self.done) * taken / made - (now - self.since)
 
     @property
     def share(self) -> float:
-        return self.done / self.total if self.total else 1.0
+        if self.total:
+            return self.done / self.total
+        return 1.0
 
     def count(self) -> str:
         return f"{self.done}/{self.total} {self.unit}"
@@ -79,7 +82,8 @@ class ProgressDisplay:
             ticking: call `tick` every second, from a thread.
         """
         self._silent = not show
-        self._clock, self._details = clock, details
+        self._clock = clock
+        self._details = details
         self._ticking = ticking and show
         self._phase: _Phase | None = None
         self._steps: JobSteps | None = None
@@ -112,13 +116,17 @@ class ProgressDisplay:
         """Show the progress of a whole job from here, by the estimated seconds of its phases, in
         order.
         """
-        self._steps = JobSteps(steps, self._clock()) if steps else None
+        if steps:
+            self._steps = JobSteps(steps, self._clock())
+        else:
+            self._steps = None
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
         """Show what a job reports; see `quantkit.base.progress.Progress`."""
         raise_if_interrupted()
         with self._writing():
-            now, before = self._clock(), self._phase
+            now = self._clock()
+            before = self._phase
             continues = before is not None and (before.name, before.total, before.unit) == (
                 phase,
                 total,
@@ -127,7 +135,8 @@ class ProgressDisplay:
             if before is None or not continues or done < before.done:
                 self._phase = _Phase(phase, total, unit, done, now, done, now)
             elif done > before.done:
-                before.done, before.since = done, now
+                before.done = done
+                before.since = now
             if self._steps is not None:
                 self._steps.report(phase, done / total if total else 1.0, now)
             self._show(now, begins=before is None or before.name != phase)
@@ -146,10 +155,15 @@ class ProgressDisplay:
         if not begins and now - self._shown_at < (_DRAW_SECONDS if terminal else _LINE_SECONDS):
             return
         self._shown_at = now
-        name, left = phase.name, phase.left(now)
+        name = phase.name
+        left = phase.left(now)
         if self._steps is not None:
-            name, left = self._steps.label(name), self._steps.left(now)
-        rest = [part for part in (self._details(), left and f"{_clock_time(left)} left") if part]
+            name = self._steps.label(name)
+            left = self._steps.left(now)
+        rest = []
+        for part in (self._details(), left and f"{_clock_time(left)} left"):
+            if part:
+                rest.append(part)
         if terminal:
             self._draw(
                 phase, name, rest, phase.share if self._steps is None else self._steps.share(now)
@@ -200,4 +214,6 @@ def _clock_time(seconds: float) -> str:
     """``0:40``, ``12:05``, ``1:02:03``."""
     minutes, rest = divmod(max(math.ceil(seconds), 1), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

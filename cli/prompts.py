@@ -85,7 +85,8 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
             trust_remote_code=args.trust_remote_code,
             progress=progress,
         )
-    ids, pace = _ids(args, prompt, model.config, tokenizer), Pace()
+    ids = _ids(args, prompt, model.config, tokenizer)
+    pace = Pace()
     pieces = _continued(args, None, model.generate, model.config, tokenizer, prompt, ids, pace)
     _print(args, pieces, pace, len(ids), None, show=True)
 
@@ -193,9 +194,17 @@ def _prompt(args: GenerateArgs) -> str:
 
 def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
-    max_tokens = config.max_unscaled_context if args.backend == "xla" else config.max_positions
-    bos = tokenizer.bos_id if config.bos_token_id is None else config.bos_token_id
-    return shortened(ids, max_tokens, args.max_new_tokens, bos) if args.truncate else ids
+    if args.backend == "xla":
+        max_tokens = config.max_unscaled_context
+    else:
+        max_tokens = config.max_positions
+    if config.bos_token_id is None:
+        bos = tokenizer.bos_id
+    else:
+        bos = config.bos_token_id
+    if args.truncate:
+        return shortened(ids, max_tokens, args.max_new_tokens, bos)
+    return ids
 
 
 def _print(
@@ -234,7 +243,8 @@ def _print(
         from quantkit.evals.timing import bandwidth, weight_bytes
 
         model = engine.model
-        read, possible = weight_bytes(model) * pace.rate, bandwidth(model.device)
+        read = weight_bytes(model) * pace.rate
+        possible = bandwidth(model.device)
         lines.append(
             f"weights: {read / 1e9:.1f} of {possible / 1e9:.1f} GB/s, {read / possible:.0%} of the"
             " memory's bandwidth"
@@ -278,7 +288,9 @@ def run_file(job: FileJob, group: ProcessGroup) -> None:
     pace = Pace(at_once=0)
 
     def rate() -> str | None:
-        return None if pace.rate is None else f"{pace.rate:.0f} tokens/s"
+        if pace.rate is None:
+            return None
+        return f"{pace.rate:.0f} tokens/s"
 
     with ProgressDisplay(show=group.is_rank0, details=rate) as progress:
         made = job.run(tp=group, progress=progress, counted=pace.add)

@@ -40,7 +40,10 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) ->
 
     from quantkit.jobs.refine.refine import refine as job
 
-    output = dst if dst is not None else given["delta"]
+    if dst is not None:
+        output = dst
+    else:
+        output = given["delta"]
     with together({**given, "against": None}, given["device"]) as group:
         outputs = Outputs(data, reads=[given["calibration"]], makes=output)
         with ProgressDisplay(show=group.is_rank0) as progress:

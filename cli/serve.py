@@ -141,11 +141,10 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
     if on_stdout:
         require_stdout()
     with ExitStack() as stack:
-        lines = (
-            None
-            if log is None
-            else stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
-        )
+        if log is None:
+            lines = None
+        else:
+            lines = stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
         with ProgressDisplay() as progress:
             found = served(path, requested, progress=progress)
 

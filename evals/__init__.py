@@ -23,7 +23,10 @@ def optional(module: str) -> Any:
             raise RequestError(
                 f"{package} cannot be imported", found=f"{type(error).__name__}: {error}"
             ) from error
-        extra = "plot" if package == "matplotlib" else "evals"
+        if package == "matplotlib":
+            extra = "plot"
+        else:
+            extra = "evals"
         raise RequestError(
             f"{package} is not installed", hint=f"pip install '.[{extra}]', from quantkit's folder"
         ) from error

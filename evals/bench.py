@@ -162,7 +162,10 @@ class BenchArguments:
             BenchModel(path, name=name or end)
             for (name, path), end in zip(paths, short, strict=True)
         )
-        return [one if isinstance(one, BenchModel) else next(folders) for one in given]
+        sources: list[BenchModel] = []
+        for one in given:
+            sources.append(one if isinstance(one, BenchModel) else next(folders))
+        return sources
 
 
 @called_with(BenchArguments)
@@ -184,7 +187,9 @@ def bench(arguments: BenchArguments) -> BenchResult:
         >>> (found,) = quantkit.bench("model-int4", prompt_lengths=[128], batches=[1])
         >>> found.decode[1].median
     """
-    models, group, progress = arguments.sources(), arguments.group, deduplicated(arguments.progress)
+    models = arguments.sources()
+    group = arguments.group
+    progress = deduplicated(arguments.progress)
     options = replace(arguments, models=(), group=SINGLE, progress=None)  # for another process
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     if not models:
@@ -217,10 +222,8 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
     model cannot be opened.
     """
     checkpoint = model.checkpoint()
-    max_context, shortest = (
-        checkpoint.config.max_context,
-        min(options.contexts, default=MIN_CONTEXT),
-    )
+    max_context = checkpoint.config.max_context
+    shortest = min(options.contexts, default=MIN_CONTEXT)
     needed = max((*options.prompt_lengths, PROMPT + NEW, shortest))
     if needed > max_context:
         raise RequestError(
@@ -324,16 +327,17 @@ def _measure_model(
     source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup
 ) -> Bench:
     checkpoint = source.checkpoint()
-    name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
+    name = source.name or checkpoint.path.resolve().name
+    max_context = checkpoint.config.max_context
     rows = [
         (one, batch) for one in options.contexts if one <= max_context for batch in options.batches
     ]
-    too_long = [
-        LeftOut(one, None, f"the model's is {max_context}")
-        for one in options.contexts
-        if one > max_context
-    ]
-    steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
+    too_long = []
+    for one in options.contexts:
+        if one > max_context:
+            too_long.append(LeftOut(one, None, f"the model's is {max_context}"))
+    steps = count()
+    total = 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
     def step() -> None:
         progress(f"bench {name}", next(steps), total, "measurements")
@@ -350,8 +354,13 @@ def _measure_model(
     )
     load_seconds = time.perf_counter() - started
     step()
-    others, compiled, runs = timing.OtherProcesses(), options.compiled, options.runs
-    cache = torch.int8 if options.int8_cache else model.dtype
+    others = timing.OtherProcesses()
+    compiled = options.compiled
+    runs = options.runs
+    if options.int8_cache:
+        cache = torch.int8
+    else:
+        cache = model.dtype
 
     def prefill_seconds(length: int) -> float:
         return timing.seconds(partial(timing.prefill_once, model, length, compiled, cache))
@@ -370,12 +379,16 @@ def _measure_model(
     at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
-    other_load = (
-        others.cores() if group.size == 1 else None
-    )  # the group's processes would count as others
-    threads, read_bytes = torch.get_num_threads(), timing.weight_bytes(model)
+    # the group's processes would count as others
+    if group.size == 1:
+        other_load = others.cores()
+    else:
+        other_load = None
+    threads = torch.get_num_threads()
+    read_bytes = timing.weight_bytes(model)
     step()
-    one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
+    one_thread = None
+    cpu = model.device.type == "cpu" and group.size == 1
     if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
         with timing.use_threads():
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)

@@ -31,13 +31,16 @@ def sheet(found: Sequence[Bench]) -> Table:
     number of sequences.
     """
     first, *others = _of_models(found)
-    head, rows = first.head, first.rows
+    head = first.head
+    rows = first.rows
     for table in others:
         head += table.head[1:]
         rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
     if not _with_contexts(found):
         return Table(None, head, rows)
-    decoding, prefill, longer = _decoding(found), _prefill(found), []
+    decoding = _decoding(found)
+    prefill = _prefill(found)
+    longer = []
     for one, row in zip(found, rows, strict=True):
         prefills = {context: cells for _, context, *cells in _prefill([one]).rows}
         longer += [(*cells, *prefills[cells[1]], *row[1:]) for cells in _decoding([one]).rows]
@@ -142,7 +145,10 @@ def _decoding(found: Sequence[Bench]) -> Table:
 
 def _prefill(found: Sequence[Bench]) -> Table:
     """A row for each context."""
-    rates = [(one, *of) for one in found for of in prefill_rates(one.at_contexts).items()]
+    rates = []
+    for one in found:
+        for of in prefill_rates(one.at_contexts).items():
+            rates.append((one, *of))
     table = Table(
         f"Prefill of these contexts but for their last {CONTEXT_NEW} tokens",
         ("model", "context", "tokens a second", "seconds"),
@@ -160,7 +166,9 @@ def _with_costs(
     """A table with a column of costs, if there is a price."""
     if not _priced(found):
         return table
-    rows = [(*row, _cost(one, rate)) for row, (one, rate) in zip(table.rows, rates, strict=True)]
+    rows = []
+    for row, (one, rate) in zip(table.rows, rates, strict=True):
+        rows.append((*row, _cost(one, rate)))
     return Table(f"{table.title}. {_cost_title(found)} {what}", (*table.head, "cost"), rows)
 
 
@@ -189,19 +197,21 @@ def warnings(found: Sequence[Bench]) -> list[str]:
         ]
     spreads = []
     for one in found:
-        at_contexts = {
-            f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts
-        }
-        prefill = {
-            f"context {context}, prefill": rate
-            for context, rate in prefill_rates(one.at_contexts).items()
-        }
+        at_contexts = {}
+        for at in one.at_contexts:
+            at_contexts[f"context {at.context}, decode {at.batch}"] = at.together
+        prefill = {}
+        for context, rate in prefill_rates(one.at_contexts).items():
+            prefill[f"context {context}, prefill"] = rate
         rates = _rates(one) | at_contexts | prefill
         spreads += [(rate.spread, f"{what} of {one.name}") for what, rate in rates.items()]
     if wide := [one for one in spreads if one[0] > _WIDE_SPREAD]:
         spread, what = max(wide)
         few = f"a figure spreads by {spread:.0%}"
-        few = few if len(wide) == 1 else f"{len(wide)} figures spread by up to {spread:.0%}"
+        if len(wide) == 1:
+            few = few
+        else:
+            few = f"{len(wide)} figures spread by up to {spread:.0%}"
         lines.append(f"{few} ({what}): measure again on a quiet machine, or with more `runs`")
     decoded = [(one, one.decode[1].median) for one in found if 1 in one.decode]
     return lines + [
@@ -247,11 +257,12 @@ def _digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):.12g}"
 
 
-_PANEL_WIDTH, _PANEL_HEIGHT = 4.6, 3.8  # inches
-_LEGEND_WIDTH, _LEGEND_KEY = (
-    55,
-    8,
-)  # characters that fit below a panel, and the width of a name's key
+# inches
+_PANEL_WIDTH = 4.6
+_PANEL_HEIGHT = 3.8
+# characters that fit below a panel, and the width of a name's key
+_LEGEND_WIDTH = 55
+_LEGEND_KEY = 8
 _MAX_COLUMNS = 3
 _LINES = list(
     zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True)
@@ -269,7 +280,8 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     prefill = "prefill", "tokens of the prompt", [one.prefill for one in found]
     panels = [panel for panel in (decoding, prefill) if panel[2][0]]
     with_contexts = [one for one in found if one.at_contexts]
-    columns, rows = min(len(with_contexts), _MAX_COLUMNS), -(-len(with_contexts) // _MAX_COLUMNS)
+    columns = min(len(with_contexts), _MAX_COLUMNS)
+    rows = -(-len(with_contexts) // _MAX_COLUMNS)
     figure = new_figure(_PANEL_WIDTH * max(len(panels), columns), _PANEL_HEIGHT * (1 + rows))
     heights = [1, rows] if with_contexts else [1]
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -301,10 +313,8 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
     """Groups of bars, one for each model, with the range of the runs."""
     width = 0.8 / len(names)
     for index, (name, by_key) in enumerate(zip(names, rates, strict=True)):
-        places, bars = (
-            [place - 0.4 + (index + 0.5) * width for place in range(len(by_key))],
-            list(by_key.values()),
-        )
+        places = [place - 0.4 + (index + 0.5) * width for place in range(len(by_key))]
+        bars = list(by_key.values())
         axes.bar(
             places,
             [rate.median for rate in bars],

@@ -67,23 +67,24 @@ class Bench:
         """The share of the bandwidth that reading weights uses when one sequence is decoded;
         None if not measured.
         """
-        return (
-            self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
-        )
+        if 1 in self.decode:
+            return self.decode[1].median * self.weight_bytes / self.bandwidth
+        return None
 
     @property
     def busy(self) -> bool:
         """Whether other processes used cores that this one needed."""
-        needed = self.threads if self.device == "cpu" else 1
+        if self.device == "cpu":
+            needed = self.threads
+        else:
+            needed = 1
         return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
 
     def cost(self, tokens_per_second: float) -> float | None:
         """The cost of a thousand tokens at a rate; None without a price."""
-        return (
-            None
-            if self.price_per_hour is None
-            else 1000 * self.price_per_hour / (3600 * tokens_per_second)
-        )
+        if self.price_per_hour is None:
+            return None
+        return 1000 * self.price_per_hour / (3600 * tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, in tokens a second, seconds and bytes, and with a price the cost of a

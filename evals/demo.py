@@ -33,8 +33,11 @@ FLOATS = "bf16"
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")
 QUICK_SCHEMES = ("int4-g64",)
 PROMPT = "My fellow citizens, the state of the Union"
-_SAMPLES, _LENGTH = 32, 128  # few, since so small a model gains little from more
-_NEW_TOKENS, _QUICK_NEW_TOKENS = 40, 20
+# few, since so small a model gains little from more
+_SAMPLES = 32
+_LENGTH = 128
+_NEW_TOKENS = 40
+_QUICK_NEW_TOKENS = 20
 _WINDOW = 256  # tokens
 _SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 _VERDICTS = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
@@ -177,7 +180,10 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     for path in paths:
         step(f"verify {path.name}")
         verdicts[path.name] = verify(DEMO_MODEL, path).verdict
-        expected = Verdict.SAME if path == paths[0] else Verdict.WITHIN_BOUND
+        if path == paths[0]:
+            expected = Verdict.SAME
+        else:
+            expected = Verdict.WITHIN_BOUND
         if verdicts[path.name] is not expected:
             raise QuantkitError(
                 f"the demo's {path.name} is {verdicts[path.name].name.lower()}",
@@ -217,7 +223,8 @@ def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) ->
     for path, checkpoint, measured in zip(
         [source, *checkpoints], [reference, *others], figures, strict=True
     ):
-        size, specs = inspect(path), [checkpoint.info(name) for name in checkpoint.names()]
+        size = inspect(path)
+        specs = [checkpoint.info(name) for name in checkpoint.names()]
         floats = (
             sum(math.prod(spec.shape) for spec in specs if spec.scheme is None) / size.parameters
         )

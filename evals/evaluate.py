@@ -124,13 +124,27 @@ def evaluate(
         >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
         >>> found.rows[1].texts["wiki"].divergence.kl
     """
-    folders, files, tasks = as_paths("paths", paths), _sources(texts), as_strings("tasks", tasks)
+    folders = as_paths("paths", paths)
+    files = _sources(texts)
+    tasks = as_strings("tasks", tasks)
     if not folders:
         raise RequestError("there is no model to measure: `paths` is empty")
-    against = None if against is None else as_path("against", against)
-    data = None if task_data is None else as_path("task_data", task_data)
-    kept = None if cache_logits is None else as_path("cache_logits", cache_logits)
-    window = None if window is None else as_integer("window", window)
+    if against is None:
+        against = None
+    else:
+        against = as_path("against", against)
+    if task_data is None:
+        data = None
+    else:
+        data = as_path("task_data", task_data)
+    if cache_logits is None:
+        kept = None
+    else:
+        kept = as_path("cache_logits", cache_logits)
+    if window is None:
+        window = None
+    else:
+        window = as_integer("window", window)
     if text_column is not None:
         as_string("text_column", text_column)
         if not files:
@@ -160,7 +174,8 @@ def evaluate(
     by_others = [model for model in models if model.checkpoint.config.run_by is not None]
     for name, value in (("tasks", tasks), ("speed", speed), ("positions", by_positions)):
         if value and by_others:
-            path, run_by = by_others[0].checkpoint.path, by_others[0].checkpoint.config.run_by
+            path = by_others[0].checkpoint.path
+            run_by = by_others[0].checkpoint.config.run_by
             raise RequestError(
                 f"`{name}` needs a model that quantkit runs itself",
                 path=path,
@@ -179,16 +194,18 @@ def evaluate(
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
     read = [streams(models, text, length, same=against is not None) for text in chosen]
-    hidden: Hidden = final_hidden if kept is None else StateCache(kept)
+    if kept is None:
+        hidden: Hidden = final_hidden
+    else:
+        hidden = StateCache(kept)
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     closer: dict[str, TextDetails] = {}
     with open_tasks(tasks, data, progress=progress) as questions:
         for text, cut in zip(chosen, read, strict=True):
-            listeners = (
-                {model.name: Predictions() for model in models[1:]}
-                if details and against is not None
-                else {}
-            )
+            if details and against is not None:
+                listeners = {model.name: Predictions() for model in models[1:]}
+            else:
+                listeners = {}
             states = None if against is None else hidden
             windows = [own for _, own in cut]
             found = _over_fixed_windows(
@@ -261,7 +278,9 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
         )
     if group.size > 1 and name not in (None, "cpu"):
         raise RequestError("processes that share a model measure it on the CPU", found=name)
-    return usable_device(name) if used and group.size == 1 else torch.device("cpu")
+    if used and group.size == 1:
+        return usable_device(name)
+    return torch.device("cpu")
 
 
 _Sources = list[Path] | dict[str, Path | Iterable[object]]
@@ -394,7 +413,10 @@ def _checked_positions(
             raise RequestError("`position_windows` goes with `positions`")
         return None
     length = as_integer("positions", positions, 2)
-    count = None if windows is None else as_integer("position_windows", windows, 1)
+    if windows is None:
+        count = None
+    else:
+        count = as_integer("position_windows", windows, 1)
     if not against:
         raise RequestError("divergence by position is from a reference, and none is given")
     return length, count
@@ -414,7 +436,8 @@ def _by_position(
     if requested is None:
         return [{} for _ in models], []
     reference, *others = (model.checkpoint for model in models)
-    tokenizer, (length, count) = models[0].tokenizer, requested
+    tokenizer = models[0].tokenizer
+    (length, count) = requested
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
     windows, notes = position_windows(

@@ -59,11 +59,9 @@ class Scorer:
         progress: Progress,
     ) -> None:
         super().__init__()
-        self.max_length, self._tokenizer, self._path = (
-            model.rolling_window,
-            model.tokenizer,
-            model.checkpoint.path,
-        )
+        self.max_length = model.rolling_window
+        self._tokenizer = model.tokenizer
+        self._path = model.checkpoint.path
         self.eot_token_id = prefix_token(
             model.tokenizer, model.checkpoint
         )  # the harness's prefix, too
@@ -85,13 +83,15 @@ class Scorer:
         """The log probability of whole texts, in rolling windows."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         windows = [rolling(ids, self.eot_token_id, self.max_length) for ids in texts]
-        items = [
-            (ids, [t for t in targets if t != NOT_SCORED])
-            for one in windows
-            for ids, targets in one
-        ]
+        items = []
+        for one in windows:
+            for ids, targets in one:
+                items.append((ids, [t for t in targets if t != NOT_SCORED]))
         scores = iter(self._score(items))
-        return [sum(next(scores)[0] for _ in one) for one in windows]
+        result: list[float] = []
+        for one in windows:
+            result.append(sum(next(scores)[0] for _ in one))
+        return result
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations, each cut before the first of its stop strings."""
@@ -103,12 +103,18 @@ class Scorer:
 
     def _continue(self, context: str, settings: dict[str, Any]) -> str:
         stops = settings.get("until") or []
-        stops = [stops] if isinstance(stops, str) else stops
+        if isinstance(stops, str):
+            stops = [stops]
+        else:
+            stops = stops
         limit = min(
             settings.get("max_gen_toks") or settings.get("max_new_tokens") or _NEW_TOKENS,
             self.max_length - 1,
         )
-        temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+        if settings.get("do_sample"):
+            temperature = settings.get("temperature", 1.0)
+        else:
+            temperature = 0.0
         prompt = self.tok_encode(context)[limit - self.max_length :]
         tokens = generate(
             self._model, prompt, max_new_tokens=limit, temperature=temperature, seed=0
@@ -154,10 +160,8 @@ class Scorer:
             tokens = torch.tensor(
                 [items[index][0] + [0] * (width - len(items[index][0])) for index in batch]
             )
-            tokens, positions = (
-                tokens.to(self._model.device),
-                torch.arange(width, device=self._model.device),
-            )
+            tokens = tokens.to(self._model.device)
+            positions = torch.arange(width, device=self._model.device)
             hidden = self._model.hidden(
                 tokens, positions
             )  # causal: what is padded on the right is not seen
@@ -170,7 +174,8 @@ class Scorer:
         return [scores[index] for index in range(len(items))]
 
     def _score_one(self, states: Tensor, targets: Tensor) -> tuple[float, bool]:
-        total, greedy = 0.0, True
+        total = 0.0
+        greedy = True
         for start in range(0, len(targets), _POSITIONS_AT_ONCE):
             wanted = targets[start : start + _POSITIONS_AT_ONCE].to(states.device)
             logits = finite_logits(

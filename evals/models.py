@@ -159,9 +159,9 @@ class StateCache:
         """
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
-        wanted = [
-            (f"{key}.{index}", tuple(batch.tokens.shape)) for index, batch in enumerate(batches)
-        ]
+        wanted = []
+        for index, batch in enumerate(batches):
+            wanted.append((f"{key}.{index}", tuple(batch.tokens.shape)))
         with contextlib.suppress(CheckpointError):  # it is not complete
             if path.is_file():
                 file = open_file(path)

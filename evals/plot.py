@@ -22,13 +22,18 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.figures import layer_errors, method_of, significant
 
 _NUM_WORST = 8
-_WIDTH, _COSTS_HEIGHT, _LAYERS_HEIGHT = 8.0, 4.0, 2.1  # inches
+# inches
+_WIDTH = 8.0
+_COSTS_HEIGHT = 4.0
+_LAYERS_HEIGHT = 2.1
 _MAX_PANELS = 3
 _MARKS = "os^vDP*X"
 _MAX_LABEL = 26  # characters
 _LABEL_DISTANCES = (9, 16, 26, 40, 58)  # points from a mark to its label
 _LOG_RATIO = 5  # of the largest to the smallest perplexity: beyond it the axis is logarithmic
-_SMALL, _SIZE = 7.5, 9  # points
+# points
+_SMALL = 7.5
+_SIZE = 9
 
 
 class _Point(NamedTuple):
@@ -48,7 +53,8 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or
     if there are neither models to compare on a text nor manifests with comparable errors of layers.
     """
-    points, rows = _points(found), [row for row in found.rows if row.layer_errors]
+    points = _points(found)
+    rows = [row for row in found.rows if row.layer_errors]
     if not _drawn_by_layers([row.method for row in rows]):
         rows = []
     if not points and not rows:
@@ -102,22 +108,25 @@ def _points(found: Evaluation) -> list[_Point]:
     """With a reference the models that differ from it, otherwise two models or more."""
     if found.reference is None and len(found.rows) < 2:
         return []
-    return [
-        _Point(
-            found.rows[index],
-            cost.value,
-            cost.error,
-            f"C{index % 10}",
-            _MARKS[number % len(_MARKS)],
-        )
-        for number, index, cost in found.costs()
-        if cost.value > 0
-    ]
+    points: list[_Point] = []
+    for number, index, cost in found.costs():
+        if cost.value > 0:
+            points.append(
+                _Point(
+                    found.rows[index],
+                    cost.value,
+                    cost.error,
+                    f"C{index % 10}",
+                    _MARKS[number % len(_MARKS)],
+                )
+            )
+    return points
 
 
 def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     """Each model by its size, with one standard error to each side if it is known."""
-    ticker, lines = optional("matplotlib.ticker"), optional("matplotlib.lines")
+    ticker = optional("matplotlib.ticker")
+    lines = optional("matplotlib.lines")
     for point in points:
         bar = None
         if point.error is not None and math.isfinite(point.error):
@@ -135,7 +144,8 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
             capsize=2.5,
             elinewidth=1,
         )
-    costs, bits = [point.cost for point in points], [point.row.bits_per_weight for point in points]
+    costs = [point.cost for point in points]
+    bits = [point.row.bits_per_weight for point in points]
     if found.reference is not None or max(costs) > _LOG_RATIO * min(costs):
         axes.set_yscale("log")
         axes.set_ylim(min(costs) / 1.8, max(costs) * 1.8)
@@ -155,10 +165,8 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         "word perplexity" if found.reference is None else "KL per token, nats", fontsize=_SIZE
     )
     if found.reference is not None:
-        name, bits_per_weight = (
-            shorten(found.reference, _MAX_LABEL),
-            significant(found.rows[0].bits_per_weight),
-        )
+        name = shorten(found.reference, _MAX_LABEL)
+        bits_per_weight = significant(found.rows[0].bits_per_weight)
         axes.set_title(
             f"KL from {name} ({bits_per_weight} bits a weight)",
             fontsize=_SIZE + 1,
@@ -168,10 +176,9 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     if len(found.texts) > 1:
         labels = [shorten(text, _MAX_LABEL).lstrip("_") for text in found.texts]
         style = {"linestyle": "", "color": "0.4"}
-        marks = [
-            lines.Line2D([], [], marker=mark, label=label, **style)
-            for label, mark in zip(labels, cycle(_MARKS))
-        ]
+        marks = []
+        for label, mark in zip(labels, cycle(_MARKS)):
+            marks.append(lines.Line2D([], [], marker=mark, label=label, **style))
         axes.legend(
             handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1
         )
@@ -213,7 +220,8 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
         )
         size = box(optional("matplotlib.text").Text.get_window_extent(label, renderer).padded(1))
         distances = [distance * pixels for distance in _LABEL_DISTANCES]
-        width, height = size.right - size.left, size.high - size.low
+        width = size.right - size.left
+        height = size.high - size.low
         found = place_label(
             tuple(place), (width, height), distances, box(axes.get_window_extent(renderer)), taken
         )
@@ -236,7 +244,9 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
     for axes, row in zip(part.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
         worst = list(row.layer_errors.items())[:_NUM_WORST][::-1]
         axes.barh(range(len(worst)), [100 * error for _, error in worst], color="0.55", height=0.7)
-        names = [name.removeprefix("model.layers.").replace(".", " ", 1) for name, _ in worst]
+        names = []
+        for name, _ in worst:
+            names.append(name.removeprefix("model.layers.").replace(".", " ", 1))
         axes.set_yticks(
             range(len(worst)), [shorten(name, _MAX_LABEL) for name in names], fontsize=_SMALL - 0.5
         )
@@ -333,4 +343,6 @@ def place_label(
 def shorten(name: str, length: int) -> str:
     """A name of at most `length` characters: the two ends of a longer one."""
     half = (length - 1) // 2
-    return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"
+    if len(name) <= length:
+        return name
+    return f"{name[:half]}…{name[-half:]}"

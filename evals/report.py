@@ -59,12 +59,17 @@ def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then those of
     divergence.
     """
-    rest, task_note = _task_and_speed_columns(found), _TASK_ERRORS if found.rows[0].tasks else ""
+    rest = _task_and_speed_columns(found)
+    if found.rows[0].tasks:
+        task_note = _TASK_ERRORS
+    else:
+        task_note = ""
     made = []
     for text in found.texts:
         title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}"
         made.append(_table(title.rstrip(), found.rows, [*_SIZE, *_text_columns(text), *rest]))
-        rest, task_note = [], ""
+        rest = []
+        task_note = ""
     if not found.texts:
         made.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
     elif found.reference is not None:
@@ -77,15 +82,18 @@ def side_by_side(found: Evaluation) -> list[Table]:
     rest = _task_and_speed_columns(found)
     made = []
     for text in found.texts:
-        divergence = [] if found.reference is None else _divergence_columns(found, text)
+        if found.reference is None:
+            divergence = []
+        else:
+            divergence = _divergence_columns(found, text)
         title = f"On {_counted(found, text)}"
         made.append(_table(title, found.rows, [*_SIZE, *divergence, *_text_columns(text), *rest]))
         rest = []
     if means := _means(found):
         head = "model", "KL, nats/token", "top-1, %", "ppl ratio"
-        rows: list[tuple[str, ...]] = [
-            (name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means
-        ]
+        rows: list[tuple[str, ...]] = []
+        for name, _, kl, _, _, top1, ratio in means:
+            rows.append((name, kl, top1, ratio))
         made.append(Table(f"Mean of {len(found.texts)} texts", head, rows))
     return made or [_table(None, found.rows, [*_SIZE, *rest])]
 
@@ -100,7 +108,10 @@ def sheet(found: Evaluation) -> Table:
 def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     columns = [*_SIZE, *_task_and_speed_columns(found)]
     if text is not None:
-        divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
+        if found.reference is None:
+            divergence = []
+        else:
+            divergence = _divergence_columns(found, text, share=1)
         columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
         columns = [
             columns[0],
@@ -128,10 +139,14 @@ def _text_columns(text: str) -> list[_Column]:
 
 
 def _divergence_table(found: Evaluation, reference: str) -> Table:
-    compared, several = found.rows[1:], len(found.texts) > 1
+    compared = found.rows[1:]
+    several = len(found.texts) > 1
 
     def part(text: str) -> Table:
-        name: list[_Column] = [("text", lambda _: text)] if several else []
+        if several:
+            name: list[_Column] = [("text", lambda _: text)]
+        else:
+            name = []
         return _table(None, compared, [_SIZE[0], *name, *_divergence_columns(found, text)])
 
     made = [part(text) for text in found.texts]
@@ -170,17 +185,18 @@ def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> 
     def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
         def cell(row: Row) -> str:
             apart = row.texts[text].divergence
-            return NONE if apart is None else shown(apart)
+            if apart is None:
+                return NONE
+            return shown(apart)
 
         return head, cell
 
     def ratio(row: Row) -> str:
-        value, error = found.perplexity_ratio(row, text), row.texts[text].perplexity_ratio_error
-        return (
-            NONE
-            if value is None or row.texts[text].divergence is None
-            else str(Estimate(value, error))
-        )
+        value = found.perplexity_ratio(row, text)
+        error = row.texts[text].perplexity_ratio_error
+        if value is None or row.texts[text].divergence is None:
+            return NONE
+        return str(Estimate(value, error))
 
     return [
         column("KL, nats/token", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
@@ -256,10 +272,10 @@ def position_tables(found: Evaluation) -> dict[str, Table]:
     """A table by text: a row per model and bucket, and one with the change of divergence with
     the position.
     """
-    return {
-        text: _position_table(found, text, *extent)
-        for text, extent in _windows_by_position(found).items()
-    }
+    result: dict[str, Table] = {}
+    for text, extent in _windows_by_position(found).items():
+        result[text] = _position_table(found, text, *extent)
+    return result
 
 
 def _position_table(found: Evaluation, text: str, length: int, windows: int) -> Table:
@@ -267,11 +283,10 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
     for row in found.rows:
         if caches := row.texts[text].positions:
             for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
-                cells = [
-                    cell
-                    for one in buckets
-                    for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}")
-                ]
+                cells = []
+                for one in buckets:
+                    for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}"):
+                        cells.append(cell)
                 rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
             rises = [
                 NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES
@@ -284,7 +299,10 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
         " last / first is the KL of the last positions over that of the first: above 1, divergence"
         " rises with the position."
     )
-    heads = [head for cache in CACHES for head in (f"KL, {cache} cache", "top-1, %")]
+    heads = []
+    for cache in CACHES:
+        for head in (f"KL, {cache} cache", "top-1, %"):
+            heads.append(head)
     return Table(title, ("model", "positions", "tokens", *heads), rows)
 
 
@@ -295,18 +313,23 @@ def _position_columns(found: Evaluation, text: str) -> list[_Column]:
     every = (
         of_text.positions.get(FLOAT, []) for row in found.rows for of_text in row.texts.values()
     )
-    buckets = {(one.start, one.stop): one.name for some in every for one in some}
+    buckets = {}
+    for some in every:
+        for one in some:
+            buckets[(one.start, one.stop)] = one.name
 
     def cell(cache: str, name: str, field: str, row: Row) -> str:
         own = row.texts[text].positions.get(cache, [])
         return next((str(getattr(one, field)) for one in own if one.name == name), NONE)
 
-    return [
-        (f"{head} {name} {cache}", partial(cell, cache, name, field))
-        for _, name in sorted(buckets.items())
-        for cache in CACHES
-        for head, field in (("KL", "estimate"), ("top1", "top1_agreement"))
-    ]
+    position_columns: list[_Column] = []
+    for _, name in sorted(buckets.items()):
+        for cache in CACHES:
+            for head, field in (("KL", "estimate"), ("top1", "top1_agreement")):
+                position_columns.append(
+                    (f"{head} {name} {cache}", partial(cell, cache, name, field))
+                )
+    return position_columns
 
 
 def _windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:

@@ -154,9 +154,10 @@ class Evaluation:
                 cost = Estimate(measures.documents.word_perplexity)
                 if self.reference is not None:
                     apart = measures.divergence
-                    cost = (
-                        Estimate(math.nan) if apart is None else Estimate(apart.kl, apart.kl_error)
-                    )
+                    if apart is None:
+                        cost = Estimate(math.nan)
+                    else:
+                        cost = Estimate(apart.kl, apart.kl_error)
                 if math.isfinite(cost.value):
                     yield number, index, cost
 
@@ -186,7 +187,8 @@ class Evaluation:
             ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None
         ]
         logarithms = [math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]
-        kl, top1 = _mean([one.kl for one in found]), _mean([one.top1_agreement for one in found])
+        kl = _mean([one.kl for one in found])
+        top1 = _mean([one.top1_agreement for one in found])
         return OverTexts(kl, top1, _mean(logarithms).exp())
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +209,8 @@ class Evaluation:
 
 def _mean(values: Sequence[float]) -> Estimate:
     """The mean of independent figures."""
-    count, mean = len(values), sum(values) / len(values)
+    count = len(values)
+    mean = sum(values) / len(values)
     return Estimate(
         mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
     )

@@ -94,10 +94,9 @@ def text_details(
     """
     found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
-    samples = [
-        _sample(found, windows, some, tokenizer)
-        for some in _parts(kls, windows.flatten().tolist(), tokenizer)
-    ]
+    samples = []
+    for some in _parts(kls, windows.flatten().tolist(), tokenizer):
+        samples.append(_sample(found, windows, some, tokenizer))
     buckets = {}
     for name, tensors in found.items():
         agreed = tensors[1][:, 0] == tensors[4][:, 0]
@@ -133,8 +132,11 @@ def _sample(
     found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
 ) -> TextSample:
     """One part; a token is predicted one position before it, except the first of a window."""
-    length, ids = windows.shape[1], windows.flatten()
-    rows = [place - 1 if place % length else None for place in places]
+    length = windows.shape[1]
+    ids = windows.flatten()
+    rows = []
+    for place in places:
+        rows.append(place - 1 if place % length else None)
 
     def guess(kls: Tensor, of_model: Sequence[Tensor], row: int | None) -> Guess | None:
         if row is None:
@@ -149,12 +151,15 @@ def _sample(
 
     kl, *first = next(iter(found.values()))[:4]
     reference = tuple(guess(torch.zeros_like(kl), first, row) for row in rows)
-    models = {
-        name: tuple(guess(tensors[0], tensors[4:7], row) for row in rows)
-        for name, tensors in found.items()
-    }
+    models = {}
+    for name, tensors in found.items():
+        models[name] = tuple(guess(tensors[0], tensors[4:7], row) for row in rows)
     tokens = tuple(ids[places.start : places.stop].tolist())
-    every = [one for some in (reference, *models.values()) for one in some if one is not None]
+    every = []
+    for some in (reference, *models.values()):
+        for one in some:
+            if one is not None:
+                every.append(one)
     named = [*tokens, *(token for one in every for token in one.tokens)]
     return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
 
@@ -171,6 +176,7 @@ def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | st
             return tokenizer.decode([token]).encode()
         return tokenizer.token_bytes.of(token) or b""
 
-    return {
-        token: names.get(token) or added(token) or f"token {token}" for token in sorted(set(tokens))
-    }
+    pieces: dict[int, bytes | str] = {}
+    for token in sorted(set(tokens)):
+        pieces[token] = names.get(token) or added(token) or f"token {token}"
+    return pieces

@@ -84,7 +84,9 @@ class SyntheticCheckpoint:
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         weight = self._weight(self._entries[name])
-        return weight if part is None else part.of_weight(weight)
+        if part is None:
+            return weight
+        return part.of_weight(weight)
 
     def _weight(self, parameter: Parameter) -> Tensor | QuantTensor:
         generator = torch.Generator().manual_seed(zlib.crc32(parameter.name.encode()))
@@ -103,18 +105,19 @@ class SyntheticCheckpoint:
         scale = torch.full(
             (rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16
         )
-        zero = (
-            None
-            if scheme.symmetric
-            else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
-        )
+        if scheme.symmetric:
+            zero = None
+        else:
+            zero = torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
         return QuantTensor(codes, scale, zero, scheme)
 
     def files(self) -> list[SourceFile]:
         return []
 
     def _scheme(self, parameter: Parameter) -> QuantScheme | None:
-        return self.schemes.get(parameter.module) if parameter.is_linear_weight else None
+        if parameter.is_linear_weight:
+            return self.schemes.get(parameter.module)
+        return None
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:

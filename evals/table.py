@@ -80,7 +80,10 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
 
 
 def _terminal(table: Table, width: int) -> list[str]:
-    lines = [] if table.title is None else textwrap.wrap(table.title, width, break_on_hyphens=False)
+    if table.title is None:
+        lines = []
+    else:
+        lines = textwrap.wrap(table.title, width, break_on_hyphens=False)
     columns = _columns(table)
     columns = [_wrapped(columns[0], 2 * width // 5), *columns[1:]]
     room = width - _wide(columns[0]) - len(_GAP)
@@ -95,21 +98,22 @@ def _terminal(table: Table, width: int) -> list[str]:
         rows = list(zip(*(columns[place] for place in some), strict=True))
         for row in (rows[0], ["-" * wide for wide in widths], *rows[1:]):
             for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-                cells = [
-                    _padded(*one)
-                    for one in zip(parts, widths, (to_right[place] for place in some), strict=True)
-                ]
+                cells = []
+                for one in zip(parts, widths, (to_right[place] for place in some), strict=True):
+                    cells.append(_padded(*one))
                 lines.append(_GAP.join(cells).rstrip())
     return lines
 
 
 def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
     """Columns that fit next to each other, the first in all."""
-    some, used = [0], widths[0]
+    some = [0]
+    used = widths[0]
     for place, wide in enumerate(widths[1:], 1):
         if len(some) > 1 and used + len(_GAP) + wide > width:
             yield some
-            some, used = [0], widths[0]
+            some = [0]
+            used = widths[0]
         some.append(place)
         used += len(_GAP) + wide
     yield some
@@ -145,16 +149,25 @@ def _wide(column: Sequence[str]) -> int:
 
 
 def _markdown(table: Table) -> list[str]:
-    columns = [[cell.replace("|", r"\|") for cell in column] for column in _columns(table)]
-    widths, to_right = [max(3, _wide(column)) for column in columns], columns_to_right(table)
-    lines = [
-        "| " + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True)) + " |"
-        for row in zip(*columns, strict=True)
-    ]
-    rule = [
-        "-" * (wide - right) + ":" * right for wide, right in zip(widths, to_right, strict=True)
-    ]
-    title = [] if table.title is None else [table.title, ""]
+    columns = []
+    for column in _columns(table):
+        columns.append([cell.replace("|", r"\|") for cell in column])
+    widths = [max(3, _wide(column)) for column in columns]
+    to_right = columns_to_right(table)
+    lines = []
+    for row in zip(*columns, strict=True):
+        lines.append(
+            "| "
+            + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True))
+            + " |"
+        )
+    rule = []
+    for wide, right in zip(widths, to_right, strict=True):
+        rule.append("-" * (wide - right) + ":" * right)
+    if table.title is None:
+        title = []
+    else:
+        title = [table.title, ""]
     return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 
@@ -163,7 +176,8 @@ def _latex(table: Table) -> list[str]:
         " & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True)
     )
     alignment = "".join("r" if right else "l" for right in columns_to_right(table))
-    begin, end = rf"\begin{{tabular}}{{{alignment}}}", r"\end{tabular}"
+    begin = rf"\begin{{tabular}}{{{alignment}}}"
+    end = r"\end{tabular}"
     body = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
     if table.title is not None:
         caption = rf"\caption{{{_escaped(table.title)}}}"
@@ -178,9 +192,14 @@ def _latex_cell(text: str) -> str:
     figure = _FIGURE.fullmatch(text)
     if figure is None:
         return _escaped(text)
-    power = "" if figure["exponent"] is None else rf" \times 10^{{{int(figure['exponent'])}}}"
+    if figure["exponent"] is None:
+        power = ""
+    else:
+        power = rf" \times 10^{{{int(figure['exponent'])}}}"
     digits = figure["digits"].replace("±", r"\pm")
-    return f"${digits}{power}$" if power or not digits[0].isdigit() or " " in digits else digits
+    if power or not digits[0].isdigit() or " " in digits:
+        return f"${digits}{power}$"
+    return digits
 
 
 def _escaped(text: str) -> str:
@@ -193,11 +212,12 @@ def _csv(table: Table) -> list[str]:
         key = re.sub(r"\W+", "_", head.lower()).strip("_")
         found = [_PLUS_MINUS.fullmatch(cell) for cell in cells]
         if any(found):
-            errors = [f"{one['error']}{one['exponent'] or ''}" if one else "" for one in found]
-            values = [
-                f"{one['value']}{one['exponent'] or ''}" if one else cell
-                for cell, one in zip(cells, found, strict=True)
-            ]
+            errors = []
+            for one in found:
+                errors.append(f"{one['error']}{one['exponent'] or ''}" if one else "")
+            values = []
+            for cell, one in zip(cells, found, strict=True):
+                values.append(f"{one['value']}{one['exponent'] or ''}" if one else cell)
             spread = any(error.endswith("%") for error in errors)
             columns += [
                 [key, *values],
@@ -223,23 +243,25 @@ def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
 
 def _columns(table: Table) -> list[list[str]]:
     """The cells of each column, its head first, each on one line."""
-    return [
-        [" ".join(cell.split()) for cell in column]
-        for column in zip(table.head, *table.rows, strict=True)
-    ]
+    columns: list[list[str]] = []
+    for column in zip(table.head, *table.rows, strict=True):
+        columns.append([" ".join(cell.split()) for cell in column])
+    return columns
 
 
 def columns_to_right(table: Table) -> list[bool]:
     """Which columns are right-aligned: those of numbers, except the first."""
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
-    numbers = [
-        all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns
-    ]
+    numbers = []
+    for column in columns:
+        numbers.append(all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column))
     return [False, *numbers[1:]]
 
 
 def _padded(text: str, width: int, to_right: bool) -> str:
-    return text.rjust(width) if to_right else text.ljust(width)
+    if to_right:
+        return text.rjust(width)
+    return text.ljust(width)
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
@@ -247,7 +269,10 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     ``b/int4`` too.
     """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
-    return [_end(own, {other for other in parts if other != own}) for own in parts]
+    result: list[str] = []
+    for own in parts:
+        result.append(_end(own, {other for other in parts if other != own}))
+    return result
 
 
 def _end(own: tuple[str, ...], others: set[tuple[str, ...]]) -> str:

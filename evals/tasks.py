@@ -123,7 +123,8 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
     `RequestError` if the harness fails, as with fewer documents than it needs examples, and
     `NonFiniteError` if the model's logits are NaN or Inf.
     """
-    evaluator, seeds = optional("lm_eval.evaluator"), optional("lm_eval.defaults")
+    evaluator = optional("lm_eval.evaluator")
+    seeds = optional("lm_eval.defaults")
     loaded = _manager().load(list(tasks))
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seeds.DEFAULT_OTHER_SEED)
@@ -141,27 +142,31 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
                     f"does not fit the task: {error!r}", path=place[0], found=place[1]
                 ) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
-    values, shots, samples = (
-        {**found["results"], **found.get("groups", {})},
-        found["n-shot"],
-        found["n-samples"],
-    )
-    names = [one.task_name if hasattr(one, "task_name") else one.name for one in tasks]
-    return {name: _score(values[name], shots.get(name), samples.get(name)) for name in names}
+    values = {**found["results"], **found.get("groups", {})}
+    shots = found["n-shot"]
+    samples = found["n-samples"]
+    names = []
+    for one in tasks:
+        names.append(one.task_name if hasattr(one, "task_name") else one.name)
+    result: dict[str, TaskScore] = {}
+    for name in names:
+        result[name] = _score(values[name], shots.get(name), samples.get(name))
+    return result
 
 
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
-    figures = {key: float(value) for key, value in values.items() if isinstance(value, float)}
+    figures = {}
+    for key, value in values.items():
+        if isinstance(value, float):
+            figures[key] = float(value)
     metrics = {key: value for key, value in figures.items() if "_stderr" not in key}
-    error_keys = {
-        key: "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr"
-        for key in metrics
-    }
-    errors = {
-        key: figures[of]
-        for key, of in error_keys.items()
-        if math.isfinite(figures.get(of, math.nan))
-    }
+    error_keys = {}
+    for key in metrics:
+        error_keys[key] = "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr"
+    errors = {}
+    for key, of in error_keys.items():
+        if math.isfinite(figures.get(of, math.nan)):
+            errors[key] = figures[of]
     metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
     return TaskScore(
         metric.removesuffix(",none"),
@@ -184,7 +189,9 @@ def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
         return {}
     if not data.is_dir():
         raise RequestError("is no folder with data of tasks", path=data)
-    paths = {name: [data / (name + suffix) for suffix in _READERS] for name in names}
+    paths = {}
+    for name in names:
+        paths[name] = [data / (name + suffix) for suffix in _READERS]
     return {
         name: found[0]
         for name in names
@@ -224,10 +231,9 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
         raise
     except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
         if file is not None:
-            line, cause = (
-                _first_bad_line(name, file, scratch),
-                error.__cause__ or error,
-            )  # datasets wraps its reader's
+            # datasets wraps its reader's
+            line = _first_bad_line(name, file, scratch)
+            cause = error.__cause__ or error
             raise RequestError(
                 f"does not fit the task: {cause!r}", path=file, found=line
             ) from error
@@ -235,11 +241,9 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
         raise RequestError(
             f"the data of task '{name}' cannot be had: {error!r}", hint=hint
         ) from error
-    return (
-        [loaded["groups"][name]]
-        if name in loaded.get("groups", {})
-        else list(loaded["tasks"].values())
-    )
+    if name in loaded.get("groups", {}):
+        return [loaded["groups"][name]]
+    return list(loaded["tasks"].values())
 
 
 def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
@@ -282,7 +286,9 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
         return True
 
     bad = 1 + bisect.bisect_left(range(1, len(lines)), True, key=lambda count: not loads(0, count))
-    return None if loads(bad - 1, bad) else f"line {bad}"
+    if loads(bad - 1, bad):
+        return None
+    return f"line {bad}"
 
 
 def _unusable(task: Any) -> tuple[Path, str] | None:
@@ -307,7 +313,10 @@ def _unusable(task: Any) -> tuple[Path, str] | None:
 
 
 def _pages(data: Any) -> Any:
-    pages = [page for row in data for page in articles(row["text"])]
+    pages = []
+    for row in data:
+        for page in articles(row["text"]):
+            pages.append(page)
     return optional("datasets").Dataset.from_list([{"page": page} for page in pages])
 
 
@@ -340,7 +349,8 @@ def _one_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    states, seeds = (random.getstate(), np.random.get_state()), optional("lm_eval.defaults")
+    states = (random.getstate(), np.random.get_state())
+    seeds = optional("lm_eval.defaults")
     random.seed(seeds.DEFAULT_RANDOM_SEED)
     np.random.seed(seeds.DEFAULT_OTHER_SEED)
     try:

@@ -59,12 +59,16 @@ class Text:
         """The documents as they are in the file."""
         if self.rows is not None:
             return [*self.rows]
-        return articles(self.raw) if self.is_wikitext else [self.raw]
+        if self.is_wikitext:
+            return articles(self.raw)
+        return [self.raw]
 
     @property
     def readings(self) -> list[str]:
         """The documents that a model predicts: WikiText detokenized, others unchanged."""
-        return [detokenize(one) for one in self.documents] if self.is_wikitext else self.documents
+        if self.is_wikitext:
+            return [detokenize(one) for one in self.documents]
+        return self.documents
 
     @property
     def words(self) -> int:
@@ -118,7 +122,10 @@ def articles(raw: str) -> list[str]:
     """
     starts = [match.start() for match in _TITLE.finditer(raw)]
     ends = [start - 1 for start in starts[1:]] + [len(raw)]
-    lead = raw[: starts[0] - 1] if starts and starts[0] else ""
+    if starts and starts[0]:
+        lead = raw[: starts[0] - 1]
+    else:
+        lead = ""
     return [
         *([lead] if lead.strip() else []),
         *(raw[a:b] for a, b in zip(starts, ends, strict=True)),
@@ -162,7 +169,9 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return tokenizer
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-") as scratch:
         exported = export_json(checkpoint.path / "tokenizer.model", Path(scratch), alone=False)
-        return tokenizer if exported is None else load_tokenizer(scratch)
+        if exported is None:
+            return tokenizer
+        return load_tokenizer(scratch)
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -213,10 +222,9 @@ def score_documents(
     )  # each length is a batch
     for pair in pairs:
         by_length[len(pair[0])].append(pair)
-    windows = [
-        Windows(*(torch.tensor(part) for part in zip(*own, strict=True)))
-        for own in by_length.values()
-    ]
+    windows = []
+    for own in by_length.values():
+        windows.append(Windows(*(torch.tensor(part) for part in zip(*own, strict=True))))
     loss = log_loss(checkpoint, windows, group=group, progress=progress)
     return DocumentScore(
         perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2)

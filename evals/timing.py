@@ -29,7 +29,9 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
 
 PROMPT = 16  # tokens before decoding
-NEW_TOKENS, RUNS = 32, 3  # of `decoding_speed`
+# of `decoding_speed`
+NEW_TOKENS = 32
+RUNS = 3
 _PROBE_BYTES = 1 << 29
 _MIN_RUN_SECONDS = (
     0.1  # calls are repeated for so long that a wake-up of another process counts little
@@ -69,9 +71,11 @@ def rate(
 
 def _mean_seconds(timed_call: Callable[[], float], group: ProcessGroup) -> float:
     """Mean seconds of calls that are repeated until a run is long."""
-    calls, total = 0, 0.0
+    calls = 0
+    total = 0.0
     while total < _MIN_RUN_SECONDS:
-        calls, total = calls + 1, total + group.broadcast_from_rank0(timed_call())
+        calls = calls + 1
+        total = total + group.broadcast_from_rank0(timed_call())
     return total / calls
 
 
@@ -148,10 +152,14 @@ def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> to
     """Read a prompt [T] into a slot from a position on, a chunk at a time; logits [1, V] of the
     next token.
     """
-    length, logits = len(prompt), torch.empty(0)
+    length = len(prompt)
+    logits = torch.empty(0)
     for begin in range(start, length, engine.chunk):
         positions = range(begin, min(begin + engine.chunk, length))
-        wanted = [len(positions) - 1] if positions.stop == length else []
+        if positions.stop == length:
+            wanted = [len(positions) - 1]
+        else:
+            wanted = []
         logits = engine.step(
             prompt[begin : positions.stop], [slot] * len(positions), positions, wanted
         )
@@ -191,7 +199,8 @@ class Decoding:
         """Read all prompts into their slots; returns the seconds of the first one. Raises
         `NonFiniteError` if the model's logits are NaN or Inf.
         """
-        whole, chunk = self._prompts[0], self.engine.chunk
+        whole = self._prompts[0]
+        chunk = self.engine.chunk
         warm_up = 2 * chunk + (len(whole) % chunk or chunk)  # each kind of step once
         _read(self.engine, 0, whole[:warm_up]).argmax().item()
         logits: list[torch.Tensor] = []
@@ -200,7 +209,8 @@ class Decoding:
             logits[:] = [_read(self.engine, 0, whole)]
             logits[0].argmax().item()  # waits until the GPU is done
 
-        taken, shared = _mean_seconds(partial(seconds, read), self._group), len(whole) - PROMPT
+        taken = _mean_seconds(partial(seconds, read), self._group)
+        shared = len(whole) - PROMPT
         for slot, prompt in enumerate(self._prompts[1:], 1):
             self.engine.copy_prefix(0, slot, shared)
             logits.append(_read(self.engine, slot, prompt, shared))
@@ -212,7 +222,9 @@ class Decoding:
         if self._first is None:
             self.fill()
         assert self._first is not None
-        tokens, length, slots = self._first, self._prompts.shape[1], range(len(self._prompts))
+        tokens = self._first
+        length = self._prompts.shape[1]
+        slots = range(len(self._prompts))
         tokens.tolist()
         self.engine.last[: len(slots)] = tokens
         started = time.perf_counter()
@@ -226,7 +238,10 @@ def weight_bytes(model: Decoder) -> int:
     """Bytes read for each token: all weights except the embedding, unless it is tied to the head,
     and of a mixture's experts those of one token.
     """
-    left_out = 0 if model.config.tied_embeddings else loaded_bytes(model.model.embed_tokens)
+    if model.config.tied_embeddings:
+        left_out = 0
+    else:
+        left_out = loaded_bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
         experts = [part.experts for part in model.modules() if isinstance(part, Experts)]
@@ -282,7 +297,8 @@ def decoding_speed(
     model = load_model(checkpoint, device=device, allow_slow=allow_slow, group=group)
     with torch.inference_mode():
         found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None, group=group).run, RUNS, group)
-    backends, threads = backend_names(model), torch.get_num_threads()
+    backends = backend_names(model)
+    threads = torch.get_num_threads()
     return Speed(found.median, DType.of(model.dtype), backends, str(model.device), threads)
 
 
@@ -329,11 +345,10 @@ class LeftOut:
     reason: str
 
     def __str__(self) -> str:
-        row = (
-            ""
-            if self.batch is None
-            else f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
-        )
+        if self.batch is None:
+            row = ""
+        else:
+            row = f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
         return f"context {self.context}{row}: {self.reason}"
 
 
@@ -366,7 +381,8 @@ def measure_contexts(
         RequestError: if several processes share the model and one runs out of memory.
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    found, left_out = [], []
+    found = []
+    left_out = []
     for context, batch in rows:
         step()
         reason = group.broadcast_from_rank0(
@@ -416,14 +432,17 @@ def _measure_context(
 
 def max_bytes(device: torch.device) -> int:
     """Peak memory since it was reset: of the process, or on the GPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_bytes()
 
 
 def _too_large(
     model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int
 ) -> str | None:
     """Why the sequences do not fit in free memory; None if they fit."""
-    needed, free = cache_bytes(model.config, batch, context, cache_dtype), free_bytes(model.device)
+    needed = cache_bytes(model.config, batch, context, cache_dtype)
+    free = free_bytes(model.device)
     if model.device.type == "cpu":
         free //= processes
     if needed + SPARE_BYTES <= free:

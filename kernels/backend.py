@@ -18,7 +18,8 @@ from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-EVEN, EVEN_COLUMNS = 127, 32
+EVEN = 127
+EVEN_COLUMNS = 32
 """See `Rounding`."""
 
 OAI_ALPHA = 1.702
@@ -255,7 +256,9 @@ class Backend:
         """Why it does not support this case; None if it does."""
         if scheme.of_small_floats:
             return "multiplies integers"
-        return None if dtype.is_floating_point else f"activations are {dtype}"
+        if dtype.is_floating_point:
+            return None
+        return f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
         """The allowed error of products of activations of `dtype`; the self-test at load checks
@@ -265,7 +268,10 @@ class Backend:
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         """Convert a weight to the layout of `linear`, once, at load; it is never saved."""
-        zero = {} if weight.zero is None else {"zero": weight.zero}
+        if weight.zero is None:
+            zero = {}
+        else:
+            zero = {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
@@ -305,5 +311,6 @@ def gated(
         return F.gelu(gate, approximate="tanh").mul_(up)
     assert activation == "swiglu_oai", activation
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))

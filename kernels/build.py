@@ -37,9 +37,10 @@ _FLAGS = (
     "-fno-trapping-math",
     "-fno-math-errno",  # change no result; without them exp stays scalar
 )
-_NATIVE_FLAGS = (
-    ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
-)
+if platform.machine() in ("aarch64", "arm64"):
+    _NATIVE_FLAGS = ("-mcpu=native",)
+else:
+    _NATIVE_FLAGS = ("-march=native",)
 _HINT = "name one for C++20 in CXX"
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,9 @@ def compile_library(command: Sequence[str], target: Path) -> None:
     """Compile the kernels with a compiler and its flags for an instruction set. Raises
     `UnsupportedError` if it fails.
     """
-    objects = {str(source): f"{target}.{source.stem}.o" for source in _SOURCES.glob("*.cpp")}
+    objects = {}
+    for source in _SOURCES.glob("*.cpp"):
+        objects[str(source)] = f"{target}.{source.stem}.o"
     _run(*([*command, *_FLAGS, "-c", source, "-o", made] for source, made in objects.items()))
     _run([*command, "-shared", "-pthread", *objects.values(), "-o", str(target)])
 
@@ -151,11 +154,10 @@ def _run(*commands: list[str]) -> str:
     for (compiler, process), (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
             full = os.strerror(errno.ENOSPC) in errors
-            hint = (
-                "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR"
-                if full
-                else _HINT
-            )
+            if full:
+                hint = "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR"
+            else:
+                hint = _HINT
             lines = [line for line in errors.splitlines() if "error" in line] or ["no reason given"]
             raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=compiler, hint=hint)
     return printed[-1][0]

@@ -35,7 +35,9 @@ from quantkit.tensors.scheme import QuantScheme
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
-_EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
+# the largest integers that activations become
+_EXACT_MAX = 127 * 256
+_FAST_MAX = 127
 BLOCK_FEATURES = frozenset(
     {
         "qkv_bias",
@@ -89,14 +91,20 @@ class CpuBackend(Backend):
         # Where m is the largest of 32 activations, each is off by m / (2 max) at most, and their
         # product with w by m / (2 max) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all
         # columns, Cauchy and Schwarz.
-        largest = _EXACT_MAX if self._exact else _FAST_MAX
+        if self._exact:
+            largest = _EXACT_MAX
+        else:
+            largest = _FAST_MAX
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
-        codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
-        zero = (
-            None if weight.zero is None else weight.zero.contiguous()
-        )  # parts of a sharded weight have gaps
+        codes = weight.codes.contiguous()
+        scale = weight.scale.contiguous()
+        # parts of a sharded weight have gaps
+        if weight.zero is None:
+            zero = None
+        else:
+            zero = weight.zero.contiguous()
         return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
@@ -106,7 +114,10 @@ class CpuBackend(Backend):
     def linear(
         self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        added = None if bias is None else bias.to(x.dtype)
+        if bias is None:
+            added = None
+        else:
+            added = bias.to(x.dtype)
         product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
         return product
 
@@ -124,7 +135,10 @@ class CpuBackend(Backend):
             softcap: float | None,
             sinks: Tensor | None,
         ) -> Tensor:
-            scale = queries.shape[-1] ** -0.5 if scale is None else scale
+            if scale is None:
+                scale = queries.shape[-1] ** -0.5
+            else:
+                scale = scale
             sinks = None if sinks is None else sinks.float()
             scores = window or 0, scale, softcap, sinks
             mixed: Tensor = operators.cached_attention(
@@ -159,7 +173,8 @@ def _single_threaded() -> Iterator[None]:
     """See `Operations.single_threaded`; without OpenMP there is nothing to do."""
     functions = ctypes.PyDLL(None)
     try:
-        count, set_count = functions.omp_get_max_threads, functions.omp_set_num_threads
+        count = functions.omp_get_max_threads
+        set_count = functions.omp_set_num_threads
     except AttributeError:
         yield
         return
@@ -185,9 +200,10 @@ def prepare_blocks(
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
         angles: list[Tensor] = []
         for rotary, (cosine, sine) in zip(turned, step.angles, strict=True):
-            angles += (
-                (cosine, sine) if rotary else (torch.ones_like(cosine), torch.zeros_like(sine))
-            )
+            if rotary:
+                angles += (cosine, sine)
+            else:
+                angles += (torch.ones_like(cosine), torch.zeros_like(sine))
         cached = (
             []
             if step.cached is None
@@ -219,7 +235,8 @@ def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> Bloc
         *_packed(weights.out),
         weights.attention_output_norm,
     ]
-    inside, routing = [*_packed(weights.gate_up), *_packed(weights.down)], (0, True)
+    inside = [*_packed(weights.gate_up), *_packed(weights.down)]
+    routing = (0, True)
     if (experts := weights.experts) is not None:
         banks = (
             bank
@@ -253,4 +270,5 @@ def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None
     return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()
 
 
-CPU_EXACT, CPU_FAST = CpuBackend("cpu-exact", exact=True), CpuBackend("cpu-fast", exact=False)
+CPU_EXACT = CpuBackend("cpu-exact", exact=True)
+CPU_FAST = CpuBackend("cpu-fast", exact=False)

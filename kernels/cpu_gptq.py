@@ -42,7 +42,10 @@ def search_scales(
     """
     inputs, outputs = weight.shape
     scale = torch.empty(inputs // size, outputs, dtype=scale_dtype)
-    zero = None if symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    if symmetric:
+        zero = None
+    else:
+        zero = torch.empty_like(scale, dtype=torch.uint8)
     _functions().quantkit_search_scales(
         *_sizes(inputs, outputs, size, levels),
         _floats(weight),
@@ -72,7 +75,10 @@ def _in_turn(
     codes: Tensor,
     errors: Tensor,
 ) -> None:
-    read = [one.contiguous() for one in (start, other, ratios)]  # held until the call is over
+    # held until the call is over
+    read = []
+    for one in (start, other, ratios):
+        read.append(one.contiguous())
     getattr(_functions(), name)(
         *_sizes(*codes.shape, size, levels),
         c_int64(len(start)),

@@ -52,7 +52,8 @@ class Operators:
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.library, self.name = library, name
+        self.library = library
+        self.name = name
         self._functions = {
             one: _function(library, one, *types) for one, types in _FUNCTIONS.items()
         }
@@ -90,7 +91,8 @@ class Operators:
         """A weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O, G];
         `exact` is for activations of 16 bits.
         """
-        count, weight = ctypes.c_int64(), (codes, scale, zero, bits, exact)
+        count = ctypes.c_int64()
+        weight = (codes, scale, zero, bits, exact)
         self._call("packed_bytes", *weight, ctypes.addressof(count))
         packed = _allocate(count.value)
         self._call("pack", *weight, torch.get_num_threads(), packed)
@@ -239,7 +241,10 @@ class Operators:
         pointer, count = self._blocks[blocks]
         stored = list[Tensor | None](cached)
         if len(stored) == 2 * count:
-            stored = [one for rows in cached for one in (rows, None)]
+            stored = []
+            for rows in cached:
+                for one in (rows, None):
+                    stored.append(one)
         if len(angles) != 2 * count or len(stored) not in (0, 4 * count):
             raise RuntimeError(f"expected angles and cached rows of {count} blocks")
         self._call(
@@ -270,12 +275,15 @@ class Blocks:
     """
 
     def __init__(self, number: int, tensors: Sequence[Tensor | None]) -> None:
-        self.number, self._tensors = number, tensors
+        self.number = number
+        self._tensors = tensors
 
 
 def _traceable(run: Callable[..., Any], operator: Any) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        return operator(*arguments) if torch.compiler.is_compiling() else run(*arguments)
+        if torch.compiler.is_compiling():
+            return operator(*arguments)
+        return run(*arguments)
 
     return call
 
@@ -303,11 +311,9 @@ class _Views:
 
     @staticmethod
     def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
-        return (
-            None
-            if tensors is None
-            else b"".join([_View.from_param(one) or _MISSING for one in tensors])
-        )
+        if tensors is None:
+            return None
+        return b"".join([_View.from_param(one) or _MISSING for one in tensors])
 
 
 class _Output:
@@ -345,7 +351,10 @@ def _allocate(count: int) -> Tensor:
     return whole[start : start + count]
 
 
-_INT, _FLOAT, _THREADS, _FLAG = ctypes.c_int64, ctypes.c_double, ctypes.c_int, ctypes.c_bool
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_double
+_THREADS = ctypes.c_int
+_FLAG = ctypes.c_bool
 _WEIGHT = (*[_View] * 3, _INT, _FLAG)
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "packed_bytes": (*_WEIGHT, ctypes.c_void_p),
@@ -373,7 +382,8 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
 
 def _function(library: ctypes.CDLL, name: str, *types: Any) -> Any:
     function = getattr(library, f"quantkit_{name}")
-    function.argtypes, function.restype = types, ctypes.c_char_p
+    function.argtypes = types
+    function.restype = ctypes.c_char_p
     return function
 
 

@@ -91,11 +91,9 @@ def _slower(device: torch.device) -> str:
     """How the reference compares with kernels; docs/kernels.md has the measurements, which are
     of CPUs.
     """
-    return (
-        "new tokens 20 to 200 times slower, prompts 5 times slower"
-        if device.type == "cpu"
-        else "much slower"
-    )
+    if device.type == "cpu":
+        return "new tokens 20 to 200 times slower, prompts 5 times slower"
+    return "much slower"
 
 
 def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
@@ -185,7 +183,8 @@ def _wrong_tokens(
     for count in size.tokens:
         tokens = min(count, size.max_values // wide.shape[1])
         for even, x in _activations(wide, scheme, tokens):
-            x, added = x.to(dtype), None if even else bias
+            x = x.to(dtype)
+            added = None if even else bias
             found = backend.linear(x, prepared, scheme, size.rows, added)
             right = x.double() @ wide.t() + (0 if added is None else added.double())
             off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
@@ -212,11 +211,18 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
     """A weight with every code in it, all zero points, and scales of either sign and of many sizes;
     in an odd number of groups, or in columns that fill no word of kernels.
     """
-    rows, group = size.rows, scheme.group_size
+    rows = size.rows
+    group = scheme.group_size
     if size.ragged:
-        columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
+        if group is None:
+            columns = size.columns + 72
+        else:
+            columns = group * max(3, size.columns // group | 1)
     else:
-        columns = size.columns if group is None else group * max(1, size.columns // group)
+        if group is None:
+            columns = size.columns
+        else:
+            columns = group * max(1, size.columns // group)
     groups = scheme.groups(columns)
     codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
     wave = _wave(rows * groups).view(rows, groups)

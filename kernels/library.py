@@ -51,7 +51,9 @@ def describe_kernels() -> str:
         name = _chosen(None)
         if _shipped(name):
             return f"{name}, included"
-        return f"{name}, compiled" if is_compiled(name) else f"{name}, not compiled yet"
+        if is_compiled(name):
+            return f"{name}, compiled"
+        return f"{name}, not compiled yet"
     except QuantkitError as error:
         return f"none: {error}"
 
@@ -96,7 +98,10 @@ def _load_once(name: str) -> Operators | UnsupportedError:
     except UnsupportedError as error:
         return error
     except (OSError, AttributeError) as error:  # of a library without the functions
-        hint = "reinstall quantkit" if _shipped(name) else "name another folder in QUANTKIT_CACHE"
+        if _shipped(name):
+            hint = "reinstall quantkit"
+        else:
+            hint = "name another folder in QUANTKIT_CACHE"
         return UnsupportedError(f"the compiled kernels do not load: {error}", hint=hint)
 
 

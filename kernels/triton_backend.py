@@ -90,7 +90,10 @@ class TritonBackend(Backend):
         # use TF32 for weights and activations.
         if dtype == torch.float32:
             return Rounding(0, 2**-10)
-        steps = 1.0 if _TRUNCATES and dtype == torch.bfloat16 else 0.5
+        if _TRUNCATES and dtype == torch.bfloat16:
+            steps = 1.0
+        else:
+            steps = 0.5
         return Rounding(0, (steps + _PARTS) * torch.finfo(dtype).eps, steps)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
@@ -98,8 +101,12 @@ class TritonBackend(Backend):
         from quantkit.kernels.triton_skinny import counters
         from quantkit.kernels.triton_words import pack
 
-        words, scale = pack(weight.codes, weight.scheme.bits), _padded(weight.scale, weight)
-        zero = {} if weight.zero is None else {"zero": _padded(weight.zero, weight)}
+        words = pack(weight.codes, weight.scheme.bits)
+        scale = _padded(weight.scale, weight)
+        if weight.zero is None:
+            zero = {}
+        else:
+            zero = {"zero": _padded(weight.zero, weight)}
         prepared = {
             "words": words,
             "scale": scale,
@@ -113,11 +120,12 @@ class TritonBackend(Backend):
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         from quantkit.kernels.triton_words import unpack
 
-        codes, groups = (
-            unpack(prepared["words"][index], scheme.bits)[:, :columns],
-            scheme.groups(columns),
-        )
-        zero = prepared["zero"][index, :groups] if "zero" in prepared else None
+        codes = unpack(prepared["words"][index], scheme.bits)[:, :columns]
+        groups = scheme.groups(columns)
+        if "zero" in prepared:
+            zero = prepared["zero"][index, :groups]
+        else:
+            zero = None
         return QuantTensor(
             codes.contiguous(), prepared["scale"][index, :groups], zero, scheme
         ).dequantize()
@@ -129,7 +137,10 @@ class TritonBackend(Backend):
         from quantkit.kernels.triton_projections import MAX_TOKENS
 
         blocks = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
-        block = None if os.environ.get(BLOCKS_SETTING) == "0" else blocks
+        if os.environ.get(BLOCKS_SETTING) == "0":
+            block = None
+        else:
+            block = blocks
         return Operations(
             _cached_attention, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
         )
@@ -185,11 +196,9 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N,
     K, I].
     """
-    words, scale, zero = (
-        linear.prepared["words"],
-        linear.prepared["scale"],
-        linear.prepared.get("zero"),
-    )
+    words = linear.prepared["words"]
+    scale = linear.prepared["scale"]
+    zero = linear.prepared.get("zero")
     operands = x, words, scale, zero, linear.bias, chosen, linear.scheme.group_size
     product: Tensor = torch.ops.quantkit_triton.grouped_linear(*operands)
     return product
@@ -200,7 +209,10 @@ def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
     words.
     """
     size = weight.scheme.group_size
-    missing = 0 if size is None else -weight.shape[1] % UNIT // size
+    if size is None:
+        missing = 0
+    else:
+        missing = -weight.shape[1] % UNIT // size
     return F.pad(values, (0, missing)).contiguous()
 
 
@@ -211,7 +223,10 @@ def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     from quantkit.kernels.triton_tune import tune
 
     rows, columns = weight.shape
-    scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
+    if weight.scheme.group_size is None:
+        scheme = "int8"
+    else:
+        scheme = f"int4-g{weight.scheme.group_size}"
     gpu = gpu_spec(weight.codes.device)
     if f"{rows}x{columns}" not in measured_configs().get(gpu.name, {}).get(scheme, {}):
         save_configs(

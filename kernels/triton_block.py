@@ -75,7 +75,9 @@ class _Block:
         self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm
     ) -> None:
         assert weights.gate_up is not None and weights.down is not None
-        self._settings, self._norm, self._next_norm = settings, norm, next_norm
+        self._settings = settings
+        self._norm = norm
+        self._next_norm = next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
         self._qkv, self._out = _operands(weights.qkv), _operands(weights.out)
         self._gate_up, self._down = _operands(weights.gate_up), _operands(weights.down)
@@ -104,7 +106,8 @@ class _Block:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [M, D], weighted for the next block, and their sums of squares."""
         assert step.cached is not None
-        own, where = self._settings, (step.positions, step.slots)
+        own = self._settings
+        where = (step.positions, step.slots)
         keys, values = step.cached[number]
         turn = step.angles[number] if own.rotary else (None, None)
         queries = projected_heads(
@@ -134,7 +137,8 @@ class _Block:
             self._arrived,
             None,
         )
-        mixed, after = mixed.flatten(0, 1), (self._mlp_norm.weight, own.residual_multiplier)
+        mixed = mixed.flatten(0, 1)
+        after = (self._mlp_norm.weight, own.residual_multiplier)
         states, weighted, squares = added_product(mixed, states, *self._out, *after)
         inner = gated_product(
             weighted,
@@ -163,9 +167,9 @@ def prepare_blocks(
     ):  # counters may be counted in outside of it as well
         norms = [_norm(weights.input_norm) for weights, _ in layers]
         following = [*norms[1:], norms[0]]
-        blocks = [
-            _Block(*layer, *pair) for layer, *pair in zip(layers, norms, following, strict=True)
-        ]
+        blocks = []
+        for layer, *pair in zip(layers, norms, following, strict=True):
+            blocks.append(_Block(*layer, *pair))
     if norms[0].weight.is_cuda:
         for tensor in {id(one): one for block in blocks for one in block.tensors()}.values():
             torch._dynamo.mark_static_address(
@@ -199,12 +203,16 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
 
 def _operands(linear: PreparedLinear) -> _Operands:
     """Words, scales, zero points, bias, counters and group of a linear."""
-    found, group = linear.prepared, linear.scheme.group_size or 0
+    found = linear.prepared
+    group = linear.scheme.group_size or 0
     return found["words"], found["scale"], found.get("zero"), linear.bias, found["arrived"], group
 
 
 def _norm(weight: Tensor | None) -> _Norm:
     assert weight is not None
     largest = float(weight.abs().max())
-    growth = 2.0 ** math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
+    if 0 < largest < math.inf:
+        growth = 2.0 ** math.ceil(math.log2(largest))
+    else:
+        growth = 1.0
     return _Norm(weight / growth, growth)

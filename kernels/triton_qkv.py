@@ -55,7 +55,8 @@ def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.cons
         broken = tl.sum(first * 0.0 + second * 0.0, 1)  # no number if one is none
         tl.store(scales + at, scale + broken, mask=there)
         step = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], first.shape)
-        first, second = codes_of(first, step), codes_of(second, step)
+        first = codes_of(first, step)
+        second = codes_of(second, step)
     store_halves(stored, at, first, second, inside, SIZE)
 
 
@@ -156,17 +157,20 @@ def project_heads(
                     tl.float32
                 )
             if CLIP > 0:
-                first, second = limited(first, CLIP), limited(second, CLIP)
+                first = limited(first, CLIP)
+                second = limited(second, CLIP)
             if NORMS:
                 own = norms + tl.where(head < heads, 0, SIZE) + column
                 inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / SIZE + EPS)
                 inverse = tl.where(turned, inverse, 1.0)[:, None]
                 first *= inverse * tl.load(own, mask=turns, other=1)
                 second *= inverse * tl.load(own + SIZE // 2, mask=turns, other=1)
-            sequence, place = token // tokens, token % tokens
+            sequence = token // tokens
+            place = token % tokens
             if ROTARY:
                 angle = (sequence * stride + place)[:, None] * SIZE + column
-                low, high = first, second
+                low = first
+                high = second
                 first = low * tl.load(cosine + angle, mask=turns, other=1)
                 first -= high * tl.load(sine + angle, mask=turns, other=0)
                 second = high * tl.load(cosine + angle + SIZE // 2, mask=turns, other=1)
@@ -176,7 +180,8 @@ def project_heads(
                     scaled = tl.load(query_scale + sequence * stride + place, mask=there, other=1)[
                         :, None
                     ]
-                    first, second = first * scaled, second * scaled
+                    first = first * scaled
+                    second = second * scaled
                 store_halves(
                     queries, (sequence * heads + head) * tokens + place, first, second, inside, SIZE
                 )

@@ -31,7 +31,10 @@ def tune(
     """The fastest tile configs for a weight that the backend prepared, by number of tokens;
     `scheme` is ``int8``, ``int4-g128`` and so on.
     """
-    group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
+    if scheme == "int8":
+        group = None
+    else:
+        group = int(scheme.removeprefix("int4-g"))
     with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
         return {size: fastest(prepared, group, columns, size) for size in tokens}
 
@@ -42,12 +45,10 @@ def multiply(
     """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None
     for int8.
     """
-    words, scale, zero, arrived = (
-        prepared["words"],
-        prepared["scale"],
-        prepared.get("zero"),
-        prepared["arrived"],
-    )
+    words = prepared["words"]
+    scale = prepared["scale"]
+    zero = prepared.get("zero")
+    arrived = prepared["arrived"]
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # also in threads that compile
         return linear_product(x, words, scale, zero, None, group, config, arrived)
 
@@ -60,14 +61,19 @@ def fastest(
     A candidate that does not fit the GPU is left out, and so is one whose product is not that of
     the default config.
     """
-    words, bits = prepared["words"], 8 if group is None else 4
-    gpu, rows = gpu_spec(words.device), len(words)
+    words = prepared["words"]
+    bits = 8 if group is None else 4
+    gpu = gpu_spec(words.device)
+    rows = len(words)
     default = default_config(bits, tokens, rows, columns, False, gpu)
     x = torch.randn(tokens, columns, device=words.device, dtype=torch.bfloat16)
     count = copies_beyond_cache(words.nbytes, words.device)
-    copies = [{name: tensor.clone() for name, tensor in prepared.items()} for _ in range(count)]
+    copies = []
+    for _ in range(count):
+        copies.append({name: tensor.clone() for name, tensor in prepared.items()})
     expected = multiply(x, prepared, group, default).float()
-    best, shortest = default, float("inf")
+    best = default
+    shortest = float("inf")
     configs = list(dict.fromkeys((default, *candidates(bits, tokens, rows, columns))))
     with ThreadPoolExecutor() as pool:  # to compile; `multiply` below raises again
         wait([pool.submit(multiply, x, prepared, group, config) for config in configs])
@@ -83,18 +89,21 @@ def fastest(
             _log.debug("%s: %s", config, error)
             continue
         if seconds < shortest:
-            best, shortest = config, seconds
+            best = config
+            shortest = seconds
     _log.info("%dx%d, %d tokens: %s, %.1f us", rows, columns, tokens, best, shortest * 1e6)
     return best
 
 
 def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[TileConfig]:
     """Tile configs worth trying."""
-    units, largest_split = -(-columns // UNIT), triton_tiles.max_split(bits, tokens, columns)
+    units = -(-columns // UNIT)
+    largest_split = triton_tiles.max_split(bits, tokens, columns)
     if tokens <= 8:
-        tiles = [
-            size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units
-        ]
+        tiles = []
+        for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits):
+            if size <= units:
+                tiles.append(size)
         kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
         for tile, block_n, warps, split, stages in kinds:
             words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row

@@ -49,7 +49,10 @@ class QuantkitError(Exception):
         argument: str | None = None,
     ) -> None:
         self.problem = problem
-        self.path = None if path is None else _named(Path(path))
+        if path is None:
+            self.path = None
+        else:
+            self.path = _named(Path(path))
         self.found = found
         self.expected = expected
         self.hint = hint
@@ -60,7 +63,10 @@ class QuantkitError(Exception):
         facts: list[str | Option] = []
         for label, value in (("found", found), ("expected", expected)):
             if value is not None:
-                value = value if isinstance(value, (str, Option)) else str(value)
+                if isinstance(value, (str, Option)):
+                    value = value
+                else:
+                    value = str(value)
                 facts += [", " if facts else "", f"{label} ", value]
         if facts:
             parts += [" (", *facts, ")"]
@@ -80,7 +86,9 @@ class QuantkitError(Exception):
 
 def _named(path: Path) -> Path:
     made = next((one for one in (path, *path.parents) if one in _sources), None)
-    return path if made is None else _sources[made] / path.relative_to(made)
+    if made is None:
+        return path
+    return _sources[made] / path.relative_to(made)
 
 
 class RequestError(QuantkitError):

@@ -16,8 +16,11 @@ from quantkit.quality.positions import FLOAT, PositionDivergence
 HEIGHT = 300
 LOG_RATIO = 8
 """An axis whose values differ by a larger factor is logarithmic."""
-_TOP, _BOTTOM = 28, HEIGHT - 46
-_LETTER, _LINE = 7.1, 15  # pixels
+_TOP = 28
+_BOTTOM = HEIGHT - 46
+# pixels
+_LETTER = 7.1
+_LINE = 15
 _MAX_TICKS = 6
 _DIGITS = 9  # of a tick label: more than a round value has, fewer than the noise of a float
 _LARGE = 1e7
@@ -39,7 +42,8 @@ class Axis:
     def pixel(self, value: float) -> float:
         """The position of a value; values outside the axis are moved to its ends."""
         scaled = math.log if self.log else float
-        low, high = scaled(self.low), scaled(self.high)
+        low = scaled(self.low)
+        high = scaled(self.high)
         return self.start + (scaled(min(max(value, self.low), self.high)) - low) / (high - low) * (
             self.end - self.start
         )
@@ -49,11 +53,17 @@ class Axis:
         if not self.log:
             step = round_up((self.high - self.low) / _MAX_TICKS, (1, 2, 2.5, 5, 10))
             first = math.ceil(self.low / step - 1e-9)
-            return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+            ticks: list[float] = []
+            for index in range(first, math.floor(self.high / step + 1e-9) + 1):
+                ticks.append(index * step)
+            return ticks
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         stride = max(1, len(decades) // _MAX_TICKS)
         for factors in ((1, 2, 5), (1, 3), (1,)):
-            values = [factor * 10.0**decade for decade in decades[::stride] for factor in factors]
+            values = []
+            for decade in decades[::stride]:
+                for factor in factors:
+                    values.append(factor * 10.0**decade)
             values = [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
             if len(values) <= _MAX_TICKS:
                 break
@@ -148,12 +158,14 @@ def tick_label(value: float) -> str:
     """A round value with all its digits."""
     if value and not 1e-3 <= abs(value) < _LARGE:
         digits, _, power = f"{value:.{_DIGITS - 1}e}".partition("e")
-        digits, decade = (
-            digits.rstrip("0").rstrip("."),
-            "10" + str(int(power)).translate(_SUPERSCRIPTS),
-        )
-        return decade if digits == "1" else f"{digits}·{decade}"
-    return f"{value:.{_DIGITS}g}" if abs(value) < 1e5 else f"{value:,.{_DIGITS}g}"
+        digits = digits.rstrip("0").rstrip(".")
+        decade = "10" + str(int(power)).translate(_SUPERSCRIPTS)
+        if digits == "1":
+            return decade
+        return f"{digits}·{decade}"
+    if abs(value) < 1e5:
+        return f"{value:.{_DIGITS}g}"
+    return f"{value:,.{_DIGITS}g}"
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
@@ -163,7 +175,8 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
     positive = [value for value in values if value > 0]
     if min(values) >= 0 and positive and max(positive) > LOG_RATIO * min(positive):
         return min(positive) / 1.6, max(positive) * 1.6, True
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = max(0.15 * (high - low), _MIN_SPAN * abs(high)) or 1.0
     return max(0.0, low - margin) if low >= 0 else low - margin, high + margin, False
 
@@ -193,8 +206,13 @@ def _relative_width(character: str) -> float:
     if character in "mw":
         return 1.6
     if character < "\u0590":  # Latin, Greek, Cyrillic, Armenian
-        return 1.25 if character.isupper() else 1.0
-    return 4.0 if "\ufb50" <= character < "\ufe00" else 1.6  # Arabic ligatures can be entire words
+        if character.isupper():
+            return 1.25
+        return 1.0
+    # Arabic ligatures can be entire words
+    if "\ufb50" <= character < "\ufe00":
+        return 4.0
+    return 1.6
 
 
 def _rounded(value: float) -> str:
@@ -240,10 +258,14 @@ def cost_chart(evaluation: Evaluation) -> Chart | None:
     points = list(_points(evaluation))
     if not points or (evaluation.reference is None and len(points) < 2):
         return None
-    cost, texts = "word perplexity", list(evaluation.texts)
+    cost = "word perplexity"
+    texts = list(evaluation.texts)
     if evaluation.reference is not None:
         cost = f"KL from {fit(evaluation.reference, 20)}, nats per token"
-    keys = [f"{_mark(index)} {name}" for index, name in enumerate(texts)] if len(texts) > 1 else []
+    if len(texts) > 1:
+        keys = [f"{_mark(index)} {name}" for index, name in enumerate(texts)]
+    else:
+        keys = []
     chart = Chart(f"{cost}, by size: {'; '.join(point.title for point in points)}", keys)
     for drawing in chart.drawings:
         _draw_points(drawing, evaluation, points, cost)
@@ -281,7 +303,9 @@ def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point],
         drawing.text(name, at - 6, y.end + 10, "name", "end")
         taken.append(Box(at - 6 - text_width(name), y.end, at + 2, y.end + 14))
     for point in points:
-        at, height, color = x.pixel(point.megabytes), y.pixel(point.cost), model_color(point.model)
+        at = x.pixel(point.megabytes)
+        height = y.pixel(point.cost)
+        color = model_color(point.model)
         taken.append(Box(at - 7, height - 7, at + 7, height + 7))
         low, high = point.error_bar
         drawing.line("bar", (at, at), (y.pixel(low), y.pixel(high)), color)
@@ -291,7 +315,8 @@ def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point],
         name = fit(evaluation.rows[point.model].name, 26 if drawing.wide else 16) + (
             "" if point.cost else ": 0"
         )
-        at, height = x.pixel(point.megabytes), y.pixel(point.cost)
+        at = x.pixel(point.megabytes)
+        height = y.pixel(point.cost)
         drawing.label(name, at, height, within, taken, model_color(point.model))
 
 
@@ -308,7 +333,8 @@ def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
     """Divergence by position, with both caches if it was requested; otherwise over the windows
     of the other figures.
     """
-    requested, rows = [], list(enumerate(evaluation.rows))
+    requested = []
+    rows = list(enumerate(evaluation.rows))
     for index, row in rows:
         requested += [
             Line(index, row.name, cache != FLOAT, own)
@@ -326,15 +352,26 @@ def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
 
 def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
     """The lines; None if there is nothing to draw."""
-    finite = [bucket for line in lines for bucket in line.buckets if math.isfinite(bucket.kl)]
-    kls = [kl for bucket in finite for kl in (bucket.kl, bucket.kl + (bucket.kl_error or 0))]
+    finite = []
+    for line in lines:
+        for bucket in line.buckets:
+            if math.isfinite(bucket.kl):
+                finite.append(bucket)
+    kls = []
+    for bucket in finite:
+        for kl in (bucket.kl, bucket.kl + (bucket.kl_error or 0)):
+            kls.append(kl)
     if not kls or max(len(line.buckets) for line in lines) < 2:
         return None
-    values = [
-        f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}"
-        for line in lines
-    ]
-    keys = ["dashed: with the int8 cache"] if any(line.dashed for line in lines) else []
+    values = []
+    for line in lines:
+        values.append(
+            f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}"
+        )
+    if any(line.dashed for line in lines):
+        keys = ["dashed: with the int8 cache"]
+    else:
+        keys = []
     chart = Chart(f"{title}. {'; '.join(values)}", keys)
     for drawing in chart.drawings:
         _draw_lines(drawing, lines, kls)

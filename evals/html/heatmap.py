@@ -49,10 +49,12 @@ def error_scale(values: Iterable[float]) -> ColorScale:
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if not positive or max(positive) > _LOG_RATIO * min(positive):
         return log_scale(positive)
-    low, high = min(positive), max(positive)
+    low = min(positive)
+    high = max(positive)
     if high < _MIN_RATIO * low:
         middle = math.sqrt(low * high)
-        low, high = middle / math.sqrt(_MIN_RATIO), middle * math.sqrt(_MIN_RATIO)
+        low = middle / math.sqrt(_MIN_RATIO)
+        high = middle * math.sqrt(_MIN_RATIO)
     width = round_up((high - low) / STEPS, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10))
     first = math.floor(low / width)
     return ColorScale(tuple(width * (first + index) for index in range(STEPS)))
@@ -135,11 +137,10 @@ def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
     }
     name, error = next(iter(row.layer_errors.items()))
     kind, worst_layer, expert = _place(name)
-    place = (
-        kind
-        if worst_layer is None
-        else f"layer {worst_layer}, {kind}" + ("" if expert is None else f" {expert}")
-    )
+    if worst_layer is None:
+        place = kind
+    else:
+        place = f"layer {worst_layer}, {kind}" + ("" if expert is None else f" {expert}")
     return HeatMap(row.name, f"{place}: {_percent(error)}", layers, rows, outside, scale)
 
 

@@ -70,7 +70,10 @@ def page(evaluation: Evaluation) -> str:
 def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
     """Title, note and drawings of each chart."""
     if (chart := cost_chart(evaluation)) is not None:
-        cost = "word perplexity" if evaluation.reference is None else "divergence"
+        if evaluation.reference is None:
+            cost = "word perplexity"
+        else:
+            cost = "divergence"
         yield f"Size against {cost}", "Further left is smaller, further down is better.", chart
     for text in evaluation.texts:
         title = f"KL from {evaluation.reference} by position, on {text}"
@@ -92,7 +95,10 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     others = [_summary(evaluation, row) for row in compared if row is not main]
     if evaluation.reference is None:
         return _summary(evaluation, main), None, others
-    rank = f", the least of {len(compared)} models" if others and evaluation.texts else ""
+    if others and evaluation.texts:
+        rank = f", the least of {len(compared)} models"
+    else:
+        rank = ""
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
         agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
@@ -111,21 +117,28 @@ def main_model(evaluation: Evaluation) -> Row:
         kls = [
             one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None
         ]
-        return sum(kls) / len(kls) if kls else 0.0
+        if kls:
+            return sum(kls) / len(kls)
+        return 0.0
 
     return min(_compared(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
 
 
 def _compared(evaluation: Evaluation) -> list[Row]:
-    return evaluation.rows if evaluation.reference is None else evaluation.rows[1:]
+    if evaluation.reference is None:
+        return evaluation.rows
+    return evaluation.rows[1:]
 
 
 def _summary(evaluation: Evaluation, row: Row) -> str:
     if evaluation.reference is None:
-        perplexities = [
-            Estimate(row.texts[text].documents.word_perplexity) for text in evaluation.texts
-        ]
-        cost = f", word perplexity {_range(perplexities)}" if perplexities else ""
+        perplexities = []
+        for text in evaluation.texts:
+            perplexities.append(Estimate(row.texts[text].documents.word_perplexity))
+        if perplexities:
+            cost = f", word perplexity {_range(perplexities)}"
+        else:
+            cost = ""
         return f"{_size(row)}{cost}"
     ratio = evaluation.rows[0].megabytes / row.megabytes
     factor = significant(max(ratio, 1 / ratio), 2)

@@ -48,15 +48,16 @@ def script_data(evaluation: Evaluation) -> str:
         if one is None:
             return []
         pairs = zip(one.tokens, one.probabilities, strict=True)
-        flat = [
-            value
-            for token, share in pairs
-            for value in (number(sample, token), round(1000 * share))
-        ]
+        flat = []
+        for token, share in pairs:
+            for value in (number(sample, token), round(1000 * share)):
+                flat.append(value)
         return [*flat, round(1000 * one.right)]
 
     def divergence(sample: TextSample, one: Guess | None) -> list[str | int]:
-        return [] if one is None else [significant(one.kl, 2), *guess(sample, one)]
+        if one is None:
+            return []
+        return [significant(one.kl, 2), *guess(sample, one)]
 
     def plain(sample: TextSample) -> dict[str, list[Any]]:
         return {
@@ -67,9 +68,9 @@ def script_data(evaluation: Evaluation) -> str:
             ],
         }
 
-    texts = [
-        [plain(sample) for sample in details.samples] for details in evaluation.details.values()
-    ]
+    texts = []
+    for details in evaluation.details.values():
+        texts.append([plain(sample) for sample in details.samples])
     models = [row.name for row in evaluation.rows[1:]]
     value = {"reference": evaluation.reference, "models": models, "pieces": pieces, "texts": texts}
     encoded = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -127,7 +128,9 @@ def _likeliest(sample: TextSample, guess: Guess) -> str:
 def _percent(share: float) -> str:
     """A probability in the script's format."""
     thousandths = round(1000 * share)
-    return f"{thousandths / 10:.1f} %" if thousandths else "< 0.1 %"
+    if thousandths:
+        return f"{thousandths / 10:.1f} %"
+    return "< 0.1 %"
 
 
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
@@ -173,13 +176,17 @@ def _decoded(piece: bytes | str) -> str | None:
     only a name.
     """
     try:
-        return None if isinstance(piece, str) else piece.decode()
+        if isinstance(piece, str):
+            return None
+        return piece.decode()
     except UnicodeDecodeError:
         return None
 
 
 def _spelled(piece: bytes | str) -> str:
-    return piece.hex(" ").upper() if isinstance(piece, bytes) else piece
+    if isinstance(piece, bytes):
+        return piece.hex(" ").upper()
+    return piece
 
 
 def _is_invisible(character: str, text: str) -> bool:

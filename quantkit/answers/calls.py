@@ -40,7 +40,9 @@ class _Scan:
     """Finds the end of a JSON object or list, of which it gets part after part."""
 
     def __init__(self) -> None:
-        self._depth, self._string, self._escaped = 0, False, False
+        self._depth = 0
+        self._string = False
+        self._escaped = False
 
     def end(self, text: str) -> int | None:
         """The place after the value's last bracket; None if more has to come."""
@@ -48,7 +50,8 @@ class _Scan:
             if self._escaped:
                 self._escaped = False
             elif self._string:
-                self._escaped, self._string = letter == "\\", letter != '"'
+                self._escaped = letter == "\\"
+                self._string = letter != '"'
             elif letter == '"':
                 self._string = True
             elif letter in "{[":
@@ -74,7 +77,10 @@ class CallParser:
             parallel: whether an answer may have several calls; otherwise further ones are dropped.
         """
         self._syntax, self._names, self._parallel = syntax, frozenset(names), parallel
-        self._state, self._started, self._called, self._closed = "text", False, False, False
+        self._state = "text"
+        self._started = False
+        self._called = False
+        self._closed = False
         self._buffer = ""  # text that is not read
         self._raw: list[
             str
@@ -91,7 +97,8 @@ class CallParser:
 
     def close(self) -> list[Piece]:
         left = "".join(self._raw) + ("" if self._state == "after" else self._buffer)
-        self._raw, self._buffer = [], ""
+        self._raw = []
+        self._buffer = ""
         if self._called and not left.strip():
             return []
         return [Piece(left)] if left else []
@@ -103,7 +110,9 @@ class CallParser:
         if not self._started:
             start = self._buffer.lstrip()
             if self._syntax.bare and start.startswith("{"):
-                self._raw, self._state, self._started = [""], "head", True
+                self._raw = [""]
+                self._state = "head"
+                self._started = True
                 return True
             if not start:
                 return False
@@ -114,7 +123,8 @@ class CallParser:
                 [self._buffer[place : place + len(opens)]],
                 self._buffer[place + len(opens) :],
             )
-            self._state, self._started = "head", True
+            self._state = "head"
+            self._started = True
             return True
         count = held(self._buffer, [opens])
         self._started = True
@@ -135,7 +145,10 @@ class CallParser:
     def _value(self, found: list[Piece]) -> bool:
         end = self._scan.end(self._buffer)
         self._raw.append(self._buffer[:end])
-        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            self._buffer = ""
+        else:
+            self._buffer = self._buffer[end:]
         if end is None:
             return False
         calls = self._syntax.calls(self._raw[1], "".join(self._raw[2:]))
@@ -145,17 +158,21 @@ class CallParser:
             if self._parallel or not self._called:
                 found.append(Piece(call=one))
             self._called = True
-        self._raw, self._state, self._closed = [], "after", False
+        self._raw = []
+        self._state = "after"
+        self._closed = False
         return True
 
     def _after(self, found: list[Piece]) -> bool:
-        closes, separator = self._syntax.closes, self._syntax.separator
+        closes = self._syntax.closes
+        separator = self._syntax.separator
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
         if closes and not self._closed:
             if self._buffer.startswith(closes):
-                self._buffer, self._closed = self._buffer[len(closes) :], True
+                self._buffer = self._buffer[len(closes) :]
+                self._closed = True
                 return True
             if closes.startswith(self._buffer):
                 return False
@@ -164,14 +181,17 @@ class CallParser:
             if not rest:
                 return False
             if rest.startswith("{"):
-                self._raw, self._buffer, self._state = [""], rest, "head"
+                self._raw = [""]
+                self._buffer = rest
+                self._state = "head"
                 return True
         self._state = "text"
         return True
 
     def _give_up(self, found: list[Piece]) -> bool:
         self._emit("".join(self._raw), found)
-        self._raw, self._state = [], "text"
+        self._raw = []
+        self._state = "text"
         return True
 
     def _emit(self, text: str, found: list[Piece]) -> None:

@@ -36,17 +36,24 @@ class AnswerForm:
         rest: Parser = Plain()
         if self.syntax is not None:
             rest = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
-        return rest if self.reasoning is None else ReasoningParser(rest, self.reasoning.opened)
+        if self.reasoning is None:
+            return rest
+        return ReasoningParser(rest, self.reasoning.opened)
 
     def spelled(self, tokenizer: Tokenizer) -> dict[int, str]:
         """Special tokens that the parser has to see, and that texts of tokens do not show."""
-        marks = [OPENS, CLOSES] if self.reasoning is not None else []
+        if self.reasoning is not None:
+            marks = [OPENS, CLOSES]
+        else:
+            marks = []
         if self.syntax is not None:
             marks += SYNTAXES[self.syntax]().marks
         known = tokenizer.special_tokens or {}
-        return {
-            known[one]: one for one in marks if one in known and not tokenizer.decode([known[one]])
-        }
+        result: dict[int, str] = {}
+        for one in marks:
+            if one in known and not tokenizer.decode([known[one]]):
+                result[known[one]] = one
+        return result
 
     def reasoning_tokens(self, tokens: Sequence[int]) -> int:
         """How many of an answer's tokens are reasoning, with those that begin and end it."""
@@ -54,7 +61,9 @@ class AnswerForm:
             self.reasoning.opened or self.reasoning.begin in tokens[:4]
         ):
             return 0
-        return tokens.index(self.reasoning.end) + 1 if self.reasoning.end in tokens else len(tokens)
+        if self.reasoning.end in tokens:
+            return tokens.index(self.reasoning.end) + 1
+        return len(tokens)
 
 
 @dataclass
@@ -70,7 +79,10 @@ class Parts:
         for one in pieces:
             self.content += one.content
             self.reasoning += one.reasoning
-            self.calls += [one.call] if one.call is not None else []
+            if one.call is not None:
+                self.calls += [one.call]
+            else:
+                self.calls += []
 
 
 def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
@@ -82,6 +94,8 @@ def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
     }
 
     def spelled(mark: str) -> str:
-        return f"<[{hidden[mark]}]>" if mark in hidden else json.dumps(mark)
+        if mark in hidden:
+            return f"<[{hidden[mark]}]>"
+        return json.dumps(mark)
 
     return tools.grammar(syntax, spelled)

@@ -9,7 +9,8 @@ from quantkit.answers.pieces import Parser, Piece, held
 from quantkit.grammar.after_reasoning import Reasoning
 from quantkit.text.tokenizer import Tokenizer
 
-OPENS, CLOSES = "<think>", "</think>"
+OPENS = "<think>"
+CLOSES = "</think>"
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
@@ -19,13 +20,16 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | Non
     known = tokenizer.special_tokens or {}
     if OPENS not in known or CLOSES not in known:
         return None
-    begin, end = known[OPENS], known[CLOSES]
+    begin = known[OPENS]
+    end = known[CLOSES]
     last = next(
         (place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (begin, end)), None
     )
     if last is None or tokenizer.decode(prompt[last + 1 :], specials=True).strip():
         return Reasoning(begin, end, opened=False)
-    return Reasoning(begin, end, opened=True) if prompt[last] == begin else None
+    if prompt[last] == begin:
+        return Reasoning(begin, end, opened=True)
+    return None
 
 
 @dataclass
@@ -42,8 +46,12 @@ class ReasoningParser:
     opened: bool
 
     def __post_init__(self) -> None:
-        self._state = "reasoning" if self.opened else "start"
-        self._buffer, self._blank = "", True
+        if self.opened:
+            self._state = "reasoning"
+        else:
+            self._state = "start"
+        self._buffer = ""
+        self._blank = True
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -60,30 +68,44 @@ class ReasoningParser:
             found += self._reasoning()
         if self._state == "after":
             self._buffer = self._buffer.lstrip()
-            self._state = "content" if self._buffer else "after"
+            if self._buffer:
+                self._state = "content"
+            else:
+                self._state = "after"
         if self._state == "content":
-            text, self._buffer = self._buffer, ""
+            text = self._buffer
+            self._buffer = ""
             found += self.rest.feed(text)
         return found
 
     def _reasoning(self) -> list[Piece]:
         place = self._buffer.find(CLOSES)
         if place >= 0:
-            text, self._buffer = self._buffer[:place].rstrip(), self._buffer[place + len(CLOSES) :]
+            text = self._buffer[:place].rstrip()
+            self._buffer = self._buffer[place + len(CLOSES) :]
             self._state = "after"
         else:
             place = len(self._buffer) - held(self._buffer, [CLOSES])
-            text, self._buffer = self._buffer[:place], self._buffer[place:]
+            text = self._buffer[:place]
+            self._buffer = self._buffer[place:]
         if self._blank:
             text = text.lstrip()
         self._blank = self._blank and not text
-        return [Piece(reasoning=text)] if text else []
+        if text:
+            return [Piece(reasoning=text)]
+        return []
 
     def close(self) -> list[Piece]:
-        left, self._buffer = self._buffer, ""
+        left = self._buffer
+        self._buffer = ""
         if self._state == "reasoning":
-            text = left.strip() if self._blank else left.rstrip()
-            return [Piece(reasoning=text)] if text else []
+            if self._blank:
+                text = left.strip()
+            else:
+                text = left.rstrip()
+            if text:
+                return [Piece(reasoning=text)]
+            return []
         return [
             *(self.rest.feed(left) if left and self._state == "start" else []),
             *self.rest.close(),

@@ -65,27 +65,26 @@ class Mistral:
             return place
         place = text.find("{")
         possible = "\n" not in text.strip() and len(text) <= _MAX_HEAD
-        return (
-            (-1 if not possible else None)
-            if place < 0
-            else place
-            if self._head.fullmatch(text[:place])
-            else -1
-        )
+        if place < 0:
+            return -1 if not possible else None
+        if self._head.fullmatch(text[:place]):
+            return place
+        return -1
 
     def calls(self, head: str, value: str) -> list[Call] | None:
         if value.startswith("{"):
-            named, arguments = self._head.fullmatch(head), _loaded(value)
-            return (
-                None
-                if named is None or not isinstance(arguments, dict)
-                else [Call(named[1], _json(arguments))]
-            )
+            named = self._head.fullmatch(head)
+            arguments = _loaded(value)
+            if named is None or not isinstance(arguments, dict):
+                return None
+            return [Call(named[1], _json(arguments))]
         listed = _loaded(value)
         if head.strip() or not isinstance(listed, list) or not listed:
             return None
         calls = [_one(one, "arguments") for one in listed]
-        return None if None in calls else [call for one in calls if one is not None for call in one]
+        if None in calls:
+            return None
+        return [call for one in calls if one is not None for call in one]
 
 
 SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
@@ -102,11 +101,17 @@ def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
     tokens; None if it is none of these.
     """
     if "<tool_call>" in template:
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+        if "<function=" in template or "<arg_key>" in template:
+            return None
+        return "hermes"
     if "[TOOL_CALLS]" in template:
-        return "mistral_args" if "[ARGS]" in template else "mistral"
+        if "[ARGS]" in template:
+            return "mistral_args"
+        return "mistral"
     named = "<|python_tag|>" in template or "<|python_tag|>" in tokens
-    return "llama3" if named and '"parameters"' in template else None
+    if named and '"parameters"' in template:
+        return "llama3"
+    return None
 
 
 def _first(text: str, bracket: str) -> int | None:
@@ -114,7 +119,11 @@ def _first(text: str, bracket: str) -> int | None:
     something else is.
     """
     start = text.lstrip()
-    return None if not start else len(text) - len(start) if start.startswith(bracket) else -1
+    if not start:
+        return None
+    if start.startswith(bracket):
+        return len(text) - len(start)
+    return -1
 
 
 def _one(value: Any, *keys: str) -> list[Call] | None:
@@ -122,18 +131,18 @@ def _one(value: Any, *keys: str) -> list[Call] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     key = next((one for one in keys if one in value), None)
-    return (
-        [Call(value["name"], _json(value[key]))]
-        if key is not None and isinstance(value[key], dict)
-        else None
-    )
+    if key is not None and isinstance(value[key], dict):
+        return [Call(value["name"], _json(value[key]))]
+    return None
 
 
 def _loaded(text: str) -> Any:
     """The JSON value of a text; None if it is none."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        return value if depth(value) <= MAX_DEPTH else None
+        if depth(value) <= MAX_DEPTH:
+            return value
+        return None
     except (ValueError, RecursionError):
         return None
 

@@ -59,7 +59,9 @@ class Tools:
         names = self.required or tuple(self.parameters)
         restricted = set(names) if self.required else self.strict
         arguments = [self._arguments(name, name in restricted) for name in names]
-        rules = [f"args_{number}: {json_rule(schema)}\n" for number, schema in enumerate(arguments)]
+        rules = []
+        for number, schema in enumerate(arguments):
+            rules.append(f"args_{number}: {json_rule(schema)}\n")
         form = _GRAMMARS[syntax](names, spelled, self.parallel, bool(self.required)) + "".join(
             rules
         )
@@ -98,7 +100,8 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
         return None
     if len(tools) > MAX_TOOLS:
         raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
-    parameters, strict = dict[str, Any](), set[str]()
+    parameters = dict[str, Any]()
+    strict = set[str]()
     for one in tools:
         function = _function(one)
         name = function["name"]
@@ -117,7 +120,10 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
 
 def _function(tool: object) -> dict[str, Any]:
     """The function of a tool, with all its keys."""
-    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if isinstance(tool, Mapping):
+        function = tool.get("function")
+    else:
+        function = None
     if (
         not isinstance(tool, Mapping)
         or tool.get("type") != "function"
@@ -130,7 +136,8 @@ def _function(tool: object) -> dict[str, Any]:
             found=shown(name),
             expected="up to 64 letters, digits, _ - .",
         )
-    parameters, strict = function.get("parameters"), function.get("strict") or False
+    parameters = function.get("parameters")
+    strict = function.get("strict") or False
     if parameters is not None and not isinstance(parameters, Mapping):
         raise RequestError(
             f"the parameters of {shown(name)} are no JSON schema", found=shown(parameters)
@@ -152,12 +159,14 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
         return ()
     if choice == "required":
         return tuple(names)
-    function = (
-        choice.get("function")
-        if isinstance(choice, Mapping) and choice.get("type") == "function"
-        else None
-    )
-    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+    else:
+        function = None
+    if isinstance(function, Mapping):
+        name = function.get("name")
+    else:
+        name = None
     if not isinstance(name, str):
         problem = "'tool_choice' is not known"
         raise RequestError(problem, found=shown(choice), expected=_CHOICES, argument="tool_choice")
@@ -170,10 +179,14 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
 def _hermes(
     names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
-    opens, closes = spelled("<tool_call>"), spelled("</tool_call>")
+    opens = spelled("<tool_call>")
+    closes = spelled("</tool_call>")
     body = _bodies(names, "arguments") + f'rest: "\\n" body "\\n" {closes}\n'
     if required:
-        more = f' ("\\n" call){{0,{_MAX_CALLS - 1}}}' if parallel else ""
+        if parallel:
+            more = f' ("\\n" call){{0,{_MAX_CALLS - 1}}}'
+        else:
+            more = ""
         return f"answer: call{more}\ncall: {opens} rest\n" + body
     return _among_text(opens, parallel) + body
 
@@ -181,7 +194,10 @@ def _hermes(
 def _mistral(
     names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
-    several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}' if parallel else ""
+    if parallel:
+        several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}'
+    else:
+        several = ""
     body = _bodies(names, "arguments") + f'rest: " "? "[" body{several} "]"\n'
     opens = spelled("[TOOL_CALLS]")
     return (f"answer: {opens} rest\n" if required else _among_text(opens, parallel=False)) + body
@@ -190,14 +206,18 @@ def _mistral(
 def _mistral_args(
     names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
-    opens, args = spelled("[TOOL_CALLS]"), spelled("[ARGS]")
+    opens = spelled("[TOOL_CALLS]")
+    args = spelled("[ARGS]")
     rest = (
         "rest: "
         + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names))
         + "\n"
     )
     if required:
-        more = f" call{{0,{_MAX_CALLS - 1}}}" if parallel else ""
+        if parallel:
+            more = f" call{{0,{_MAX_CALLS - 1}}}"
+        else:
+            more = ""
         return f"answer: call{more}\ncall: {opens} rest\n" + rest
     return _among_text(opens, parallel) + rest
 

@@ -239,11 +239,9 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The rotary positions of a layer."""
-        return (
-            self.window_rope
-            if self.window_rope and self.layers[layer].window is not None
-            else self.rope
-        )
+        if self.window_rope and self.layers[layer].window is not None:
+            return self.window_rope
+        return self.rope
 
     @property
     def features(self) -> frozenset[str]:
@@ -268,12 +266,13 @@ class ModelConfig:
         angles at all positions, so that cached keys must be computed again.
         """
         ropes = (self.rope, self.window_rope or self.rope)
-        ends = [
-            rope.original_context
-            for rope in ropes
-            if rope.type == "longrope" and rope.original_context
-        ]
-        return min(ends) if ends and min(ends) < self.max_context else None
+        ends = []
+        for rope in ropes:
+            if rope.type == "longrope" and rope.original_context:
+                ends.append(rope.original_context)
+        if ends and min(ends) < self.max_context:
+            return min(ends)
+        return None
 
     @property
     def max_unscaled_context(self) -> int:
@@ -357,7 +356,8 @@ def _differences(
     for field in fields(own):
         if field.name in skipped:
             continue
-        first, second = getattr(own, field.name), getattr(other, field.name)
+        first = getattr(own, field.name)
+        second = getattr(other, field.name)
         if isinstance(first, _Part) and isinstance(second, _Part):
             found += _differences(first, second, inside=f"{field.name}.")
         elif first != second:
@@ -371,14 +371,16 @@ def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, 
     """
     found = []
     for field in fields(LayerConfig):
-        pairs = [
-            (getattr(a, field.name), getattr(b, field.name))
-            for a, b in zip(own, others, strict=True)
-        ]
+        pairs = []
+        for a, b in zip(own, others, strict=True):
+            pairs.append((getattr(a, field.name), getattr(b, field.name)))
         places = [index for index, (first, second) in enumerate(pairs) if first != second]
         if places:
             first, second = map(_shown, pairs[places[0]])
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            if len(places) > 1:
+                more = f" and {len(places) - 1} more"
+            else:
+                more = ""
             found.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
     return found
 
@@ -390,7 +392,9 @@ def _tensor_differences(
     tensors.
     """
     if own is None or others is None:
-        return [] if own is others else ["one is known by its tensors only, the other is not"]
+        if own is others:
+            return []
+        return ["one is known by its tensors only, the other is not"]
     first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
     differing = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     if not differing:
@@ -410,9 +414,9 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return (
-            str(int(value)) if value.is_integer() and abs(value) < Limits.context else repr(value)
-        )
+        if value.is_integer() and abs(value) < Limits.context:
+            return str(int(value))
+        return repr(value)
     if isinstance(value, _Part):
         return ", ".join(
             f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value)

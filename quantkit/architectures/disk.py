@@ -109,11 +109,10 @@ def disk_tensors(
             mlx-lm.
     """
     if config.tensors is not None:
-        alone = [
-            one.module
-            for one in config.tensors
-            if quantized and one.stack is not None and one.stack.apart
-        ]
+        alone = []
+        for one in config.tensors:
+            if quantized and one.stack is not None and one.stack.apart:
+                alone.append(one.module)
         return _opaque_tensors(config, {*quantized, *alone})
     if joins_experts:
         family = families()[config.architecture]
@@ -122,7 +121,10 @@ def disk_tensors(
             config,
             dict.fromkeys(range(config.num_layers), ExpertForm(stacked=_joined(family, gate))),
         )
-    apart = {p.layer for p in parameters(config) if p.expert is not None and p.module in quantized}
+    apart = set()
+    for p in parameters(config):
+        if p.expert is not None and p.module in quantized:
+            apart.add(p.layer)
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
     return _tensors(
@@ -137,7 +139,11 @@ def parameters_as_written(
     """Every tensor of a model, in the order of `disk_tensors`."""
     known = {parameter.name: parameter for parameter in parameters(config)}
     tensors = disk_tensors(config, quantized, joins_experts=joins_experts)
-    return [known[name] for tensor in tensors for name in tensor.parts]
+    result: list[Parameter] = []
+    for tensor in tensors:
+        for name in tensor.parts:
+            result.append(known[name])
+    return result
 
 
 def found_tensors(
@@ -158,9 +164,10 @@ def found_tensors(
         return _tensors(config, {})
     family = families()[config.architecture]
     known = _expert_forms(family)
-    there = {
-        stem for name in shapes for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0])
-    }
+    there = set()
+    for name in shapes:
+        for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0]):
+            there.add(stem)
     count = config.experts.count
     forms = {}
     for layer, features in enumerate(config.layers):
@@ -203,20 +210,23 @@ def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | 
     It expects all experts to be quantized by one scheme, in families that store each float expert
     separately (seen in 5.23). `schemes` are those of quantized modules by canonical name.
     """
-    found = {
-        schemes.get(p.module)
-        for p in parameters(config)
-        if p.expert is not None and p.is_linear_weight
-    }
+    found = set()
+    for p in parameters(config):
+        if p.expert is not None and p.is_linear_weight:
+            found.add(schemes.get(p.module))
     if not schemes or not found:
         return None
     if families()[config.architecture].stacked:
-        return None if found == {None} else f"quantized experts of {config.architecture}"
+        if found == {None}:
+            return None
+        return f"quantized experts of {config.architecture}"
     if len(found) > 1:
         return "experts of several schemes"
     if (scheme := str(next(iter(found)))) in _UNREAD_EXPERTS:
         return f"experts in {scheme}"
-    return "float experts along with quantized layers" if None in found else None
+    if None in found:
+        return "float experts along with quantized layers"
+    return None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
@@ -237,22 +247,32 @@ def rotary_order(
         interleaved: whether the two rows of a pair are adjacent on disk.
     """
     turned = rotary_dim or head_dim
-    firsts, seconds = range(turned // 2), range(turned // 2, turned)
+    firsts = range(turned // 2)
+    seconds = range(turned // 2, turned)
     if interleaved:
-        firsts, seconds = range(0, turned, 2), range(1, turned, 2)
+        firsts = range(0, turned, 2)
+        seconds = range(1, turned, 2)
     middle = turned + (head_dim - turned) // 2
     order = (*firsts, *range(turned, middle), *seconds, *range(middle, head_dim))
-    return None if order == tuple(range(head_dim)) else order
+    if order == tuple(range(head_dim)):
+        return None
+    return order
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
     """The forms in which a family's experts are read, its own form first."""
     own = {role: family.names.get(role, CANONICAL[role]) for role in EXPERT_ROLES}
     canonical = {role: CANONICAL[role] for role in EXPERT_ROLES}
-    forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
+    if family.stacked:
+        forms = [ExpertForm(stacked=family.stacked)]
+    else:
+        forms = []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
     joined = dict.fromkeys(_joined(family, names["expert.gate"]) for names in (own, canonical))
-    forms += [] if family.stacked else [ExpertForm(stacked=_STACKED)]
+    if family.stacked:
+        forms += []
+    else:
+        forms += [ExpertForm(stacked=_STACKED)]
     return [*forms, *(ExpertForm(stacked=stacked) for stacked in joined)]
 
 
@@ -272,10 +292,15 @@ def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
     """The possible names of a layer's experts in a form."""
     biases = [stacked.bias for stacked in form.stacked if stacked.bias is not None]
     templates = [*form.names.values(), *(stacked.name for stacked in form.stacked), *biases]
-    experts = range(count) if form.names else range(1)
-    return [
-        template.format(layer=layer, expert=expert) for template in templates for expert in experts
-    ]
+    if form.names:
+        experts = range(count)
+    else:
+        experts = range(1)
+    names: list[str] = []
+    for template in templates:
+        for expert in experts:
+            names.append(template.format(layer=layer, expert=expert))
+    return names
 
 
 def _require_no_more_experts(
@@ -289,7 +314,10 @@ def _require_no_more_experts(
     numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
     for name in sorted(names):
         match = numbered.fullmatch(name)
-        expert = next((int(number[:18]) for number in match.groups() if number), 0) if match else 0
+        if match:
+            expert = next((int(number[:18]) for number in match.groups() if number), 0)
+        else:
+            expert = 0
         if expert >= count:
             raise CheckpointError(
                 f"tensor '{name}' belongs to an expert beyond those of the config",
@@ -361,7 +389,8 @@ def _as_oriented(
     others = {_layer(name) for name, other in oblong.items() if shapes.get(name) == other.shape}
     found = []
     for tensor in tensors:
-        other, shape = turned.get(tensor.name, tensor), shapes.get(tensor.name)
+        other = turned.get(tensor.name, tensor)
+        shape = shapes.get(tensor.name)
         encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
         found.append(
             other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor
@@ -384,15 +413,17 @@ def _tensors(
     family = families()[config.architecture]
 
     def held(parameter: Parameter) -> tuple[str, StackedExperts | None]:
-        form = None if parameter.layer is None else forms.get(parameter.layer)
+        if parameter.layer is None:
+            form = None
+        else:
+            form = forms.get(parameter.layer)
         if form is not None and parameter.expert is not None:
             for stacked in form.stacked:
                 if parameter.role in stacked.roles:
-                    template = (
-                        stacked.name
-                        if parameter.leaf == "weight"
-                        else stacked.bias or stacked.name + "_bias"
-                    )
+                    if parameter.leaf == "weight":
+                        template = stacked.name
+                    else:
+                        template = stacked.bias or stacked.name + "_bias"
                     return template.format(layer=parameter.layer), stacked
         own = parameter.role == "router" and parameter.layer in renamed
         return parameter.name if own else _name(family, form, parameter), None
@@ -413,7 +444,9 @@ def joined_tensors(
         interleaved: whether the two rows of a rotary pair are adjacent.
     """
     dims = [config.rope_of(layer).rotary_dim for layer in range(config.num_layers)]
-    orders = [rotary_order(config.head_dim, turned, interleaved=interleaved) for turned in dims]
+    orders = []
+    for turned in dims:
+        orders.append(rotary_order(config.head_dim, turned, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         name, stacked = held(parameter)
@@ -438,7 +471,9 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
     else:
         return parameter.name
     module = template.format(layer=parameter.layer, expert=parameter.expert)
-    return f"{module}.{parameter.leaf}" if parameter.leaf else module
+    if parameter.leaf:
+        return f"{module}.{parameter.leaf}"
+    return module
 
 
 def _disk_tensor(
@@ -451,12 +486,16 @@ def _disk_tensor(
     rows, see `rotary_order`.
     """
     if stacked is None:
-        rows, places = 0, []
+        rows = 0
+        places = []
         for part in parts:
             rotary = part.rotary or part.role in ("attention.q_norm", "attention.k_norm")
             places.append(Place(part.name, part.shape, rows, head_order=order if rotary else None))
             rows += part.shape[0]
-        shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
+        if len(parts) == 1:
+            shape = parts[0].shape
+        else:
+            shape = (rows, *parts[0].shape[1:])
         return DiskTensor(
             name,
             shape,
@@ -464,7 +503,8 @@ def _disk_tensor(
             linear=parts[0].linear if parts[0].is_linear_weight else None,
         )
     roles = [part for part in parts if part.expert == parts[0].expert]
-    firsts, rows = {}, 0
+    firsts = {}
+    rows = 0
     for number, part in enumerate(roles):
         firsts[part.role] = number if stacked.interleaved else rows
         rows += part.shape[0]

@@ -83,15 +83,16 @@ def config_from_meta(
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
         raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
-    stated = settings.integer("vocab_size", -1, Limits.width) if settings.has("vocab_size") else -1
+    if settings.has("vocab_size"):
+        stated = settings.integer("vocab_size", -1, Limits.width)
+    else:
+        stated = -1
     if stated not in (-1, vocab_size):
         raise CheckpointError(
             "vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size
         )
-    heads, dim = (
-        settings.integer("n_heads", 1, Limits.heads),
-        settings.integer("dim", 1, Limits.width),
-    )
+    heads = settings.integer("n_heads", 1, Limits.heads)
+    dim = settings.integer("dim", 1, Limits.width)
     layers = settings.integer("n_layers", 1, Limits.layers)
     norm_eps = settings.number("norm_eps", *Limits.eps)
     rope = _rope(settings, dim)
@@ -130,10 +131,9 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         config.rope.high_freq_factor,
         config.rope.original_context,
     )
-    reasons = {
-        _NOT_IN_META.get(feature, feature.replace("_", " ")): True
-        for feature in sorted(config.features)
-    }
+    reasons = {}
+    for feature in sorted(config.features):
+        reasons[_NOT_IN_META.get(feature, feature.replace("_", " "))] = True
     reasons |= {
         "a head size other than dim / n_heads": config.head_dim * config.num_heads
         != config.hidden_size,
@@ -174,18 +174,22 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
 def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
     """The Llama 3 rope factor that had to be assumed, or None if the file states it."""
     stated = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
-    return None if stated else config.rope.factor
+    if stated:
+        return None
+    return config.rope.factor
 
 
 def _rope(settings: Settings, dim: int) -> RopeConfig:
-    theta = (
-        settings.number("rope_theta", MIN_THETA, MAX_THETA)
-        if settings.has("rope_theta")
-        else 10000.0
-    )
+    if settings.has("rope_theta"):
+        theta = settings.number("rope_theta", MIN_THETA, MAX_THETA)
+    else:
+        theta = 10000.0
     if not settings.flag("use_scaled_rope", False):
         return RopeConfig(theta=theta)
-    assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0
+    if dim >= _LLAMA_31_MIN_WIDTH:
+        assumed = 8.0
+    else:
+        assumed = 32.0
     key = "rope_scaling_factor"
     return RopeConfig(
         theta=theta,
@@ -207,7 +211,9 @@ def _family_context(rope: RopeConfig, norm_eps: float) -> int:
         return 8192
     if rope.theta == 1000000.0:
         return 16384
-    return 2048 if norm_eps == 1e-6 else 4096
+    if norm_eps == 1e-6:
+        return 2048
+    return 4096
 
 
 def _ffn_hidden(dim: int, multiple_of: int, multiplier: float | None) -> int:

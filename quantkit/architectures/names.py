@@ -59,11 +59,11 @@ _OUTSIDE = ("embedding", "norm", "head")  # of the layers
 def _column(number: int, block: str) -> dict[str, str]:
     """Modules by role, as one column of the table names them."""
     rows = map(str.split, _TABLE.strip().splitlines())
-    return {
-        row[0]: ("" if row[0] in _OUTSIDE else block) + row[number]
-        for row in rows
-        if row[number] != "-"
-    }
+    result: dict[str, str] = {}
+    for row in rows:
+        if row[number] != "-":
+            result[row[0]] = ("" if row[0] in _OUTSIDE else block) + row[number]
+    return result
 
 
 CANONICAL = _column(1, BLOCK)
@@ -88,7 +88,9 @@ _DERIVED_BUFFERS = re.compile(
 def expert_bank(module: str) -> str | None:
     """The name of all experts of a layer, if a module is a linear of one of them; None if not."""
     match = _EXPERT.fullmatch(module)
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def is_embedding(module: str) -> bool:

@@ -22,12 +22,16 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
 }
 _OLD_NAMES = {"su": "longrope"}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 """The names in configs of layers with full attention, and of layers with a window."""
-_BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
+_BETA = "llama_4_scaling_beta"
+_CONTEXT = "max_position_embeddings"
 _ORIGINAL = "original_max_position_embeddings"
 _LISTS = {"short_factor", "long_factor"}
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's defaults
+# YaRN's defaults
+_BETA_FAST = 32.0
+_BETA_SLOW = 1.0
 # Present in published files in addition to the settings of a type.
 _IGNORED = {"rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor"}
 # Bounds far beyond what is published, within what float32 can compute.
@@ -116,9 +120,13 @@ class RopeConfig:
             whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)
         ]
         inner = next((one for one in settings if one.values), Settings({}, path))
-        stated, where = inner.values, whole.path
+        stated = inner.values
+        where = whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
-        kind = "default" if spelled is None else inner.string(spelled)
+        if spelled is None:
+            kind = "default"
+        else:
+            kind = inner.string(spelled)
         kind = _OLD_NAMES.get(kind, kind)
         if kind not in _REQUIRED:
             raise UnsupportedError(
@@ -126,10 +134,15 @@ class RopeConfig:
             )
         key = "partial_rotary_factor"
         part_source = inner if key in stated else whole
-        default_part = (
-            1.0 if partial is None or key in part_source.values else partial
-        )  # null is 1, as in transformers
-        part = part_source.number(key, 0, 1) if part_source.has(key) else default_part
+        # null is 1, as in transformers
+        if partial is None or key in part_source.values:
+            default_part = 1.0
+        else:
+            default_part = partial
+        if part_source.has(key):
+            part = part_source.number(key, 0, 1)
+        else:
+            part = default_part
         rotated = int(head_dim * part)
         if part != 1 and (partial is None or rotated < 2 or rotated % 2):
             raise UnsupportedError(
@@ -144,7 +157,10 @@ class RopeConfig:
         for name in _REQUIRED[kind]:
             if not inner.has(name):
                 raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
-        base = inner if "rope_theta" in stated else whole
+        if "rope_theta" in stated:
+            base = inner
+        else:
+            base = whole
         rope = cls(
             theta=(
                 base.number("rope_theta", MIN_THETA, MAX_THETA)
@@ -216,9 +232,10 @@ class RopeConfig:
             scaling[_BETA] = self.query_scaling_beta
         if self.original_context is not None:
             scaling[_ORIGINAL] = self.original_context
-        partial = (
-            {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
-        )
+        if self.rotary_dim is None:
+            partial = {}
+        else:
+            partial = {"partial_rotary_factor": self.rotary_dim / head_dim}
         return {
             "rope_theta": self.theta,
             "rope_scaling": None if self.type == "default" else scaling,
@@ -254,7 +271,10 @@ def ropes_by_layer(
             transformers.
     """
     whole = Settings(raw, path)
-    kinds = whole.inside("rope_parameters") if whole.has("rope_parameters") else Settings({}, path)
+    if whole.has("rope_parameters"):
+        kinds = whole.inside("rope_parameters")
+    else:
+        kinds = Settings({}, path)
     if unknown := sorted(set(kinds.values) - {FULL, SLIDING}):
         raise UnsupportedError(
             "rope_parameters are not by kind of layer",
@@ -300,8 +320,14 @@ def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
     """The settings of layers with full attention: ``rope_scaling`` overrides
     ``rope_parameters``.
     """
-    own = kinds.inside(FULL).values if kinds.has(FULL) else {}
-    scaling = whole.inside("rope_scaling").values if whole.has("rope_scaling") else {}
+    if kinds.has(FULL):
+        own = kinds.inside(FULL).values
+    else:
+        own = {}
+    if whole.has("rope_scaling"):
+        scaling = whole.inside("rope_scaling").values
+    else:
+        scaling = {}
     if scaling and whole.has("rope_parameters") and not kinds.has(FULL):
         raise CheckpointError(
             f"rope_scaling overrides rope_parameters, which lack '{FULL}'", path=whole.path

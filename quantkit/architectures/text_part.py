@@ -18,10 +18,14 @@ from quantkit.errors import CheckpointError, UnsupportedError
 
 _Tied = Literal["by default", "if stated", "if either states it"]
 _MODEL, _EMBEDDING = EMBEDDING.split(".")
-_NORM, _HEAD = "norm", "lm_head"
-_PART, _KIND, _TIED = "text_config", "model_type", "tie_word_embeddings"
+_NORM = "norm"
+_HEAD = "lm_head"
+_PART = "text_config"
+_KIND = "model_type"
+_TIED = "tie_word_embeddings"
 _ROTARY = ("rope_parameters", "rope_scaling")
-_IDS, _OF_FILES = ("bos_token_id", "eos_token_id"), ("dtype", "torch_dtype", "quantization_config")
+_IDS = ("bos_token_id", "eos_token_id")
+_OF_FILES = ("dtype", "torch_dtype", "quantization_config")
 _SECTIONS = frozenset(
     {"mrope_section", "mrope_interleaved"}
 )  # one part of a head's angles each for time, row, column
@@ -161,8 +165,13 @@ def text_family(raw: Mapping[str, Any]) -> str | None:
     there is none.
     """
     stated = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
-    text = _TEXTS.get(_kind(raw)) if stated and _whole(raw) is not None else None
-    return None if text is None else text.family
+    if stated and _whole(raw) is not None:
+        text = _TEXTS.get(_kind(raw))
+    else:
+        text = None
+    if text is None:
+        return None
+    return text.family
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
@@ -173,7 +182,8 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
         UnsupportedError: if its attention is not causal.
         CheckpointError: if a size that others follow from is invalid.
     """
-    own, text = _text(raw), _TEXTS[_kind(raw)]
+    own = _text(raw)
+    text = _TEXTS[_kind(raw)]
     if own.get("use_bidirectional_attention"):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
     found = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
@@ -197,9 +207,10 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
 
 def media_tokens(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens of a config.json that stand for images, video or sound in a text."""
-    kinds = [
-        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
-    ]
+    kinds = []
+    for kind in ("image", "video", "audio"):
+        for end in ("id", "index"):
+            kinds.append(f"{kind}_token_{end}")
     return tuple(dict.fromkeys(raw[kind] for kind in kinds if type(raw.get(kind)) is int))
 
 
@@ -221,16 +232,13 @@ class TextNames:
         one head.
         """
         modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        stems = {
-            last: [
+        stems = {}
+        for last in (_EMBEDDING, _HEAD):
+            stems[last] = [
                 module.removesuffix(last) for module in modules if module.rpartition(".")[2] == last
             ]
-            for last in (_EMBEDDING, _HEAD)
-        }
-        models, heads = (
-            [stem for stem in stems[_EMBEDDING] if f"{stem}{_NORM}" in modules],
-            stems[_HEAD],
-        )
+        models = [stem for stem in stems[_EMBEDDING] if f"{stem}{_NORM}" in modules]
+        heads = stems[_HEAD]
         for what, found, count in (
             ("text decoder", models, len(models)),
             ("output head", heads, len(heads) or 1),
@@ -252,7 +260,9 @@ class TextNames:
         """
         if self.head is not None and name.startswith(f"{self.head}{_HEAD}."):
             return name.removeprefix(self.head)
-        return f"{_MODEL}.{name.removeprefix(self.model)}" if name.startswith(self.model) else None
+        if name.startswith(self.model):
+            return f"{_MODEL}.{name.removeprefix(self.model)}"
+        return None
 
     def on_disk(self, tensor: DiskTensor) -> DiskTensor:
         """A tensor of such a folder, with its name on disk."""
@@ -268,7 +278,8 @@ def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
     """
     whole = _whole(raw)
     assert whole is not None
-    rule, own = whole[1], _text(raw)
+    rule = whole[1]
+    own = _text(raw)
     stated = raw.get(_TIED) is True or (rule == "by default" and raw.get(_TIED) is None)
     return names.head is None and (
         stated or (rule == "if either states it" and own.get(_TIED) is True)
@@ -277,14 +288,16 @@ def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
 
 def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
     kind = raw.get(_KIND)
-    return _WHOLES.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str):
+        return _WHOLES.get(kind)
+    return None
 
 
 def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     own = raw.get(_PART)
-    return (
-        own if isinstance(own, dict) else {key: value for key, value in raw.items() if key != _KIND}
-    )
+    if isinstance(own, dict):
+        return own
+    return {key: value for key, value in raw.items() if key != _KIND}
 
 
 def _kind(raw: Mapping[str, Any]) -> str:
@@ -295,7 +308,9 @@ def _kind(raw: Mapping[str, Any]) -> str:
 def _for_text(rotary: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings without those that tell rows and columns of images apart."""
     found = {key: value for key, value in rotary.items() if key not in _SECTIONS}
-    return {
-        key: "default" if key in ("type", "rope_type") and value == _WITH_SECTIONS else value
-        for key, value in found.items()
-    }
+    result: dict[str, Any] = {}
+    for key, value in found.items():
+        result[key] = (
+            "default" if key in ("type", "rope_type") and value == _WITH_SECTIONS else value
+        )
+    return result

@@ -65,7 +65,9 @@ class Linear:
         """
         if self.dims[0] in SPLIT:
             return "column"
-        return "row" if self.dims[1] in SPLIT else "replicated"
+        if self.dims[1] in SPLIT:
+            return "row"
+        return "replicated"
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class Parameter:
     @property
     def name(self) -> str:
         """The canonical name."""
-        return f"{self.module}.{self.leaf}" if self.leaf else self.module
+        if self.leaf:
+            return f"{self.module}.{self.leaf}"
+        return self.module
 
     @property
     def is_linear_weight(self) -> bool:
@@ -148,7 +152,9 @@ class InputGroup:
     @property
     def branch(self) -> str:
         """Their residual branch of the block."""
-        return "attention" if self.site.startswith("attention.") else "mlp"
+        if self.site.startswith("attention."):
+            return "attention"
+        return "mlp"
 
     @property
     def writes(self) -> bool:
@@ -189,15 +195,22 @@ def sizes(config: ModelConfig) -> dict[str, int]:
 
 def block_items(config: ModelConfig, layer: int) -> list[Item]:
     """The items of a layer, in the order of the data flow."""
-    before, after = config.norms in ("before", "both"), config.norms in ("after", "both")
+    before = config.norms in ("before", "both")
+    after = config.norms in ("after", "both")
     attention = list(_latent_attention(config) if config.latent_attention else _attention(config))
     mlp = _gated("mlp", "intermediate", "mlp.in", config.mlp_bias)
     feed_forward = list(_experts(config) if config.layers[layer].experts else mlp)
     items: list[Item] = []
     for branch, inside in (("attention", attention), ("mlp", feed_forward)):
-        items += [Vector(f"{branch}.norm", ("hidden",))] if before else []
+        if before:
+            items += [Vector(f"{branch}.norm", ("hidden",))]
+        else:
+            items += []
         items += inside
-        items += [Vector(f"{branch}.output_norm", ("hidden",))] if after else []
+        if after:
+            items += [Vector(f"{branch}.output_norm", ("hidden",))]
+        else:
+            items += []
     return items
 
 
@@ -231,11 +244,11 @@ _OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
 
 def linear_columns(config: ModelConfig) -> dict[str, int]:
     """Every linear module that may be quantized, with its number of inputs."""
-    return {
-        p.module: p.shape[1]
-        for p in parameters(config)
-        if p.is_linear_weight and p.linear and p.linear.quantizable
-    }
+    result: dict[str, int] = {}
+    for p in parameters(config):
+        if p.is_linear_weight and p.linear and p.linear.quantizable:
+            result[p.module] = p.shape[1]
+    return result
 
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
@@ -262,19 +275,19 @@ def summed_modules(config: ModelConfig) -> list[str]:
     """
     found = []
     for layer, features in enumerate(config.layers):
-        rows = [
-            item
-            for item in block_items(config, layer)
-            if isinstance(item, Linear) and item.parallel == "row"
-        ]
+        rows = []
+        for item in block_items(config, layer):
+            if isinstance(item, Linear) and item.parallel == "row":
+                rows.append(item)
         found += [
             CANONICAL[linear.role].format(layer=layer)
             for linear in rows
             if not (features.experts and linear.role.startswith(("expert.", "shared_expert.")))
         ]
-        found += (
-            [CANONICAL["router"].rpartition(".")[0].format(layer=layer)] if features.experts else []
-        )
+        if features.experts:
+            found += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)]
+        else:
+            found += []
     return found
 
 
@@ -300,11 +313,13 @@ def layer_kinds(config: ModelConfig) -> dict[int, int]:
     """The first layer of each kind with different linears, and the number of layers of this
     kind.
     """
-    first = {layer.experts: index for index, layer in reversed(list(enumerate(config.layers)))}
-    return {
-        index: sum(layer.experts == experts for layer in config.layers)
-        for experts, index in first.items()
-    }
+    first = {}
+    for index, layer in reversed(list(enumerate(config.layers))):
+        first[layer.experts] = index
+    result: dict[int, int] = {}
+    for experts, index in first.items():
+        result[index] = sum(layer.experts == experts for layer in config.layers)
+    return result
 
 
 def head_layers(config: ModelConfig) -> int:
@@ -368,7 +383,10 @@ def _latent_attention(config: ModelConfig) -> Iterator[Item]:
     assert config.latent_attention is not None
     low_rank = config.latent_attention.query_rank is not None
     role, size = ("attention.q_down", "query_rank") if low_rank else ("attention.q", "latent_query")
-    fused = "attention.qkv_down" if low_rank else None
+    if low_rank:
+        fused = "attention.qkv_down"
+    else:
+        fused = None
     yield Linear(role, (size, "hidden"), "attention.in", fused)
     yield Linear("attention.kv_down", ("kv_rank_and_rope", "hidden"), "attention.in", fused)
     if low_rank:
@@ -418,12 +436,14 @@ def _parameters(
     item: Linear | Vector, counts: Mapping[str, int], layer: int | None, expert: int | None = None
 ) -> Iterator[Parameter]:
     module = CANONICAL[item.role].format(layer=layer, expert=expert)
-    linear = item if isinstance(item, Linear) else None
-    leaves = (
-        {"weight": item.dims}
-        if linear
-        else {item.leaf if isinstance(item, Vector) else "": item.dims}
-    )
+    if isinstance(item, Linear):
+        linear = item
+    else:
+        linear = None
+    if linear:
+        leaves = {"weight": item.dims}
+    else:
+        leaves = {item.leaf if isinstance(item, Vector) else "": item.dims}
     if linear and linear.bias:
         leaves["bias"] = item.dims[:1]
     for leaf, dims in leaves.items():
@@ -439,7 +459,10 @@ def _opaque(tensor: OpaqueTensor) -> Parameter:
         return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
     if tensor.role == "embedding":
         return Parameter(tensor.role, tensor.module, "weight", (), tensor.shape, tensor.layer)
-    linear = _OPAQUE_FLOAT if tensor.role == "float" else _OPAQUE
+    if tensor.role == "float":
+        linear = _OPAQUE_FLOAT
+    else:
+        linear = _OPAQUE
     return Parameter(
         tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear
     )

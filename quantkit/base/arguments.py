@@ -100,7 +100,10 @@ def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
     """A path; an empty string, which would mean the current folder, and one too long for a path
     are refused.
     """
-    found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if isinstance(value, str | os.PathLike):
+        found = os.fspath(value)
+    else:
+        found = None
     if not isinstance(found, str):
         raise wrong_type(name, value, "a path", hint=hint)
     if not found:
@@ -132,13 +135,22 @@ def token_rows(value: object) -> list[list[int]]:
     """Token ids in a list or array, [T] or [B, T], as B rows. Raises `TypeError` for anything else,
     and for a collection without an order.
     """
-    listed = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        listed = value.tolist()
+    else:
+        listed = value
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise TypeError("not a list")
-    rows = listed if listed and all(isinstance(one, list | tuple) for one in listed) else [listed]
+    if listed and all(isinstance(one, list | tuple) for one in listed):
+        rows = listed
+    else:
+        rows = [listed]
     if any(_is_boolean(one) for row in rows for one in row):
         raise TypeError("booleans")
-    return [[operator.index(one) for one in row] for row in rows]
+    result: list[list[int]] = []
+    for row in rows:
+        result.append([operator.index(one) for one in row])
+    return result
 
 
 def _is_boolean(value: object) -> bool:

@@ -71,7 +71,11 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
 def read_numbers(path: Path) -> dict[str, int]:
     """The lines of a system file that begin with a name and a number; none if it cannot be read."""
     lines = [line.replace(":", " ").split() for line in _read(path).splitlines()]
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+    numbers: dict[str, int] = {}
+    for line in lines:
+        if len(line) > 1 and line[1].isdecimal():
+            numbers[line[0]] = int(line[1])
+    return numbers
 
 
 def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:

@@ -136,7 +136,8 @@ class Settings:
 
     def integer(self, key: str, low: int, high: int) -> int:
         """An integer; floats, strings and booleans are refused."""
-        value, expected = self.need(key), f"an integer from {low} to {high}"
+        value = self.need(key)
+        expected = f"an integer from {low} to {high}"
         if type(value) is not int:
             self.wrong_type(key, expected)
         if not low <= value <= high:
@@ -145,7 +146,8 @@ class Settings:
 
     def number(self, key: str, low: float, high: float) -> float:
         """An integer or a float."""
-        value, expected = self.need(key), f"a number from {low:g} to {high:g}"
+        value = self.need(key)
+        expected = f"a number from {low:g} to {high:g}"
         if type(value) not in (int, float):
             self.wrong_type(key, expected)
         if not low <= value <= high:  # NaN is not
@@ -197,15 +199,20 @@ class Settings:
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             self.wrong_type(key, "a list of objects")
-        return [
-            Settings(one, self.path, f"{self._full(key)}[{index}]")
-            for index, one in enumerate(value)
-        ]
+        objects: list[Settings] = []
+        for index, one in enumerate(value):
+            objects.append(Settings(one, self.path, f"{self._full(key)}[{index}]"))
+        return objects
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list of them, or none."""
         value = self.values.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if value is None:
+            ids = []
+        elif isinstance(value, list):
+            ids = value
+        else:
+            ids = [value]
         if not all(type(one) is int and one >= 0 for one in ids):
             self.wrong_type(key, "a token id, or a list of them")
         return tuple(ids)
@@ -234,7 +241,9 @@ class Settings:
         )
 
     def _full(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
+        if self.name:
+            return f"{self.name}.{key}"
+        return key
 
 
 def shown(value: object) -> str:
@@ -242,7 +251,9 @@ def shown(value: object) -> str:
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return "a huge number"  # which Python may refuse to spell
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+    if len(text) <= _SHOWN:
+        return text
+    return text[:_SHOWN] + " ..."
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -259,7 +270,9 @@ def finite(value: object) -> Any:
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def shortest(value: Any) -> Any:
@@ -291,7 +304,8 @@ def within(value: object) -> list[object]:
 
 def depth(value: object) -> int:
     """How deep lists and objects are nested."""
-    deep, level = 0, [value]
+    deep = 0
+    level = [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         deep += 1
         level = [

@@ -21,7 +21,9 @@ _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
 )
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+# of glibc's mallopt
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 
 
 def size_text(count: int) -> str:
@@ -73,7 +75,10 @@ def available_bytes() -> int:
     control groups.
     """
     meminfo = read_numbers(Path("/proc/meminfo"))
-    free = meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else machine_bytes()
+    if "MemAvailable" in meminfo:
+        free = meminfo["MemAvailable"] * 1024
+    else:
+        free = machine_bytes()
     return max(0, min([free, *(group.limit - group.used for group in memory_limits())]))
 
 

@@ -32,7 +32,9 @@ class Option:
             text = f'`{self.name}="{self.value}"`'
         elif self.value is not None:
             text = f"`{self.name}={self.value}`"
-        return text if self.job is None else f"{text} of {self.job}"
+        if self.job is None:
+            return text
+        return f"{text} of {self.job}"
 
 
 class Message(str):

@@ -120,7 +120,8 @@ def called_with(
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             return job(options(*args, **kwargs))
 
-        own, signature = inspect.signature(job), inspect.signature(options)
+        own = inspect.signature(job)
+        signature = inspect.signature(options)
         call.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
         call.__doc__ = (inspect.getdoc(job) or "").replace(
             "Args:\n", f"Args:\n{_described(options)}\n", 1
@@ -132,7 +133,9 @@ def called_with(
 
 def _described(options: Any) -> str:
     """What the docstrings of a class of options and its bases say of their fields."""
-    documented = [inspect.cleandoc(base.__doc__ or "") for base in reversed(options.__mro__)]
+    documented = []
+    for base in reversed(options.__mro__):
+        documented.append(inspect.cleandoc(base.__doc__ or ""))
     return "\n".join(
         text.partition("Attributes:\n")[2].rstrip()
         for text in documented

@@ -92,7 +92,8 @@ class Pattern:
             CheckpointError: if the pattern is too large, invalid in `re`, or means something else
                 in `regex`.
         """
-        self._key, self._match_time = key, match_time
+        self._key = key
+        self._match_time = match_time
         whole = f"{prefix}{expression}{suffix}"
         _require_moderate_size(expression, key=key, path=match_time.path)
         # Without repetitions and alternatives, `re` takes linear time, and an eighth of what
@@ -137,7 +138,8 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
     repetitions = 1
     for counts in _COUNTS.findall(expression):
         repetitions *= max(1, *(int(count[:9] or 1) for count in counts))
-    depth, deepest = 0, 0
+    depth = 0
+    deepest = 0
     for letter in expression:  # escaped parentheses count too, which only makes the limit stricter
         depth += {"(": 1, ")": -1}.get(letter, 0)
         deepest = max(deepest, depth)

@@ -41,10 +41,9 @@ _FEATURES = frozenset(
         "asimddp",
     }
 )
-_HWCAP, _HWCAPS = (
-    16,
-    {"asimd": 1, "asimddp": 20},
-)  # getauxval's key, and bits of its value (Linux, asm/hwcap.h)
+# getauxval's key, and bits of its value (Linux, asm/hwcap.h)
+_HWCAP = 16
+_HWCAPS = {"asimd": 1, "asimddp": 20}
 
 
 def logical_processors() -> list[int]:
@@ -70,7 +69,9 @@ def physical_cores(topology: Path = _TOPOLOGY) -> int:
 def quota_threads() -> int | None:
     """The number of threads that a CPU quota allows, if there are more cores; None otherwise."""
     quota = cpu_quota()
-    return math.ceil(quota) if quota is not None and quota <= physical_cores() - 1 else None
+    if quota is not None and quota <= physical_cores() - 1:
+        return math.ceil(quota)
+    return None
 
 
 def checked_threads(count: object) -> int:
@@ -114,9 +115,10 @@ def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """
     arm = platform.machine() in ("aarch64", "arm64")
     if sys.platform == "darwin":
-        return (
-            frozenset({"asimd", "asimddp"}) if arm else frozenset()
-        )  # every Apple processor for macOS on ARM
+        # every Apple processor for macOS on ARM
+        if arm:
+            return frozenset({"asimd", "asimddp"})
+        return frozenset()
     if arm:
         bits = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
         return frozenset(name for name, bit in _HWCAPS.items() if bits >> bit & 1)

@@ -95,7 +95,10 @@ class Stretches:
         self._start += length
 
         def report(phase: str, done: int, total: int, unit: str, /) -> None:
-            passed = length * done // total if total else length
+            if total:
+                passed = length * done // total
+            else:
+                passed = length
             self._progress(phase, start + passed, self._total, unit)
 
         return report

@@ -37,7 +37,11 @@ PICTURE = "bit-allocation.svg"
 """The name of the picture's file, next to the model card."""
 _COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")  # from few bits to many
 _FLOAT_COLOR = "#f0883e"
-_CELL, _LETTER, _MARGIN, _TOP = 20, 6.4, 12, 104  # pixels
+# pixels
+_CELL = 20
+_LETTER = 6.4
+_MARGIN = 12
+_TOP = 104
 _MIN_WIDTH = 420.0
 _UNIT = "KL x 1e-4"
 
@@ -65,7 +69,10 @@ class Unit:
         """Globs that match its modules and no others."""
         experts = f"{BLOCK_PREFIX.format(self.layer)}mlp.experts.*"
         routed = any(parameter.expert is not None for parameter in self.parameters)
-        own = [parameter.module for parameter in self.parameters if parameter.expert is None]
+        own = []
+        for parameter in self.parameters:
+            if parameter.expert is None:
+                own.append(parameter.module)
         return [*own, *([experts] if routed else [])]
 
 
@@ -113,7 +120,10 @@ def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[
 def _name(own: Collection[Parameter]) -> str:
     if any(parameter.expert is not None for parameter in own):
         return "experts"
-    shared = "shared " if any("shared_expert" in parameter.module for parameter in own) else ""
+    if any("shared_expert" in parameter.module for parameter in own):
+        shared = "shared "
+    else:
+        shared = ""
     return shared + " ".join(
         parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in own
     )
@@ -129,14 +139,14 @@ class SizeTarget:
     bytes: int | None = None
 
     def to_json(self) -> dict[str, float | int]:
-        return (
-            {"target_bits": self.bits} if self.bits is not None else {"max_size": self.bytes or 0}
-        )
+        if self.bits is not None:
+            return {"target_bits": self.bits}
+        return {"max_size": self.bytes or 0}
 
     def __str__(self) -> str:
-        return (
-            f"{self.bits:g} bits a weight" if self.bits is not None else size_text(self.bytes or 0)
-        )
+        if self.bits is not None:
+            return f"{self.bits:g} bits a weight"
+        return size_text(self.bytes or 0)
 
 
 def size_target(
@@ -252,7 +262,9 @@ class Allocation:
         rows = [["layer", *names, "KL x 1e-4"]]
         for layer in dict.fromkeys(unit.layer for unit in self.units):
             own = {unit.linears: unit for unit in self.units if unit.layer == layer}
-            schemes = [own[name].scheme if name in own else "" for name in names]
+            schemes = []
+            for name in names:
+                schemes.append(own[name].scheme if name in own else "")
             rows.append(
                 [str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))]
             )
@@ -269,12 +281,14 @@ class Allocation:
         """The table as text."""
         rows = self.table()
         first, *middle, last = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return [
-            "  ".join(
-                [row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]
-            ).rstrip()
-            for row in rows
-        ]
+        lines: list[str] = []
+        for row in rows:
+            lines.append(
+                "  ".join(
+                    [row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]
+                ).rstrip()
+            )
+        return lines
 
 
 def picture(allocation: Allocation) -> str:
@@ -293,7 +307,8 @@ def picture(allocation: Allocation) -> str:
     last = max(1, len(ordered) - 1)
     shades = (_COLORS[round(number * (len(_COLORS) - 1) / last)] for number in range(len(ordered)))
     colors = dict(zip(ordered, shades, strict=True)) | {FLOAT: _FLOAT_COLOR}
-    legend, x = [], float(_MARGIN)
+    legend = []
+    x = float(_MARGIN)
     for scheme, color in colors.items():
         legend.append((scheme, color, x))
         x += 30 + len(scheme) * _LETTER

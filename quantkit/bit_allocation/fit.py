@@ -70,7 +70,10 @@ class Fit:
             raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
         smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
-        size = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
+        if self.target.bits is not None:
+            size = self.target.bits
+        else:
+            size = float(self.target.bytes or 0)
         if not smallest <= size < largest:
             requested, low, high = (
                 f"{one:.4g} bits a weight"
@@ -98,7 +101,10 @@ class Fit:
             if 8 * units_alone > requested * sum(unit.weights for unit in self.units):
                 return None
             modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
-            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            if len(modules) > 1:
+                more = f" and {len(modules) - 1} more"
+            else:
+                more = ""
             return f"linears that are kept or named count too: {modules[0]}{more}"
         found = {}
         if INT8 in self.options[0]:  # rows are as long as those of head and embedding
@@ -111,7 +117,10 @@ class Fit:
         if not found or self.total_bytes(with_them) > requested:
             return None
         names = " and ".join(f'`{name}="{INT8}"`' for name in found)
-        keep = "keeps its" if len(found) == 1 else "keep their"
+        if len(found) == 1:
+            keep = "keeps its"
+        else:
+            keep = "keep their"
         return f"there is one with {names}, which {keep} floats now"
 
     @cached_property
@@ -125,7 +134,10 @@ class Fit:
         """
         found = []
         for unit in self.units:
-            own = [one for one in CANDIDATES if not isinstance(codec_of(self.codes, one), Reason)]
+            own = []
+            for one in CANDIDATES:
+                if not isinstance(codec_of(self.codes, one), Reason):
+                    own.append(one)
             own = [
                 one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)
             ]
@@ -171,11 +183,16 @@ class Fit:
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
         """The choice, given the loss of each scheme of each unit."""
         every: list[list[QuantScheme | None]] = [[*own, None] for own in self.options]
-        items = [
-            [Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one]) for one in own]
-            for unit, own, lost in zip(self.units, every, losses, strict=True)
-        ]
-        room, best = self._room, self._uniform(last=False)
+        items = []
+        for unit, own, lost in zip(self.units, every, losses, strict=True):
+            items.append(
+                [
+                    Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one])
+                    for one in own
+                ]
+            )
+        room = self._room
+        best = self._uniform(last=False)
         for _ in range(_ROUNDS):
             numbers = choose(items, room)
             if numbers is None:
@@ -187,10 +204,9 @@ class Fit:
                 break
             taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
             room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
-        choices = [
-            UnitChoice.of(unit, one, lost)
-            for unit, one, lost in zip(self.units, best, losses, strict=True)
-        ]
+        choices = []
+        for unit, one, lost in zip(self.units, best, losses, strict=True):
+            choices.append(UnitChoice.of(unit, one, lost))
         return Allocation(
             self.target, round(self._bits(best), 6), self.total_bytes(self._schemes(best)), choices
         )
@@ -210,15 +226,16 @@ class Fit:
 
     def _uniform(self, last: bool) -> list[QuantScheme | None]:
         """The coarsest scheme for each unit, or floats for all."""
-        return [None if last or not own else own[0] for own in self.options]
+        result: list[QuantScheme | None] = []
+        for own in self.options:
+            result.append(None if last or not own else own[0])
+        return result
 
     def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
         """A choice's size, in the unit of the target."""
-        return (
-            self._bits(chosen)
-            if self.target.bits is not None
-            else self.total_bytes(self._schemes(chosen))
-        )
+        if self.target.bits is not None:
+            return self._bits(chosen)
+        return self.total_bytes(self._schemes(chosen))
 
     def _bits(self, chosen: Sequence[QuantScheme | None]) -> float:
         own = sum(
@@ -270,7 +287,8 @@ class Fit:
     def _require_mixed(self) -> None:
         """Check that a folder of the format can hold several schemes."""
         every = list(dict.fromkeys(one for own in self.options for one in own))
-        name, path = self.codes.name, self.source.path
+        name = self.codes.name
+        path = self.source.path
         if not every:
             raise UnsupportedError(f"{name} holds none of the schemes to choose among", path=path)
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}

@@ -31,14 +31,15 @@ def choose(
     """The index of the option for each item, with a total size of `room` at most; None if nothing
     fits. Each item has at least one option; there are at most `cells` cells.
     """
-    smallest = [min(option.size for option in options) for options in items]
+    smallest = []
+    for options in items:
+        smallest.append(min(option.size for option in options))
     spare = room - sum(smallest)
     if spare < 0:
         return None
-    above = [
-        [option.size - base for option in options]
-        for options, base in zip(items, smallest, strict=True)
-    ]
+    above = []
+    for options, base in zip(items, smallest, strict=True):
+        above.append([option.size - base for option in options])
     spare = min(spare, sum(map(max, above)))
     cell = math.gcd(*(size for sizes in above for size in sizes)) or 1
     exact = spare // cell <= cells
@@ -47,7 +48,9 @@ def choose(
     chosen = _chosen(
         items, [[-(-size // cell) for size in sizes] for sizes in above], spare // cell
     )
-    return chosen if exact else _filled_up(items, chosen, room)
+    if exact:
+        return chosen
+    return _filled_up(items, chosen, room)
 
 
 def _chosen(
@@ -57,7 +60,8 @@ def _chosen(
     smallest = np.zeros(room + 1)  # loss of the items so far, for each room
     taken = np.zeros((len(items), room + 1), dtype=np.uint8)
     for number, (options, own) in enumerate(zip(items, sizes, strict=True)):
-        before, smallest = smallest, np.full(room + 1, np.inf)
+        before = smallest
+        smallest = np.full(room + 1, np.inf)
         for option in sorted(
             range(len(options)), key=lambda one: (own[one], options[one].loss, one)
         ):

@@ -149,7 +149,8 @@ def estimate_losses(
     own = [samples[:count][group.share(count)] for count in counts]
     passes = FisherPasses(source, own[0], len(own[1]), device)
     errors: dict[str, RowErrors] = {}
-    layers, head = config.num_layers, TURN * head_layers(config)
+    layers = config.num_layers
+    head = TURN * head_layers(config)
     total = 2 * layers + head
     for layer in range(layers):
         progress(CHOICE, layer, total, "layers")
@@ -172,13 +173,15 @@ def estimate_losses(
             gradients[module] = squares.cpu() / (counts[1] * samples.shape[1])
         malloc_trim()
     progress(CHOICE, total, total, "layers")
-    return [
-        {
-            scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules)
-            for scheme in schemes[unit]
-        }
-        for unit in units
-    ]
+    result: list[dict[QuantScheme, float]] = []
+    for unit in units:
+        result.append(
+            {
+                scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules)
+                for scheme in schemes[unit]
+            }
+        )
+    return result
 
 
 def _block_errors(
@@ -272,7 +275,8 @@ def _rounded(
         )
         return QuantTensor.of_blocks(codes, scales, scheme).dequantize().t().contiguous()
     scale, _ = search_scales(columns, importance, scheme, scale_dtype)
-    grouped, step = columns.view(scale.shape[0], -1, columns.shape[1]), scale.float().unsqueeze(1)
+    grouped = columns.view(scale.shape[0], -1, columns.shape[1])
+    step = scale.float().unsqueeze(1)
     half = scheme.levels // 2  # schemes are symmetric
     return (grouped / step).round_().clamp_(-half, half - 1).mul_(step).view_as(columns)
 
@@ -312,9 +316,9 @@ def row_errors(
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
     found = {}
     for number, (module, weight) in enumerate(weights.items()):
-        parts = [
-            weight[start:stop].square() @ variances for start, stop in row_chunks(*weight.shape)
-        ]
+        parts = []
+        for start, stop in row_chunks(*weight.shape):
+            parts.append(weight[start:stop].square() @ variances)
         own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
         found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
     return found

@@ -33,7 +33,9 @@ class StreamLinear(nn.Linear):
             out = bfloat16_linear(x, self._rounded)
         else:
             out = times(x.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out.add_(self.bias)
+        if self.bias is None:
+            return out
+        return out.add_(self.bias)
 
     def drop_solver_weight(self) -> None:
         """Keep only the weight that multiplies samples."""
@@ -65,12 +67,18 @@ class BlockPair:
         device: torch.device,
         load_resumed: Callable[[str], Tensor | QuantTensor] | None = None,
     ) -> None:
-        self.source, self.layer, self.solver, self.device = source, layer, solver, device
+        self.source = source
+        self.layer = layer
+        self.solver = solver
+        self.device = device
         self.load_resumed = load_resumed
         self.groups = input_groups(source.config, layer)
         with meta_init():
             self.floats, self.quantized = (Block(source.config, layer) for _ in range(2))
-        grouped = {module for group in self.groups for module in group.modules}
+        grouped = set()
+        for group in self.groups:
+            for module in group.modules:
+                grouped.add(module)
         for name, _ in list(self.floats.named_parameters()):
             if name.rpartition(".")[0] not in grouped:
                 parameter = self._parameter(name)
@@ -93,15 +101,24 @@ class BlockPair:
         """The float linears of a group that have to be solved, by full name."""
         if self.load_resumed is not None:
             return {}
-        named = {self.full_name(module): linear_of(self.floats, module) for module in group.modules}
-        return {name: linear for name, linear in named.items() if name in self.solver.schemes}
+        named = {}
+        for module in group.modules:
+            named[self.full_name(module)] = linear_of(self.floats, module)
+        linears: dict[str, nn.Linear] = {}
+        for name, linear in named.items():
+            if name in self.solver.schemes:
+                linears[name] = linear
+        return linears
 
     def statistics(self, group: InputGroup) -> HessianAccumulator:
         """Empty sums over a group's inputs; the drift is that of the outputs if the group writes
         to the residual.
         """
         linear = linear_of(self.floats, group.modules[0])
-        drift_width = linear.out_features if group.writes else linear.in_features
+        if group.writes:
+            drift_width = linear.out_features
+        else:
+            drift_width = linear.in_features
         return HessianAccumulator(linear.in_features, drift_width, self.device)
 
     def install(self, group: InputGroup, results: Mapping[str, Result]) -> None:
@@ -111,10 +128,14 @@ class BlockPair:
         Of the float weights only those that multiply samples are kept.
         """
         for module in group.modules:
-            linear, name = linear_of(self.floats, module), self.full_name(module)
+            linear = linear_of(self.floats, module)
+            name = self.full_name(module)
             if isinstance(linear, StreamLinear):
                 linear.drop_solver_weight()
-            weight = results[name].weight if name in results else None
+            if name in results:
+                weight = results[name].weight
+            else:
+                weight = None
             if self.load_resumed is not None and name in self.solver.schemes:
                 stored = self.load_resumed(f"{name}.weight")
                 assert isinstance(stored, QuantTensor)

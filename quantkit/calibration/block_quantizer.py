@@ -55,7 +55,10 @@ def _quantize_branch(
     for group in groups:
         pair.load(group)
         linears = pair.linears(group)
-        statistics = pair.statistics(group) if linears else None
+        if linears:
+            statistics = pair.statistics(group)
+        else:
+            statistics = None
         if group is last:
             streams.run_to_last(group, pair, statistics, is_end=is_end)
             unload(leading, pair.floats, pair.quantized)
@@ -100,13 +103,17 @@ class _Expert:
         counts: Sequence[int],
         groups: Sequence[InputGroup],
     ) -> None:
-        self.pair, self.states, self.counts, self.groups = pair, states, counts, groups
+        self.pair = pair
+        self.states = states
+        self.counts = counts
+        self.groups = groups
         floats, quantized = (
             block.get_submodule(_owner(groups[0])) for block in (pair.floats, pair.quantized)
         )
         assert isinstance(floats, MLP)
         assert isinstance(quantized, MLP)
-        self.floats, self.quantized = floats, quantized
+        self.floats = floats
+        self.quantized = quantized
 
     def quantize(self) -> dict[str, Result]:
         """The results by name; the expert's output is then added to both streams."""
@@ -116,7 +123,10 @@ class _Expert:
             pair.load(group)
         for group in self.groups:
             linears = pair.linears(group)
-            solved = self._solve(group, linears) if linears else {}
+            if linears:
+                solved = self._solve(group, linears)
+            else:
+                solved = {}
             del linears
             malloc_trim()
             pair.install(group, solved)
@@ -132,7 +142,8 @@ class _Expert:
             return self._calibrate(group, linears, all_tokens=False)
         results: dict[str, Result] = {}
         reasons = dict.fromkeys(linears, "")  # why the tokens that were tried first are not used
-        sent, every = self.counts[group.expert], self.counts[-1]
+        sent = self.counts[group.expert]
+        every = self.counts[-1]
         enough = (
             sent >= MIN_TOKENS_PER_INPUT * linear_of(self.pair.floats, group.modules[0]).in_features
         )
@@ -143,7 +154,10 @@ class _Expert:
             unsolved = {name: linears[name] for name in reasons}
             found = self._calibrate(group, unsolved, all_tokens=all_tokens)
             for name, result in found.items():
-                because = {"tokens_reason": reasons[name]} if reasons[name] else {}
+                if reasons[name]:
+                    because = {"tokens_reason": reasons[name]}
+                else:
+                    because = {}
                 results[name] = replace(result, record={**result.record, **record, **because})
             distorted = self._distorted(
                 found, unsolved, "all tokens" if all_tokens else "the tokens sent to it"
@@ -169,7 +183,10 @@ class _Expert:
         for inputs, float_inputs, shares in self.states.pieces(group.expert, all_tokens=all_tokens):
             if group.writes:
                 inputs = self.quantized.inner(inputs)
-                float_inputs = None if float_inputs is None else self.floats.inner(float_inputs)
+                if float_inputs is None:
+                    float_inputs = None
+                else:
+                    float_inputs = self.floats.inner(float_inputs)
             if float_inputs is None:
                 statistics.add(inputs * shares)
                 continue
@@ -186,10 +203,10 @@ class _Expert:
         manifest.
         """
         excesses = self.pair.solver.find_excesses(found, linears)
-        return {
-            name: f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"
-            for name, (error, bound) in excesses.items()
-        }
+        result: dict[str, str] = {}
+        for name, (error, bound) in excesses.items():
+            result[name] = f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"
+        return result
 
 
 def _owner(group: InputGroup) -> str:

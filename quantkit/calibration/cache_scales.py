@@ -29,7 +29,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 CACHE_SCALES = "scales of the KV cache"
 """The name of the phase in reports of progress."""
 
-_SAMPLES, _LENGTH = 8, 256
+_SAMPLES = 8
+_LENGTH = 256
 
 
 def scale_tokens(source: Checkpoint) -> tuple[int, int]:
@@ -55,7 +56,10 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
         if not value / E4M3_MAX <= limits.max:
             problem = f"{what} of layer {layer} are NaN, Inf or too large for a scale in {dtype}"
             raise NonFiniteError(problem, path=path, hint="leave `kv_cache` out")
-        scale = max(value / E4M3_MAX, limits.tiny) if value > 0 else NO_SCALE
+        if value > 0:
+            scale = max(value / E4M3_MAX, limits.tiny)
+        else:
+            scale = NO_SCALE
         found[name] = torch.tensor([scale], dtype=dtype.torch)
     return found
 
@@ -99,11 +103,14 @@ class _Rounded(CheckpointView):
         rounded: Callable[[TensorSpec], Weight],
     ) -> None:
         super().__init__(source)
-        self._specs, self._make = specs, rounded
+        self._specs = specs
+        self._make = rounded
 
     def info(self, name: str) -> TensorSpec:
         return self._specs[name]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         value = self._make(self._specs[name])
-        return value if part is None else part.of_weight(value)
+        if part is None:
+            return value
+        return part.of_weight(value)

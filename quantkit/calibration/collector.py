@@ -67,7 +67,10 @@ class Collector:
             column: has the documents; None is the first of `COLUMNS`, or the only one of strings.
             chat: renders conversations; None for a base model.
         """
-        self._path, self._limit, self._chat_of, self._requested = path, limit, chat, column
+        self._path = path
+        self._limit = limit
+        self._chat_of = chat
+        self._requested = column
         self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
         self._settled = column is not None
         self._chat: TemplateChat | None = None
@@ -84,7 +87,9 @@ class Collector:
         tools of conversations.
         """
         name = self.column(columns)
-        return [name, TOOLS] if TOOLS in columns and name != TOOLS else [name]
+        if TOOLS in columns and name != TOOLS:
+            return [name, TOOLS]
+        return [name]
 
     def column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
         """The column that has the documents. Raises `RequestError` if there is none.
@@ -132,10 +137,13 @@ class Collector:
         """
         size = 0
         for place, row in rows:
-            name, value, tools = None, row, None
+            name = None
+            value = row
+            tools = None
             if isinstance(row, Mapping):
                 name = self.column({key: isinstance(cell, str) for key, cell in row.items()}, place)
-                value, tools = row[name], row.get(TOOLS)
+                value = row[name]
+                tools = row.get(TOOLS)
             messages = read_messages(value)
             if (
                 messages is None
@@ -150,7 +158,10 @@ class Collector:
                     expected='[{"role": "user", "content": "..."}]',
                 )
             is_chat = messages is not None
-            document: object = "" if value is None else value
+            if value is None:
+                document: object = ""
+            else:
+                document = value
             if messages is not None:
                 document = self._rendered(messages, tools, place)
             if document is None:
@@ -216,7 +227,9 @@ class Collector:
                 ) from error
             self._refused.append(f"{place}: {error.problem}")
             return None
-        return text.removeprefix(self._chat.start) if self._chat else text
+        if self._chat:
+            return text.removeprefix(self._chat.start)
+        return text
 
     def _rendered_with_tools(
         self,

@@ -97,7 +97,9 @@ def load_calibration(
             of the tokens that are drawn, or the seed does not fit 64 bits.
     """
     found = _read(source, samples, length, seed, column, chat)
-    text, specials, path = found.text, found.specials, _shown(source)
+    text = found.text
+    specials = found.specials
+    path = _shown(source)
     generator = torch.Generator().manual_seed(seed)
     _require_enough_text(text, tokenizer, samples, length, path, specials=specials)
     tokens = None
@@ -111,7 +113,10 @@ def load_calibration(
         tokens = torch.cat(
             [torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1
         )
-    count = None if found.documents is None else len(found.documents)
+    if found.documents is None:
+        count = None
+    else:
+        count = len(found.documents)
     return Calibration(tokens, found.sha256, seed, found.source, notes=found.notes, documents=count)
 
 
@@ -127,7 +132,8 @@ def require_calibration(
 ) -> None:
     """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
     found = _read(source, samples, length, seed, column, chat)
-    text, specials = found.text, found.specials
+    text = found.text
+    specials = found.specials
     _require_enough_text(text, tokenizer, samples, length, _shown(source), specials=specials)
     beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
     lead, ids = tokenized(beginning, tokenizer, specials=specials)
@@ -154,7 +160,9 @@ def require_samples(samples: int, length: int) -> None:
 
 def _shown(source: TextSource) -> str | Path:
     """A source as errors name it."""
-    return source if isinstance(source, str | Path) else "calibration"
+    if isinstance(source, str | Path):
+        return source
+    return "calibration"
 
 
 def _read(

@@ -52,15 +52,19 @@ class HubId:
     split: str
 
     def __str__(self) -> str:
-        split = "" if self.split == "train" else f":{self.split}"
+        if self.split == "train":
+            split = ""
+        else:
+            split = f":{self.split}"
         return self.name + (f":{self.config or ''}" if self.config or split else "") + split
 
 
 def hub_id(source: str | Path) -> HubId | None:
     """The dataset that a string spells; None for a path, an existing file, and a file's suffix."""
-    found = (
-        None if isinstance(source, Path) or os.path.exists(source) else _HUB_ID.fullmatch(source)
-    )
+    if isinstance(source, Path) or os.path.exists(source):
+        found = None
+    else:
+        found = _HUB_ID.fullmatch(source)
     if found is None or found[1].lower().endswith((".txt", *_JSON_LINES, _PARQUET)):
         return None
     return HubId(found[1], found[2] or None, found[3] or "train")
@@ -127,7 +131,8 @@ def read_documents(
 
 
 def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | None) -> DocumentText:
-    suffix, collector = path.suffix.lower(), Collector(path, limit, column, chat)
+    suffix = path.suffix.lower()
+    collector = Collector(path, limit, column, chat)
     try:
         with path.open("rb") as file:
             if suffix in _JSON_LINES:
@@ -219,10 +224,9 @@ def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object
     are known.
     """
     if rows.features is not None:
-        columns = {
-            name: str(getattr(kind, "dtype", "")).endswith("string")
-            for name, kind in rows.features.items()
-        }
+        columns = {}
+        for name, kind in rows.features.items():
+            columns[name] = str(getattr(kind, "dtype", "")).endswith("string")
         rows = rows.select_columns(collector.columns(columns))
     return _numbered(_without_nulls(row) for row in rows)
 

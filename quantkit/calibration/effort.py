@@ -18,7 +18,8 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 
 EffortName = Literal["quick", "default", "thorough"]
 SAMPLES = 128
-MIN_LENGTH, MAX_LENGTH = 128, 2048
+MIN_LENGTH = 128
+MAX_LENGTH = 2048
 """Tokens of a sample by default, unless the model's context is shorter."""
 SEED = 0
 ACTIVATION_MEMORY = 4 * 10**9
@@ -62,11 +63,10 @@ class Effort:
             default=config.hidden_size,
         )
         wanted = self.tokens_per_input * inputs / SAMPLES
-        length = (
-            MAX_LENGTH
-            if wanted > MAX_LENGTH
-            else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
-        )
+        if wanted > MAX_LENGTH:
+            length = MAX_LENGTH
+        else:
+            length = max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
         return min(length, config.max_context)
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
@@ -74,11 +74,15 @@ class Effort:
         drift.
         """
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
-        return replace(self, stride=2 * self.stride) if few and self.stride > 1 else self
+        if few and self.stride > 1:
+            return replace(self, stride=2 * self.stride)
+        return self
 
     def for_schemes(self, schemes: Iterable[QuantScheme]) -> Effort:
         """The same, or without the backward pass where none of the schemes uses it."""
-        return self if any(map(uses_factor, schemes)) else replace(self, gradient_tokens=0)
+        if any(map(uses_factor, schemes)):
+            return self
+        return replace(self, gradient_tokens=0)
 
     def gradient_samples(self, config: ModelConfig, shape: Sequence[int]) -> int:
         """How many of the samples, of a shape [N, T], go through the backward pass."""
@@ -134,24 +138,29 @@ class Group:
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
     """The groups of a block; of a model known by its tensors only, each linear by itself."""
     if config.tensors is not None:
-        return [
-            _alone(tensor.module, tensor.shape)
-            for tensor in config.tensors
-            if _is_solved(tensor, layer)
-        ]
-    counts, experts = sizes(config), config.experts
-    return [
-        Group(
-            group.branch,
-            len(group.linears),
-            sum(counts[linear.dims[0]] for linear in group.linears),
-            counts[group.linears[0].dims[1]],
-            group.writes,
-            1.0 if experts is None or group.expert is None else experts.per_token / experts.count,
-            has_factor(config, layer, group.branch),
+        result: list[Group] = []
+        for tensor in config.tensors:
+            if _is_solved(tensor, layer):
+                result.append(_alone(tensor.module, tensor.shape))
+        return result
+    counts = sizes(config)
+    experts = config.experts
+    groups: list[Group] = []
+    for group in input_groups(config, layer):
+        groups.append(
+            Group(
+                group.branch,
+                len(group.linears),
+                sum(counts[linear.dims[0]] for linear in group.linears),
+                counts[group.linears[0].dims[1]],
+                group.writes,
+                1.0
+                if experts is None or group.expert is None
+                else experts.per_token / experts.count,
+                has_factor(config, layer, group.branch),
+            )
         )
-        for group in input_groups(config, layer)
-    ]
+    return groups
 
 
 def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
@@ -181,11 +190,11 @@ def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
         return list(
             Counter(group for layer in layers for group in groups_of(config, layer)).items()
         )
-    return [
-        (group, count)
-        for layer, count in layer_kinds(config).items()
-        for group in groups_of(config, layer)
-    ]
+    result: list[tuple[Group, int]] = []
+    for layer, count in layer_kinds(config).items():
+        for group in groups_of(config, layer):
+            result.append((group, count))
+    return result
 
 
 def uses_factor(scheme: QuantScheme) -> bool:
@@ -215,7 +224,9 @@ def gradient_activation_bytes(config: ModelConfig, shape: Sequence[int], effort:
     """
     tokens = effort.gradient_samples(config, shape) * shape[1]
     inputs = STATE_BYTES * config.num_layers * tokens * config.hidden_size
-    return max(inputs, factor_bytes(config)) if tokens else 0
+    if tokens:
+        return max(inputs, factor_bytes(config))
+    return 0
 
 
 def inner_width(config: ModelConfig) -> int:

@@ -52,7 +52,8 @@ def gptq_bytes(
     """
     groups = [group for group, _ in every_group(config)]
     batch = tokens * 6 * max(group.columns for group in groups if group.writes)
-    passes, held = [], 0
+    passes = []
+    held = 0
     for group in groups:
         held += 2 * group.weights
         if group.writes:
@@ -62,7 +63,8 @@ def gptq_bytes(
     solver = _SOLVER_MATRICES * min(weights_at_once(device), max(group.weights for group in groups))
     if two_sided:
         for group in groups:
-            rows, columns = min(group.rows, FACTOR_ROWS), group.columns
+            rows = min(group.rows, FACTOR_ROWS)
+            columns = group.columns
             if group.factored:
                 solver = max(solver, _SOLVER_MATRICES * rows * columns + 4 * rows**2 + columns**2)
     if device.type == "cuda":  # where scales are fitted for as many rows as memory holds
@@ -128,7 +130,10 @@ def calibration_seconds(
     )
     groups = every_group(config)
     columns = sum(count * group.columns for group, count in groups)
-    each = _SECONDS_OF_GPU_COLUMN if device.type == "cuda" else _SECONDS_OF_COLUMN
+    if device.type == "cuda":
+        each = _SECONDS_OF_GPU_COLUMN
+    else:
+        each = _SECONDS_OF_COLUMN
     return columns * each + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
@@ -150,9 +155,12 @@ def gradient_bytes(
     """Peak bytes of the backward pass: a block's weights and states, and in `memory_bytes` at most
     the inputs of all blocks and the products of gradients.
     """
-    samples, length = effort.gradient_samples(config, shape), shape[1]
+    samples = effort.gradient_samples(config, shape)
+    length = shape[1]
     kept = min(memory_bytes, gradient_activation_bytes(config, shape, effort))
-    return kept + backward_bytes(config, samples, length) if samples else 0
+    if samples:
+        return kept + backward_bytes(config, samples, length)
+    return 0
 
 
 def backward_bytes(config: ModelConfig, samples: int, length: int) -> int:
@@ -186,7 +194,8 @@ def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> 
     """Operations of the sums over samples of a shape [N, T] and of the solver, always in
     float32.
     """
-    tokens, followed = math.prod(shape), followed_share(config, shape, effort)
+    tokens = math.prod(shape)
+    followed = followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
         own = group.share * tokens

@@ -55,7 +55,8 @@ def measure_factors(
         samples: tokens [N, T]; each of several processes runs its share of these.
         first_layer: where the backward pass ends.
     """
-    factors, layers = OutputFactors(store), source.config.num_layers
+    factors = OutputFactors(store)
+    layers = source.config.num_layers
     share = group.share(len(samples))
     passes = FisherPasses(source, samples[share], len(samples[share]), device, store=store)
     head = TURN * head_layers(source.config)
@@ -136,7 +137,9 @@ class _Sums:
     def release(self, group: ProcessGroup, factors: OutputFactors) -> None:
         """Keep the sums over all processes, which this no longer holds."""
         for _, names in self._groups:
-            blocks, start, rows = self._sums(names), 0, {}
+            blocks = self._sums(names)
+            start = 0
+            rows = {}
             for name in names:
                 rows[name] = slice(start, start + self._rows[name])
                 start += self._rows[name]

@@ -54,10 +54,16 @@ class FisherPasses:
         no store.
         """
         length = samples.shape[1]
-        self._source, self._device, self._dtype = source, device, states
+        self._source = source
+        self._device = device
+        self._dtype = states
         step = batch_samples(source.config, length)
         parts = (samples[:kept], samples[kept:])
-        batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
+        batches = []
+        for part in parts:
+            if len(part):
+                for batch in torch.split(part, step):
+                    batches.append(batch)
         self._states = list(embedded(source, batches))
         self._store, self._held = store, dict[tuple[str, int, int], Tensor]()
         self._kept = -(-kept // step)  # batches
@@ -152,7 +158,8 @@ class FisherPasses:
         O], with its full name, batch after batch; first, for each linear of the block, those of no
         token.
         """
-        block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
+        block = self._block(layer)
+        prefix = BLOCK_PREFIX.format(layer)
 
         def listen(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
             assert isinstance(module, nn.Linear)
@@ -185,7 +192,9 @@ class FisherPasses:
 
     def _take(self, layer: int, index: int) -> Tensor:
         key = _KEY, layer, index
-        return self._held.pop(key) if self._store is None else self._store.take(key)
+        if self._store is None:
+            return self._held.pop(key)
+        return self._store.take(key)
 
     def _block(self, layer: int) -> Block:
         with meta_init():
@@ -234,7 +243,8 @@ def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: Mode
         gradients *= 1 - (logits / config.logit_softcap).square()
     if config.logit_multiplier != 1:
         gradients *= config.logit_multiplier
-    found, place = gradients.new_zeros(len(gradients), head.shape[1]), 0
+    found = gradients.new_zeros(len(gradients), head.shape[1])
+    place = 0
     for part in _parts(head):
         found.addmm_(
             gradients[:, place : place + len(part)], part.to(gradients.device, torch.float32)

@@ -173,7 +173,9 @@ class GroupSolver:
         return Result.of(quantized.to("cpu"), weight, {"solver": solver, **record})
 
     def _outer(self, name: str) -> Tensor | None:
-        return None if self.shared is None else self.shared.of(name)
+        if self.shared is None:
+            return None
+        return self.shared.of(name)
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
         """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""
@@ -214,7 +216,10 @@ class GroupSolver:
                 move[start:stop] = damped.divide(move[start:stop])
             del damped
             for scheme, (part, _) in parts.items():
-                own = move if outputs else times(part, self.group.join(move, len(drift)))
+                if outputs:
+                    own = move
+                else:
+                    own = times(part, self.group.join(move, len(drift)))
                 targets[scheme] = own.add_(part)
             del move
             paired.diagonal().copy_(diagonal)
@@ -227,9 +232,10 @@ class GroupSolver:
         excesses: dict[str, tuple[float, float]] = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
-            nearest = (
-                self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
-            )
+            if scheme.of_small_floats:
+                nearest = self._start(scheme, linears, damped.diagonal)
+            else:
+                nearest = None
             factor = factors.pop(scheme, None)
             if factor is not None:
                 share = self.group.share(total)
@@ -294,7 +300,10 @@ class GroupSolver:
         """The factor of the outputs of each scheme's linears together, in their order, as far as
         there is one.
         """
-        taken = {} if self.factors is None else self.factors.take(list(linears))
+        if self.factors is None:
+            taken = {}
+        else:
+            taken = self.factors.take(list(linears))
         if not taken:
             return {}
         by_scheme: dict[QuantScheme, list[OutputFactor]] = defaultdict(list)
@@ -328,7 +337,10 @@ class GroupSolver:
         """All rows of a tensor, of which each process has its share; floats of 16 bits travel as
         float32.
         """
-        wide = rows.float() if rows.is_floating_point() else rows
+        if rows.is_floating_point():
+            wide = rows.float()
+        else:
+            wide = rows
         return self.group.join(wide, total).to(rows.dtype)
 
 

@@ -44,10 +44,16 @@ class HessianAccumulator:
         """
         rows = inputs.flatten(0, -2)
         self.pairs += len(rows)
-        apart = None if difference is None else difference.flatten(0, -2)
+        if difference is None:
+            apart = None
+        else:
+            apart = difference.flatten(0, -2)
         while len(rows):
             rows = self._inputs.fill(rows)
-            apart = None if apart is None else self._differences.fill(apart)
+            if apart is None:
+                apart = None
+            else:
+                apart = self._differences.fill(apart)
             if self._inputs.full:
                 self._sum_pairs()
 
@@ -64,9 +70,10 @@ class HessianAccumulator:
         group.sum_(counts)
         unpaired, pairs = counts.tolist()
         if unpaired:
-            self.hessian = (
-                self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
-            )
+            if self.hessian is None:
+                self.hessian = self.paired.clone()
+            else:
+                self.hessian = self.hessian.add_(self.paired)
         for sums in (self.hessian, self.paired) if unpaired else (self.paired,):
             assert sums is not None
             group.sum_(sums)
@@ -83,7 +90,8 @@ class HessianAccumulator:
             add_square_(self.hessian, x)
 
     def _sum_pairs(self) -> None:
-        x, difference = self._inputs.taken(), self._differences.taken()
+        x = self._inputs.taken()
+        difference = self._differences.taken()
         if x is not None:
             add_square_(self.paired, x)
             if difference is not None:
@@ -114,5 +122,8 @@ class _Columns:
 
     def taken(self) -> Tensor | None:
         """All rows as columns [I, N], valid until more are added; None if there are none."""
-        count, self._count = self._count, 0
-        return None if self._columns is None or count == 0 else self._columns[:, :count]
+        count = self._count
+        self._count = 0
+        if self._columns is None or count == 0:
+            return None
+        return self._columns[:, :count]

@@ -66,13 +66,12 @@ class LockstepQuantizer(RtnQuantizer):
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         set_mmap_threshold(MMAP_THRESHOLD)
         self._done = written.names
-        stored = {
-            spec.name.removesuffix(".weight")
-            for block in blocks
-            if block.is_quantized_in(written)
-            for spec in block.tensors
-            if spec.scheme is not None
-        }
+        stored = set()
+        for block in blocks:
+            if block.is_quantized_in(written):
+                for spec in block.tensors:
+                    if spec.scheme is not None:
+                        stored.add(spec.name.removesuffix(".weight"))
         open_ = {module for module in self._solved_by_samples() if module not in stored}
         dtype = choose_scale_dtype(
             self.source, (spec for block in blocks for spec in block.tensors)
@@ -91,11 +90,10 @@ class LockstepQuantizer(RtnQuantizer):
             self._results.clear()
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        modules = {
-            spec.name.removesuffix(".weight")
-            for spec in block.tensors
-            if spec.name not in self._done
-        }
+        modules = set()
+        for spec in block.tensors:
+            if spec.name not in self._done:
+                modules.add(spec.name.removesuffix(".weight"))
         wanted = modules & self._solved_by_samples()
         try:
             while not wanted <= self._results.keys():
@@ -128,9 +126,13 @@ class _Streams:
     def __init__(
         self, quantizer: LockstepQuantizer, solver: GroupSolver, written: Written, stored: set[str]
     ) -> None:
-        self._passage, self._survey, self._solver = quantizer.passage, quantizer.survey, solver
-        self._schemes, self._progress = quantizer.schemes, quantizer.progress
-        self._written, self._stored = written, stored
+        self._passage = quantizer.passage
+        self._survey = quantizer.survey
+        self._solver = solver
+        self._schemes = quantizer.schemes
+        self._progress = quantizer.progress
+        self._written = written
+        self._stored = stored
         samples = quantizer.calibration.tokens
         batches = torch.split(samples, batch_samples(quantizer.source.config, samples.shape[1]))
         self._batches: list[Tensor] = []
@@ -206,10 +208,14 @@ class _Streams:
             return
         if not isinstance(place, Inputs) or all(map(self._is_stored, place.sites)):
             return
-        site, brought = place.sites[0], value
+        site = place.sites[0]
+        brought = value
         if self._sums is None:
             width = brought.inputs.shape[-1]
-            drift_width = self._rows(place) if self._by_outputs(place, width) else width
+            if self._by_outputs(place, width):
+                drift_width = self._rows(place)
+            else:
+                drift_width = width
             self._sums = HessianAccumulator(width, drift_width, brought.inputs.device)
             malloc_trim()
         if self._is_float[index]:
@@ -223,7 +229,10 @@ class _Streams:
             )
             if others or floats.shape != inputs.shape:  # the model sends other tokens there
                 floats = inputs
-            difference = _weighted(floats - inputs, shares) if self._drifted else None
+            if self._drifted:
+                difference = _weighted(floats - inputs, shares)
+            else:
+                difference = None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
                 floats = self._passage.lazy.model.get_parameter(
                     site.parameter
@@ -259,14 +268,17 @@ class _Streams:
 
     def _solved(self, group: Inputs) -> dict[str, Result]:
         """Solve the weights of a group, and let the quantized stream have them."""
-        model, sums = self._passage.lazy.model, self._sums
+        model = self._passage.lazy.model
+        sums = self._sums
         self._sums = None
-        weights, linears = dict[str, Tensor](), dict[str, nn.Linear]()
+        weights = dict[str, Tensor]()
+        linears = dict[str, nn.Linear]()
         for site in group.sites:
             name = site.parameter
-            floats = (
-                self._versions[name][1] if name in self._versions else model.get_parameter(name)
-            )
+            if name in self._versions:
+                floats = self._versions[name][1]
+            else:
+                floats = model.get_parameter(name)
             for module, start, stop in site.rows:
                 if module in self._schemes:
                     weights[module] = site.of(floats)[start:stop].contiguous()
@@ -298,7 +310,8 @@ class _Streams:
         """What the manifest says of the tokens that an expert was solved for."""
         if site.expert is None:
             return {}
-        sent, every = self._counts[site.module][site.expert], self._every
+        sent = self._counts[site.module][site.expert]
+        every = self._every
         if self._is_starved(
             site, site.of(self._passage.lazy.model.get_parameter(site.parameter)).shape[1]
         ):
@@ -317,7 +330,8 @@ class _Streams:
         return self._solver.round(module, weights[module], {**kept, "tokens_reason": reason})
 
     def _install(self, site: Site, found: Mapping[str, QuantTensor]) -> None:
-        model, name = self._passage.lazy.model, site.parameter
+        model = self._passage.lazy.model
+        name = site.parameter
         if name not in self._versions:
             floats = model.get_parameter(name)
             self._versions[name] = nn.Parameter(floats.clone(), requires_grad=False), floats
@@ -330,9 +344,13 @@ class _Streams:
 
 
 def _copied(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.clone()
+    if value is None:
+        return None
+    return value.clone()
 
 
 def _weighted(rows: Tensor, shares: Tensor | None) -> Tensor:
     """Rows [N, I] times the shares [N] of an expert's output, if there are any."""
-    return rows if shares is None else rows * shares.unsqueeze(-1)
+    if shares is None:
+        return rows
+    return rows * shares.unsqueeze(-1)

@@ -46,4 +46,6 @@ class OutputFactors:
         for name in rows:
             del self._groups[name]
         own = {name: whole.rows(rows[name].start, rows[name].stop) for name in names}
-        return {**own, "": whole} if list(names) == list(rows) else own
+        if list(names) == list(rows):
+            return {**own, "": whole}
+        return own

@@ -100,7 +100,11 @@ class PackagedText:
         if (
             budget.seconds <= 0
         ):  # how many dialogues were rendered in time depends on the machine: none is used
-            dialogues = [None for kind in documents.values() for one in kind if "messages" in one]
+            dialogues = []
+            for kind in documents.values():
+                for one in kind:
+                    if "messages" in one:
+                        dialogues.append(None)
             kinds = [
                 kind for kind in kinds if not any("messages" in one for one in documents[kind.name])
             ]
@@ -139,10 +143,12 @@ class PackagedText:
         self.require(samples, length)
         generator = torch.Generator().manual_seed(seed)
         size = length - len(self.lead)
-        kinds, missing = list(self.kinds), samples * size
+        kinds = list(self.kinds)
+        missing = samples * size
         whole: list[Tensor] = []
         kept: list[Tensor] = []
-        seen, dropped = Counter[str](), Counter[str]()
+        seen = Counter[str]()
+        dropped = Counter[str]()
         notes = list(self.notes)
         for number in range(ROUNDS + _MORE_ROUNDS):
             if number >= ROUNDS:
@@ -165,7 +171,8 @@ class PackagedText:
                 "the source predicts all of the calibration text nearly uniformly; nothing is"
                 " dropped"
             )
-            kept, dropped = whole, Counter()
+            kept = whole
+            dropped = Counter()
         if dropped:
             counts = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
             reason = "as the source predicts them nearly uniformly"
@@ -225,7 +232,10 @@ def near_uniform_pieces(
     ]
     found = [False] * len(pieces)
     try:
-        losses = token_losses(source, texts, progress=progress) if texts else []
+        if texts:
+            losses = token_losses(source, texts, progress=progress)
+        else:
+            losses = []
     except NonFiniteError:
         return found  # reported by the check of the source
     for own, of_own in zip(by_length.values(), losses, strict=True):
@@ -238,7 +248,10 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
     """A `RequestError` if the text is too short for a number of samples; `tokens` are those of the
     text, None without a tokenizer, when its bytes are the upper bound.
     """
-    tokens = CALIBRATION.stat().st_size if tokens is None else tokens
+    if tokens is None:
+        tokens = CALIBRATION.stat().st_size
+    else:
+        tokens = tokens
     if samples * length > _MAX_PASSES * tokens:
         raise RequestError(
             "the packaged calibration text is too short",
@@ -265,7 +278,9 @@ def _document_tokens(
     start = prompt_start(
         tokenizer
     )  # samples get it again; SmolLM2's BOS is a message's first token, which stays
-    return ids[len(start) :] if ids[: len(start)] == start else ids
+    if ids[: len(start)] == start:
+        return ids[len(start) :]
+    return ids
 
 
 def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:
@@ -275,7 +290,10 @@ def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -
     refused = sum(dialogue is None for dialogue in dialogues)
     if not refused:
         return ()
-    reason = "takes too long over them" if budget.spent else "refuses them, or drops parts of them"
+    if budget.spent:
+        reason = "takes too long over them"
+    else:
+        reason = "refuses them, or drops parts of them"
     return (
         f"{refused} dialogues of the calibration text are left out: the chat template {reason}",
     )
@@ -283,4 +301,6 @@ def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -
 
 def _plain(document: Mapping[str, Any]) -> str:
     """A document as text."""
-    return plain(document["messages"]) if "messages" in document else str(document["text"])
+    if "messages" in document:
+        return plain(document["messages"])
+    return str(document["text"])

@@ -124,7 +124,10 @@ class RtnQuantizer:
         self._begin(blocks, written)
         if self._uses:
             self._importance = self.importance()
-        specs = {spec.name: spec for block in blocks for spec in block.tensors}
+        specs = {}
+        for block in blocks:
+            for spec in block.tensors:
+                specs[spec.name] = spec
         scales = (
             block.written_as(spec.name)
             for block in blocks
@@ -181,7 +184,8 @@ class RtnQuantizer:
             return self._checked(
                 spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec)
             )
-        weight, path = floats_of(self.source.load(spec.name)), self.source.path
+        weight = floats_of(self.source.load(spec.name))
+        path = self.source.path
         if spec.scheme is None:
             return (
                 checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite),
@@ -196,10 +200,11 @@ class RtnQuantizer:
             )
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
-        importance, outer = (
-            self._importance.get(module),
-            None if self.shared is None else self.shared.of(module),
-        )
+        importance = self._importance.get(module)
+        if self.shared is None:
+            outer = None
+        else:
+            outer = self.shared.of(module)
         quantized, solver = round_to_nearest(
             weight, spec.scheme, spec.dtype.torch, self.kernels_of, importance, outer
         )
@@ -261,11 +266,10 @@ class GptqQuantizer(RtnQuantizer):
             written, count=self.group.broadcast_from_rank0(written.count)
         )
         self._begin(blocks, written)
-        unsolved = [
-            block.layer
-            for block in blocks
-            if block.layer is not None and not block.is_quantized_in(written)
-        ]
+        unsolved = []
+        for block in blocks:
+            if block.layer is not None and not block.is_quantized_in(written):
+                unsolved.append(block.layer)
         self._unsolved = frozenset(unsolved)
         self._to_solve = Counter(block.layer for block in blocks)
         self._begun: set[int] = set()
@@ -273,7 +277,8 @@ class GptqQuantizer(RtnQuantizer):
         self._stop = 1 + max(unsolved, default=-1)
         self._first_unsolved = min(unsolved, default=0)
         self._passed = 0
-        tokens, config = self.calibration.tokens, self.source.config
+        tokens = self.calibration.tokens
+        config = self.source.config
         layers = (input_groups(config, layer) for layer in range(config.num_layers))
         self._linears = [sum(len(group.modules) for group in groups) for groups in layers]
         room = (
@@ -309,11 +314,10 @@ class GptqQuantizer(RtnQuantizer):
         """
         tokens = self.calibration.tokens
         count = self.effort.gradient_samples(self.source.config, tokens.shape)
-        wanted = {
-            name
-            for name, scheme in self.schemes.items()
-            if name != EMBEDDING and uses_factor(scheme)
-        }
+        wanted = set()
+        for name, scheme in self.schemes.items():
+            if name != EMBEDDING and uses_factor(scheme):
+                wanted.add(name)
         if not count or not wanted:
             return None
         return measure_factors(
@@ -338,11 +342,10 @@ class GptqQuantizer(RtnQuantizer):
         return round_to_nearest(weight, scheme, torch.float16, column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        results = (
-            {}
-            if block.layer is None or block.layer >= self._stop
-            else self._results_of(block, block.layer)
-        )
+        if block.layer is None or block.layer >= self._stop:
+            results = {}
+        else:
+            results = self._results_of(block, block.layer)
         return self._tensors(block, results)
 
     def _results_of(self, block: TensorBlock, layer: int) -> dict[str, Result]:
@@ -354,7 +357,10 @@ class GptqQuantizer(RtnQuantizer):
             self._shared = self._quantize(block, layer)
         self._to_solve[layer] -= 1
         results = self._shared
-        self._shared = dict(results) if self._to_solve[layer] else {}
+        if self._to_solve[layer]:
+            self._shared = dict(results)
+        else:
+            self._shared = {}
         return results
 
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
@@ -362,11 +368,11 @@ class GptqQuantizer(RtnQuantizer):
         all.
         """
         assert self._streams is not None
-        stored = (
-            None
-            if layer in self._unsolved
-            else lambda name: self._written.load(block.written_as(name))
-        )
+
+        def load_written(name: str) -> Tensor | QuantTensor:
+            return self._written.load(block.written_as(name))
+
+        stored = None if layer in self._unsolved else load_written
         results: dict[str, Result] = {}
         self._report(layer, 0)
         try:

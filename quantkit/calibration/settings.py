@@ -95,7 +95,10 @@ class GptqSettings:
         report = in_phase(progress, "calibration samples")
 
         def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
-            found = near_uniform_pieces(source, pieces, choices, report) if group.is_rank0 else []
+            if group.is_rank0:
+                found = near_uniform_pieces(source, pieces, choices, report)
+            else:
+                found = []
             return group.broadcast_from_rank0(found)
 
         text = self._packaged(source)
@@ -150,8 +153,14 @@ def sample_settings(
         RequestError: if the samples are none, or longer than the model's context.
     """
     context = source.config.max_context
-    samples = effort.SAMPLES if samples is None else samples
-    length = effort.EFFORTS[effort_name].length(source.config) if length is None else length
+    if samples is None:
+        samples = effort.SAMPLES
+    else:
+        samples = samples
+    if length is None:
+        length = effort.EFFORTS[effort_name].length(source.config)
+    else:
+        length = length
     if length > context:
         raise RequestError(
             "samples are longer than the model's context",

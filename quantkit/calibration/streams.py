@@ -31,7 +31,9 @@ from quantkit.model.load import floats_of
 from quantkit.model.rope import Rotary
 from quantkit.tensors.qtensor import QuantTensor
 
-QUANTIZED, FLOAT = "quantized", "float"  # the streams: the store's keys for a batch's states
+# the streams: the store's keys for a batch's states
+QUANTIZED = "quantized"
+FLOAT = "float"
 _OUTPUT = {QUANTIZED: "quantized output", FLOAT: "float output"}
 _INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
 _MIN_ROWS = 2048  # that go through an expert together, if it gets as many
@@ -43,11 +45,10 @@ def embedded(
     """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]; `embedding`
     replaces the source's floats.
     """
-    matrix = (
-        floats_of(source.load(f"{EMBEDDING}.weight"))
-        if embedding is None
-        else embedding.dequantize()
-    )
+    if embedding is None:
+        matrix = floats_of(source.load(f"{EMBEDDING}.weight"))
+    else:
+        matrix = embedding.dequantize()
     for batch in batches:
         yield scaled_embeddings(
             nn.functional.embedding(batch, matrix).float(), source.config.embedding_multiplier
@@ -80,9 +81,15 @@ class Streams:
         `effort` determines the batches of the float stream, and `embedding` replaces the source's
         floats in the quantized one.
         """
-        config, length = source.config, samples.shape[1]
-        self._store, self._device, self._effort = store, device, effort
-        batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
+        config = source.config
+        length = samples.shape[1]
+        self._store = store
+        self._device = device
+        self._effort = effort
+        if len(samples):
+            batches = torch.split(samples, batch_samples(config, length))
+        else:
+            batches = ()
         self._batches = len(batches)
         for index, states in enumerate(embedded(source, batches, embedding)):
             store.put((QUANTIZED, index), states.to(device))
@@ -102,7 +109,10 @@ class Streams:
             inputs = pair.quantized.normed(group.branch, x)
             if self._has_floats(index):
                 y = self._take(FLOAT, index)
-                difference = pair.floats.normed(group.branch, y) - inputs if self._drifted else None
+                if self._drifted:
+                    difference = pair.floats.normed(group.branch, y) - inputs
+                else:
+                    difference = None
                 statistics.add_pair(inputs, difference)
                 self._store.put((FLOAT, index), y)
             else:
@@ -122,7 +132,8 @@ class Streams:
         end. Sums over the linear's inputs are added to `statistics`, if any; the drift is that of
         its outputs. With `is_end` no other branch follows, so the streams end here.
         """
-        linear, branch = linear_of(pair.floats, group.modules[0]), group.branch
+        linear = linear_of(pair.floats, group.modules[0])
+        branch = group.branch
         for index in range(self._batches):
             x = self._current(index)
             inputs = pair.quantized.inner(branch, x, self._step)
@@ -193,7 +204,10 @@ class ExpertStreams:
 
     def __init__(self, store: ActivationStore, device: torch.device, block: Block) -> None:
         assert isinstance(block.mlp, Experts)
-        self._store, self._device, self._block, self._experts = store, device, block, block.mlp
+        self._store = store
+        self._device = device
+        self._block = block
+        self._experts = block.mlp
         self._routes: dict[str, dict[int, _Routes]] = {QUANTIZED: {}, FLOAT: {}}
 
     def enter(self, stream: str, index: int, states: Tensor) -> None:
@@ -246,7 +260,10 @@ class ExpertStreams:
         for indexes in (with_floats, without):
             for rows in self._gathered(QUANTIZED, indexes, expert, all_tokens=all_tokens):
                 inputs = self._states(QUANTIZED, rows)
-                float_inputs = self._states(FLOAT, rows) if indexes is with_floats else None
+                if indexes is with_floats:
+                    float_inputs = self._states(FLOAT, rows)
+                else:
+                    float_inputs = None
                 shares = torch.cat([own for _, _, own in rows]).to(self._device)
                 yield inputs, float_inputs, shares.unsqueeze(-1)
 
@@ -271,7 +288,10 @@ class ExpertStreams:
             routes = self._routes[stream][index]
             if all_tokens or expert is None:
                 tokens = torch.arange(len(routes.shared))
-                shares = torch.ones_like(routes.shared) if all_tokens else routes.shared
+                if all_tokens:
+                    shares = torch.ones_like(routes.shared)
+                else:
+                    shares = routes.shared
             else:
                 tokens, places = (routes.chosen == expert).nonzero(as_tuple=True)
                 shares = routes.shares[tokens, places]
@@ -285,7 +305,7 @@ class ExpertStreams:
 
     def _states(self, stream: str, rows: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Normed states [N, D] of tokens of several batches."""
-        states = [
-            self._store.rows((stream, index), tokens).to(self._device) for index, tokens, _ in rows
-        ]
+        states = []
+        for index, tokens, _ in rows:
+            states.append(self._store.rows((stream, index), tokens).to(self._device))
         return self._block.normed("mlp", torch.cat(states))

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _LONGEST = 60
 _LONGEST_JOB = timedelta(days=365)
-_ENDED, _RECEIVED = "ended", "received"
+_ENDED = "ended"
+_RECEIVED = "received"
 _POLL_SECONDS = 0.1
 _PATIENCE = 5.0
 T = TypeVar("T")
@@ -90,7 +91,10 @@ class ProcessGroup:
         whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
         for rank in range(self.size):
             part = self.share(total, rank)
-            rows = value.contiguous() if rank == self.rank else torch.empty_like(whole[part])
+            if rank == self.rank:
+                rows = value.contiguous()
+            else:
+                rows = torch.empty_like(whole[part])
             dist.broadcast(rows, group=self._world, group_src=rank)
             whole[part] = rows
         return whole
@@ -113,10 +117,11 @@ class ProcessGroup:
             self.device.type, (rows, columns), mesh_dim_names=("rows", "columns")
         )
         own = [mesh.get_group(name) for name in ("rows", "columns")]
-        groups = [
-            ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one)
-            for one in own
-        ]
+        groups = []
+        for one in own:
+            groups.append(
+                ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one)
+            )
         return groups[0], groups[1]
 
     def broadcast_from_rank0(self, value: T) -> T:
@@ -144,7 +149,8 @@ class ProcessGroup:
         dist.all_gather_object(everyone, own, group=self._world)
         for rank, theirs in enumerate(everyone):
             for key in {**everyone[0], **theirs}:
-                found, expected = theirs.get(key), everyone[0].get(key)
+                found = theirs.get(key)
+                expected = everyone[0].get(key)
                 if found != expected:
                     raise GroupError(
                         f"the processes differ in {key}",
@@ -297,15 +303,18 @@ def lost_as_error() -> Iterator[None]:
 
 def count_processes() -> int:
     """How many processes there are to join, this one included; known before they are joined."""
-    return (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:
     own = _own_device(device)
     store, rank, size = next(rendezvous("env://"))
-    backend = "nccl" if own.type == "cuda" else "gloo"
+    if own.type == "cuda":
+        backend = "nccl"
+    else:
+        backend = "gloo"
     own_keys = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
     return _group(own, store)
@@ -359,4 +368,6 @@ def _lost() -> GroupError:
 def _short(text: str | None) -> str:
     if text is None:
         return "nothing"
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    if len(text) <= _LONGEST:
+        return text
+    return text[:_LONGEST] + "..."

@@ -73,7 +73,9 @@ class Split:
     def tensor_slice(self, parameter: Parameter) -> TensorSlice | None:
         """This process's slice of a tensor; None where it is replicated on every process."""
         axis = parameter.split_axis
-        return None if axis is None else TensorSlice(axis, self.ranges[parameter.dims[axis]])
+        if axis is None:
+            return None
+        return TensorSlice(axis, self.ranges[parameter.dims[axis]])
 
 
 def split_model(
@@ -88,7 +90,8 @@ def split_model(
         RequestError: if this number of processes cannot share the model.
         UnsupportedError: if it has a part that only one process can run.
     """
-    heads, head_dim = config.num_heads // size, config.head_dim
+    heads = config.num_heads // size
+    head_dim = config.head_dim
     if config.num_heads % size:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise RequestError(
@@ -96,13 +99,18 @@ def split_model(
             found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
         )
-    each = [
-        _kv_heads(range(at * heads, (at + 1) * heads), config.num_heads // config.num_kv_heads)
-        for at in range(size)
-    ]
-    kv_heads, copies = each[rank], Counter(head for own in each for head in own)
+    each = []
+    for at in range(size):
+        each.append(
+            _kv_heads(range(at * heads, (at + 1) * heads), config.num_heads // config.num_kv_heads)
+        )
+    kv_heads = each[rank]
+    copies = Counter(head for own in each for head in own)
     found = parameters(config)
-    split = {p.dims[p.split_axis]: p.name for p in reversed(found) if p.split_axis is not None}
+    split = {}
+    for p in reversed(found):
+        if p.split_axis is not None:
+            split[p.dims[p.split_axis]] = p.name
     widths = {
         name: _inner_range(
             name, split_width, [p for p in found if p.dims == ("hidden", name)], schemes, rank, size
@@ -242,10 +250,12 @@ class CheckpointShard(CheckpointView):
         self._parameters = {parameter.name: parameter for parameter in parameters(source.config)}
 
     def info(self, name: str) -> TensorSpec:
-        info, part = self._source.info(name), self._slice(name)
+        info = self._source.info(name)
+        part = self._slice(name)
         if part is None:
             return info
-        shape, scheme = list(info.shape), info.scheme
+        shape = list(info.shape)
+        scheme = info.scheme
         shape[part.axis] = max(part.size, self._rows(name))
         if scheme is not None and part.axis == 1:
             scheme = scheme.cut(*part.ranges[0])
@@ -254,16 +264,22 @@ class CheckpointShard(CheckpointView):
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         own = self._slice(name)
         if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
-            return self._own(name) if part is None else part.of_weight(self._own(name))
+            if part is None:
+                return self._own(name)
+            return part.of_weight(self._own(name))
         if own is None or own.axis == 1:
             rows = self._source.load(name, part)
-            return rows if own is None else own.of_weight(rows)
+            if own is None:
+                return rows
+            return own.of_weight(rows)
         start, stop = part.ranges[0]
         there = min(stop, own.size)
         if start >= there:
             return part.of_weight(self._own(name))
         rows = self._source.load(name, own.rows(start, there))
-        return rows if there == stop else _filled(rows, stop - there)
+        if there == stop:
+            return rows
+        return _filled(rows, stop - there)
 
     def _own(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
@@ -276,7 +292,9 @@ class CheckpointShard(CheckpointView):
         if isinstance(value, Tensor) and self._split.rank and is_bias:
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
-        return _filled(value, missing) if missing > 0 else value
+        if missing > 0:
+            return _filled(value, missing)
+        return value
 
     def _slice(self, name: str) -> TensorSlice | None:
         return self._split.tensor_slice(self._parameters[name])
@@ -285,7 +303,9 @@ class CheckpointShard(CheckpointView):
         """How many rows every process has of a vocabulary-parallel tensor, padding included; 0
         for others.
         """
-        return self._split.vocab_rows if self._parameters[name].dims[0] == "vocab" else 0
+        if self._parameters[name].dims[0] == "vocab":
+            return self._split.vocab_rows
+        return 0
 
 
 def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
@@ -294,7 +314,9 @@ def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
     def fill(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, 0, 0, rows))
 
-    return fill(value) if isinstance(value, Tensor) else value.map(fill)
+    if isinstance(value, Tensor):
+        return fill(value)
+    return value.map(fill)
 
 
 def _contents(file: SourceFile) -> str:

@@ -62,7 +62,8 @@ def check(
 
 class _Comparison:
     def __init__(self, reference: StoredCheckpoint, patient: StoredCheckpoint) -> None:
-        self.reference, self.patient = reference, patient
+        self.reference = reference
+        self.patient = patient
         self.layers: list[LayerError] = []
         self._encoded: dict[str, float] = {}  # errors of weights in codes that are read as floats
         self._coarsest = coarsest(found) if (found := schemes(patient).values()) else None
@@ -73,7 +74,10 @@ class _Comparison:
             progress("against", index, len(listed), "tensors")
             yield from self._tensor(parameter.name)
         progress("against", len(listed), len(listed), "tensors")
-        usual = statistics.median(self._encoded.values()) if self._encoded else 0.0
+        if self._encoded:
+            usual = statistics.median(self._encoded.values())
+        else:
+            usual = 0.0
         for name, error in self._encoded.items():
             bound = _TIMES_USUAL * usual
             self.layers.append(LayerError(name, error, bound))
@@ -119,10 +123,15 @@ def _relative_error(before: Tensor, after: Tensor | QuantTensor) -> float:
     if tuple(before.shape) != tuple(after.shape):
         return math.inf
     if isinstance(after, Tensor) and before.dim() < 2:
-        before, after = before.reshape(1, -1), after.reshape(1, -1)
+        before = before.reshape(1, -1)
+        after = after.reshape(1, -1)
     error = norm = 0.0
     for start, stop in row_chunks(before.shape[0], math.prod(before.shape[1:])):
         own = before[start:stop].float()
         error = math.hypot(error, frobenius(float_rows(after, start, stop) - own))
         norm = math.hypot(norm, frobenius(own))
-    return error / norm if norm else math.inf if error else 0.0
+    if norm:
+        return error / norm
+    if error:
+        return math.inf
+    return 0.0

@@ -83,7 +83,10 @@ def diagnose(
     if not 1 <= as_integer("tp", tp) <= _MAX_DEGREE:
         raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MAX_DEGREE}")
     folder = Folder(as_path("path", path))
-    source = None if against is None else as_path("against", against)
+    if against is None:
+        source = None
+    else:
+        source = as_path("against", against)
     if source is not None:
         require_finished(require_there(source), manifest.NAME)
     checks = _Checks(folder, runtime, tp, deep)
@@ -104,9 +107,9 @@ def diagnose(
         found, layers = compared.check(folder, source, progress)
         findings += found
     findings = list(dict.fromkeys(findings))
-    places = {
-        rule: place for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings))
-    }
+    places = {}
+    for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings)):
+        places[rule] = place
     findings.sort(
         key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name])
     )
@@ -129,7 +132,10 @@ class _Checks:
     """The rules that apply to a folder, and what they read of it."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, tp: int, deep: bool) -> None:
-        self.folder, self.runtime, self.tp, self.deep = folder, runtime, tp, deep
+        self.folder = folder
+        self.runtime = runtime
+        self.tp = tp
+        self.deep = deep
         self.view = View(folder) if folder.kind in ("safetensors", "bin", "file") else None
         self._manifest: Mapping[str, Any] = {}
         self._read: list[str] = []
@@ -137,7 +143,8 @@ class _Checks:
         self._by_class = False  # whether the tensors that transformers' class needs were looked for
 
     def headers(self) -> Iterator[Finding]:
-        folder, view = self.folder, self.view
+        folder = self.folder
+        view = self.view
         yield from weights.check_files(folder)
         if self.runtime is not None:
             yield from readers.check_container(folder, self.runtime)
@@ -200,8 +207,14 @@ class _Checks:
         from quantkit.doctor import predictions
 
         found = predictions.check(self.folder, self._manifest, progress)
-        self._read += [] if found.measured is None else [found.measured]
-        self._unread += [] if found.left_out is None else [found.left_out]
+        if found.measured is None:
+            self._read += []
+        else:
+            self._read += [found.measured]
+        if found.left_out is None:
+            self._unread += []
+        else:
+            self._unread += [found.left_out]
         return found.findings
 
     def kind(self) -> str:
@@ -225,23 +238,33 @@ class _Checks:
         what = "weights" if self.deep else "headers"
         found = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
         side_files = [name for name in _SIDE_FILES if name in folder.names]
-        side_files += ["which tensors transformers' class needs"] if self._by_class else []
-        return found if folder.kind == "mistral" else [*found, *side_files, *self._read]
+        if self._by_class:
+            side_files += ["which tensors transformers' class needs"]
+        else:
+            side_files += []
+        if folder.kind == "mistral":
+            return found
+        return [*found, *side_files, *self._read]
 
     def left_out(self, compared: bool) -> list[str]:
         """What was not read, and what to do to have it read."""
         view = self.view
-        found = (
-            self._unread
-            if self.deep
-            else ["the weights themselves, and what it predicts (`deep=True`)"]
-        )
-        found += [] if compared else ["how far it is from its source (`against=SRC`)"]
+        if self.deep:
+            found = self._unread
+        else:
+            found = ["the weights themselves, and what it predicts (`deep=True`)"]
+        if compared:
+            found += []
+        else:
+            found += ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
             found.append("what a runtime does not load (`runtime=NAME`)")
         found += [f"{path.name}: pass its path to check it" for path in self.folder.others]
         if view is not None and not view.known and self.folder.config and not self._by_class:
-            what = f"{view.without_head} is" if view.without_head else "its family is"
+            if view.without_head:
+                what = f"{view.without_head} is"
+            else:
+                what = "its family is"
             found.append(f"which tensors the model needs: {what} not known here")
         if self.folder.kind == "mistral":
             found.append(

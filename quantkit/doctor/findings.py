@@ -45,7 +45,9 @@ class Rule:
 
     def severity_for(self, runtime: Runtime | None) -> Severity:
         """Its severity for one runtime, or in general."""
-        return "error" if runtime in self.breaks else self.severity
+        if runtime in self.breaks:
+            return "error"
+        return self.severity
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,22 @@ class Finding:
 def rules() -> Mapping[str, tuple[Rule, ...]]:
     """All rules, by theme."""
     listed = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
-    return {
-        theme: tuple(
+    result: dict[str, tuple[Rule, ...]] = {}
+    for theme, named in listed.items():
+        result[theme] = tuple(
             Rule(name, **{**rule, "breaks": tuple(rule.get("breaks", ()))})
             for name, rule in named.items()
         )
-        for theme, named in listed.items()
-    }
+    return result
 
 
 @functools.cache
 def _by_name() -> Mapping[str, Rule]:
-    return {rule.name: rule for theme in rules().values() for rule in theme}
+    result: dict[str, Rule] = {}
+    for theme in rules().values():
+        for rule in theme:
+            result[rule.name] = rule
+    return result
 
 
 def finding(rule: str, where: str, what: str) -> Finding:
@@ -104,7 +110,9 @@ def describe(error: Exception) -> str:
         facts.append(f"found {error.found}")
     if error.expected is not None:
         facts.append(f"expected {error.expected}")
-    return f"{error.problem} ({', '.join(facts)})" if facts else error.problem
+    if facts:
+        return f"{error.problem} ({', '.join(facts)})"
+    return error.problem
 
 
 @dataclass(frozen=True)
@@ -178,34 +186,45 @@ class Diagnosis:
             f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in self.layers[:3]
         ]
         counts = Counter(self.severity(group[0]) for group in groups.values())
-        words = [
-            f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}"
-            for one in SEVERITIES
-            if counts[one]
-        ]
-        who = f" for {self.runtime}" if self.runtime else ""
+        words = []
+        for one in SEVERITIES:
+            if counts[one]:
+                words.append(f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}")
+        if self.runtime:
+            who = f" for {self.runtime}"
+        else:
+            who = ""
         lines += _wrapped(f"{', '.join(words) or 'nothing found'}{who}", "", width)
-        lines += (
-            _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width) if self.looked_at else []
-        )
-        lines += (
-            _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width)
-            if self.left_out
-            else []
-        )
+        if self.looked_at:
+            lines += _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width)
+        else:
+            lines += []
+        if self.left_out:
+            lines += _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width)
+        else:
+            lines += []
         # characters that no terminal shows are escaped
-        return [
-            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-            for line in lines
-        ]
+        result: list[str] = []
+        for line in lines:
+            result.append(
+                "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+            )
+        return result
 
     def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
         """What one rule found: where the first is, and how many more there are."""
-        first, rule = group[0], group[0].rule
-        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        first = group[0]
+        rule = group[0].rule
+        if len(group) > 1:
+            more = f" and {len(group) - 1} more"
+        else:
+            more = ""
         head = f"  {self.severity(first):<8} {rule.name:<20} "
         where = _shortened(first.where, width - len(head) - len(more)) + more
-        breaks = f"; breaks {', '.join(rule.breaks)}" if rule.breaks else ""
+        if rule.breaks:
+            breaks = f"; breaks {', '.join(rule.breaks)}"
+        else:
+            breaks = ""
         remedy = _wrapped(f"-> {rule.remedy} [{rule.source}]", _INDENT, width)
         return [head + where, *_wrapped(first.what + breaks, _INDENT, width), *remedy]
 

@@ -77,7 +77,10 @@ class Folder(SideFiles):
         self.index: Mapping[str, Any] | None = None
         self.index_has_metadata = False
         root = found if found.is_dir() else found.parent
-        names = sorted(os.listdir(root)) if found.is_dir() else [found.name]
+        if found.is_dir():
+            names = sorted(os.listdir(root))
+        else:
+            names = [found.name]
         path_of_config = root / CONFIG
         config: Mapping[str, Any] = {}
         if found.is_dir() and path_of_config.is_file():
@@ -95,7 +98,9 @@ class Folder(SideFiles):
         if self.settings is None:
             return None
         stated = self.settings.get("quant_method")
-        return stated if isinstance(stated, str) else "unnamed"
+        if isinstance(stated, str):
+            return stated
+        return "unnamed"
 
     @property
     def complete(self) -> bool:
@@ -155,7 +160,9 @@ class Folder(SideFiles):
         if not others and (alone := self._matching(_ALONE)):
             self.others = alone[1:]
             return "file", alone[:1]
-        return ("safetensors", others) if others else ("", [])
+        if others:
+            return ("safetensors", others)
+        return ("", [])
 
     def _matching(self, pattern: str) -> list[Path]:
         return [self.root / name for name in self.names if re.fullmatch(pattern, name)]
@@ -171,9 +178,10 @@ class Folder(SideFiles):
             return []
         self.index = mapped
         self.index_has_metadata = isinstance(content.get("metadata"), dict)
-        inside = {
-            name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)
-        }
+        inside = set()
+        for name in mapped.values():
+            if isinstance(name, str) and may_hold_weights(name):
+                inside.add(name)
         return [self.root / name for name in sorted(inside)]
 
     def _with_missing_parts(self, named: list[Path]) -> list[Path]:
@@ -193,14 +201,14 @@ class Folder(SideFiles):
         """
         ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
-        stem, count = split_stem(first.name), _PART.search(first.name)
+        stem = split_stem(first.name)
+        count = _PART.search(first.name)
         if stem is None or count is None or int(count[2]) > _MAX_FILES:
             self.others = [path for path in ranked if path != first]
             return [first]
-        parts = [
-            first.with_name(split_name(stem, index, int(count[2])))
-            for index in range(int(count[2]))
-        ]
+        parts = []
+        for index in range(int(count[2])):
+            parts.append(first.with_name(split_name(stem, index, int(count[2]))))
         self.others = [path for path in ranked if path not in parts]
         return parts
 

@@ -52,9 +52,10 @@ def check(folder: Folder) -> Iterator[Finding]:
     if not folder.headers:
         return
     metadata = next(iter(folder.headers.values())).metadata
-    tensors = {
-        name: one for header in folder.headers.values() for name, one in header.tensors.items()
-    }
+    tensors = {}
+    for header in folder.headers.values():
+        for name, one in header.tensors.items():
+            tensors[name] = one
     where = next(iter(folder.headers))
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
@@ -71,9 +72,15 @@ def check(folder: Folder) -> Iterator[Finding]:
 def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterator[Finding]:
     for key in _KEYS:
         value = metadata.get(f"{architecture}.{key}")
-        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            numbers = value
+        else:
+            numbers = [value]
         if not numbers or not all(type(one) is int and one >= 0 for one in numbers):
-            said = "is missing" if value is None else f"is {shown(value)}"
+            if value is None:
+                said = "is missing"
+            else:
+                said = f"is {shown(value)}"
             yield finding("gguf-keys", where, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
         yield finding("gguf-keys", where, f"{architecture}.{_EPSILONS[0]} is missing")
@@ -143,7 +150,8 @@ def _text(
     stated = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
-    tokens, model = stated.get("tokens"), stated.get("model")
+    tokens = stated.get("tokens")
+    model = stated.get("model")
     if not isinstance(tokens, list) or not tokens:
         yield finding("no-tokenizer", where, "tokenizer.ggml.tokens is missing")
         return

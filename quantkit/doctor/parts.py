@@ -53,7 +53,8 @@ def check(view: View) -> Iterator[Finding]:
 
 
 def _dropped_prediction(view: View) -> Iterator[Finding]:
-    raw, stored = view.folder.config, view.stored
+    raw = view.folder.config
+    stored = view.stored
     layers = {layer for name in stored if (layer := layer_beyond(name, raw)) is not None}
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     for key, count in ((key, part.get(key)) for part in parts for key in PREDICTION):
@@ -62,7 +63,10 @@ def _dropped_prediction(view: View) -> Iterator[Finding]:
         if not any(is_extra_layer(name, raw) for name in stored):
             yield finding("dropped-prediction", CONFIG, f"{key} is {count}")
         elif layers and len(layers) < count:
-            found = f"layer {min(layers)}" if len(layers) == 1 else f"{len(layers)} such layers"
+            if len(layers) == 1:
+                found = f"layer {min(layers)}"
+            else:
+                found = f"{len(layers)} such layers"
             yield finding(
                 "dropped-prediction", CONFIG, f"{key} is {count}, and there is only {found}"
             )
@@ -79,7 +83,8 @@ def _not_ignored(view: View) -> Iterator[Finding]:
     """Linears of layers that predict further tokens that are stored as floats, and that runtimes
     would build as quantized ones; and names that the config gives such layers and no module has.
     """
-    folder, method = view.folder, view.method
+    folder = view.folder
+    method = view.method
     if method is None or folder.settings is None or view.claims.problems:
         return
     settings = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
@@ -87,9 +92,13 @@ def _not_ignored(view: View) -> Iterator[Finding]:
     try:
         if isinstance(method, CompressedTensors):  # runtimes do not vary the names of these modules
             claims = method.claims(settings, linears, view.coded, spelled=lambda module: [module])
-            ignored = settings.strings("ignore") if settings.has("ignore") else []
+            if settings.has("ignore"):
+                ignored = settings.strings("ignore")
+            else:
+                ignored = []
         else:
-            claims, ignored = method.claims(settings, linears, view.coded), []
+            claims = method.claims(settings, linears, view.coded)
+            ignored = []
     except CheckpointError:
         return  # reported by rules about quantized weights
     lost = _lost_linears(view, ignored, linears)
@@ -98,9 +107,15 @@ def _not_ignored(view: View) -> Iterator[Finding]:
         yield finding("dropped-prediction", name, "is in ignore, and in no file")
     for module in linears if claims.certain else ():
         if (claim := claims.modules.get(module)) is not None:
-            title = "quantized" if claim.layout is None else claim.layout.title
+            if claim.layout is None:
+                title = "quantized"
+            else:
+                title = claim.layout.title
             other = next((name for name in unknown if _is_same(name, module)), None)
-            also = "" if other is None else f", which names '{other}' instead,"
+            if other is None:
+                also = ""
+            else:
+                also = f", which names '{other}' instead,"
             yield finding("mtp-not-ignored", module, f"floats, and by the config{also} {title}")
     for name in unknown:
         yield finding("names-nothing", name, "is no module of the folder")
@@ -110,10 +125,14 @@ def _float_linears(view: View) -> list[str]:
     """The linears of layers that predict further tokens, as runtimes name them, that are stored
     as floats.
     """
-    raw, found = view.folder.config, []
+    raw = view.folder.config
+    found = []
     for name, tensor in view.stored.items():
         if is_extra_layer(name, raw):
-            known = LINEARS if layer_beyond(name, raw) is not None else LINEARS.union(_JOINING)
+            if layer_beyond(name, raw) is not None:
+                known = LINEARS
+            else:
+                known = LINEARS.union(_JOINING)
             modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
             found += [one for one in modules if one.rpartition(".")[2] in known]
     return found
@@ -123,19 +142,26 @@ def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> 
     """The names in such layers that are those of no module, nor of one next to a module:
     runtimes fuse some.
     """
-    raw, known, parents = view.folder.config, set(linears), set[str]()
+    raw = view.folder.config
+    known = set(linears)
+    parents = set[str]()
     for stored in view.stored:
-        module = stored if is_extra_layer(stored, raw) else ""
+        if is_extra_layer(stored, raw):
+            module = stored
+        else:
+            module = ""
         while module := module.rpartition(".")[0]:
             parents.add(module)
-    return [
-        name
-        for name in names
-        if not name.startswith("re:")
-        and is_extra_layer(f"{name}.weight", raw)
-        and name not in known
-        and name.rpartition(".")[0] not in parents
-    ]
+    unknown_names: list[str] = []
+    for name in names:
+        if (
+            not name.startswith("re:")
+            and is_extra_layer(f"{name}.weight", raw)
+            and name not in known
+            and name.rpartition(".")[0] not in parents
+        ):
+            unknown_names.append(name)
+    return unknown_names
 
 
 def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
@@ -146,7 +172,10 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
     extra = [name.rpartition(".")[0] for name in view.stored if is_extra_layer(name, raw)]
     known = {*linears, *extra, *view.coded, *view.stored}
     roots = {root for module in extra if (root := _root(module, raw))}
-    fused = {module.rpartition(".")[0] for module in extra if module.rpartition(".")[2] in _FUSED}
+    fused = set()
+    for module in extra:
+        if module.rpartition(".")[2] in _FUSED:
+            fused.add(module.rpartition(".")[0])
     found = []
     for name in names:
         parent, _, last = name.rpartition(".")

@@ -102,7 +102,9 @@ class _Run:
     def __init__(
         self, model: Checkpoint, windows: list[Tensor], frequency_loss: float, progress: Progress
     ) -> None:
-        self._model, self._windows, self._frequency_loss = model, windows, frequency_loss
+        self._model = model
+        self._windows = windows
+        self._frequency_loss = frequency_loss
         self._progress = in_phase(progress, "predictions")
         self.measured: str | None = None
 
@@ -115,14 +117,18 @@ class _Run:
             yield finding("no-prediction", where, str(error))
             return
         except CheckpointError as error:
-            found = f" ({error.found})" if error.found is not None else ""
+            if error.found is not None:
+                found = f" ({error.found})"
+            else:
+                found = ""
             yield finding("no-prediction", where, f"{error.problem}{found}")
         if isinstance(checked, SourceCheck):
             self.measured = (
                 f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
             )
             yield from self._worse_than_source(where, checked, recorded)
-            loss, bound = own[0].mean().item(), self._frequency_loss
+            loss = own[0].mean().item()
+            bound = self._frequency_loss
             if loss >= bound:
                 figures = (
                     f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies"
@@ -142,15 +148,20 @@ class _Run:
     ) -> Iterator[Finding]:
         """Compare the perplexity with that of the source, within what quantization explains."""
         source = recorded.get("source_check")
-        source = (
-            source if isinstance(source, dict) else {}
-        )  # otherwise the reason why there was no check
+        # otherwise the reason why there was no check
+        if isinstance(source, dict):
+            source = source
+        else:
+            source = {}
         before = source.get("perplexity")
         same_text = (source.get("text"), source.get("tokens")) == (checked.text, checked.tokens)
         if not (same_text and isinstance(before, float)):
             return
         found = schemes(self._model).values()
-        bound = scheme_bound(found) if found else BOUNDS["bfloat16"]
+        if found:
+            bound = scheme_bound(found)
+        else:
+            bound = BOUNDS["bfloat16"]
         limit = before * (
             1 + 2 * (bound.perplexity_ratio - 1)
         )  # for one window, where bounds are for several
@@ -191,7 +202,8 @@ def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
     1991) leaves for them.
     """
     rest = Counter(tokenizer.encode(excerpt())[windows.numel() :])
-    count, distinct = rest.total(), len(rest)
+    count = rest.total()
+    distinct = len(rest)
     unseen = distinct / tokenizer.vocab_size
     targets = windows[:, 1:].flatten().tolist()
     return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(
@@ -214,18 +226,25 @@ class _Reading(CheckpointView):
         reorder: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         super().__init__(source, config)
-        self.what, self._reorder = what, reorder
-        self._rotary = (
-            {one.name for one in parameters(self.config) if one.rotary} if reorder else set()
-        )
+        self.what = what
+        self._reorder = reorder
+        if reorder:
+            self._rotary = {one.name for one in parameters(self.config) if one.rotary}
+        else:
+            self._rotary = set()
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if self._reorder is None or name not in self._rotary:
             return self._source.load(name, part)
         value = self._source.load(name)
-        rows = value.dequantize() if isinstance(value, QuantTensor) else value
+        if isinstance(value, QuantTensor):
+            rows = value.dequantize()
+        else:
+            rows = value
         rows = self._reorder(rows, self.config.head_dim)
-        return rows if part is None else part.of(rows)
+        if part is None:
+            return rows
+        return part.of(rows)
 
 
 def _readings(source: Checkpoint) -> Iterator[_Reading]:
@@ -246,9 +265,17 @@ def _readings(source: Checkpoint) -> Iterator[_Reading]:
         yield _Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
         yield _Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
     per_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
-    heads, kv, size = config.num_heads, config.num_kv_heads, config.head_dim
-    changes = [(2 * heads, 2 * kv, size // 2)] if size % 2 == 0 else []
-    changes += [(heads // 2, kv // 2, 2 * size)] if heads % 2 == kv % 2 == 0 else []
+    heads = config.num_heads
+    kv = config.num_kv_heads
+    size = config.head_dim
+    if size % 2 == 0:
+        changes = [(2 * heads, 2 * kv, size // 2)]
+    else:
+        changes = []
+    if heads % 2 == kv % 2 == 0:
+        changes += [(heads // 2, kv // 2, 2 * size)]
+    else:
+        changes += []
     for heads, kv, size in changes if whole and not per_head else ():
         other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size)
         with suppress(CheckpointError):  # a size that rotary positions do not fit

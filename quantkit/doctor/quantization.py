@@ -62,11 +62,15 @@ def check(view: View, tp: int) -> Iterator[Finding]:
 
 def _module(view: View, module: str) -> Iterator[Finding]:
     """Compare what the config says of one linear with its tensors."""
-    claim, coded = view.claims.modules.get(module), view.coded.get(module)
+    claim = view.claims.modules.get(module)
+    coded = view.coded.get(module)
     if coded is None:
         floats = f"{module}.weight" in view.stored
         if claim is not None and view.claims.certain and floats and _is_meant(view, module):
-            title = "quantized" if claim.layout is None else claim.layout.title
+            if claim.layout is None:
+                title = "quantized"
+            else:
+                title = claim.layout.title
             yield finding("not-quantized", module, f"floats, and by the config {title}")
         return
     missing = coded.missing(claim)
@@ -74,20 +78,25 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         suffix for suffix in missing if not view.folder.in_unread_file(coded.tensor_name(suffix))
     ]
     if lacking:
-        there = f"; has {', '.join(coded.tensors)}" if coded.tensors else ""
+        if coded.tensors:
+            there = f"; has {', '.join(coded.tensors)}"
+        else:
+            there = ""
         yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
     if coded.layout is None:
         return
     if is_embedding(module) and not _embedding_is_read(view, coded):
         yield finding("quantized-embedding", module, coded.title)
     elif claim is None and view.claims.certain:
-        said = (
-            "no quantization_config"
-            if view.folder.settings is None
-            else "not among those it quantizes"
-        )
+        if view.folder.settings is None:
+            said = "no quantization_config"
+        else:
+            said = "not among those it quantizes"
         yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
-    bits = coded.bits if claim is None or claim.bits is None else claim.bits
+    if claim is None or claim.bits is None:
+        bits = coded.bits
+    else:
+        bits = claim.bits
     if (
         bits is not None
         and bits < _STATE_BITS
@@ -105,10 +114,14 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         foreign = coded.tensors[suffix]
         what = f"{foreign.dtype} {list(foreign.shape)}, which is no part of {coded.title}"
         yield finding("extra-tensor", foreign.name, what)
-    shape, tensor = view.linears.get(module), view.expected.get(f"{module}.weight")
+    shape = view.linears.get(module)
+    tensor = view.expected.get(f"{module}.weight")
     if shape is None and tensor is not None:
         shape = tensor.shape
-    shape = shape if shape is not None and len(shape) == 2 else None
+    if shape is not None and len(shape) == 2:
+        shape = shape
+    else:
+        shape = None
     if not missing and shape is not None:
         raw = RawModule(module, view.folder.homes, view.folder.root)
         if problem := coded.layout.problem(raw, shape):
@@ -138,7 +151,10 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         )
         return
     for leaf, wanted in coded.wrong_shapes(shape, claim):
-        rule = "codes-shape" if leaf == coded.layout.codes else "scale-shape"
+        if leaf == coded.layout.codes:
+            rule = "codes-shape"
+        else:
+            rule = "scale-shape"
         found = list(coded.tensors[leaf].shape)
         yield finding(rule, f"{module}.{leaf}", f"found {found}, expected {list(wanted)}")
 
@@ -165,7 +181,10 @@ def _is_meant(view: View, module: str) -> bool:
     """
     if view.known or not isinstance(view.method, Gptq | Awq):
         return True
-    same = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
+    same = []
+    for one in view.linears:
+        if _NUMBER.sub("*", one) == _NUMBER.sub("*", module):
+            same.append(one)
     return 2 * sum(one in view.coded for one in same) > len(same)
 
 
@@ -190,7 +209,10 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
     """The first module whose scheme differs from that of the first of a set."""
     tensors = [view.on_disk.get(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
-    present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
+    present = []
+    for one in modules:
+        if one in view.coded or f"{one}.weight" in view.stored:
+            present.append(one)
     if any(one in view.coded and view.coded[one].missing(None) for one in present):
         return  # broken, which another rule reports
     schemes = [view.scheme(one) for one in present]
@@ -231,15 +253,14 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
             if not parameter.role.startswith("attention."):
                 yield finding("tp-heads", tensor.module, f"width {width} over {tp}")
             continue
-        block = (
-            None
-            if claim is None
-            else claim.block[axis]
-            if claim.block
-            else claim.group_size
-            if axis == 1
-            else None
-        )
+        if claim is None:
+            block = None
+        elif claim.block:
+            block = claim.block[axis]
+        elif axis == 1:
+            block = claim.group_size
+        else:
+            block = None
         if block is not None and tensor.module in view.coded and (width // tp) % block:
             yield finding(
                 "tp-groups",
@@ -264,11 +285,10 @@ def check_cache(view: View) -> Iterator[Finding]:
         for name, entry in tensors.items()
         if entry.kind == "scale" and {*entry.parts} & {"k", "v"}
     }
-    stated = (
-        None
-        if folder.settings is None
-        else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
-    )
+    if folder.settings is None:
+        stated = None
+    else:
+        stated = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
         scheme = kv_cache.stated_scheme(stated)
     except CheckpointError as error:
@@ -283,7 +303,10 @@ def check_cache(view: View) -> Iterator[Finding]:
     if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
         yield finding("kv-no-scales", CONFIG, kv_cache.scheme_text(scheme))
     highest = max((entry.layer for entry in tensors.values()), default=0)
-    layers = highest + 1 if view.config is None else view.config.num_layers
+    if view.config is None:
+        layers = highest + 1
+    else:
+        layers = view.config.num_layers
     if folder.complete and scales:
         for layer in kv_cache.layers_without_scales(scales, layers):
             found = (
@@ -297,7 +320,10 @@ def check_cache(view: View) -> Iterator[Finding]:
     if folder.complete and kv_cache.needs_zero_points(scheme):
         for layer, part in kv_cache.without_zero_points(tensors, layers):
             yield finding("kv-no-zero-points", f"layer {layer}", f"found none of its {part}")
-    heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
+    if view.config is None:
+        heads = (0, 0)
+    else:
+        heads = (view.config.num_heads, view.config.num_kv_heads)
     for name, entry in tensors.items():
         if (count := kv_cache.misfit(entry, view.stored[name], scheme, *heads)) is not None:
             yield finding(
@@ -309,7 +335,8 @@ def check_cache(view: View) -> Iterator[Finding]:
 
 
 def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator[Finding]:
-    tensor, is_scale = view.stored[name], entry.kind == "scale"
+    tensor = view.stored[name]
+    is_scale = entry.kind == "scale"
     if tensor.dtype not in kv_cache.TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_READ_BYTES:
         expected = "floats" if is_scale else "numbers"
         yield finding(
@@ -382,7 +409,9 @@ def _stated_offset(view: View) -> int:
     """What the config says must be added to stored zero points."""
     settings = view.folder.settings or {}
     stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    return 1 if isinstance(view.method, Gptq) and stated != "gptq_v2" else 0
+    if isinstance(view.method, Gptq) and stated != "gptq_v2":
+        return 1
+    return 0
 
 
 def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:

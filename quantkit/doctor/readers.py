@@ -57,7 +57,10 @@ _VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
 def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
     """Whether a runtime reads such a folder at all."""
     if folder.kind and folder.kind not in _CONTAINERS[runtime]:
-        what = "a file" if folder.kind == "file" else f"{folder.kind} weights"
+        if folder.kind == "file":
+            what = "a file"
+        else:
+            what = f"{folder.kind} weights"
         read = ", ".join(_CONTAINER_TITLES[one] for one in _CONTAINERS[runtime])
         yield finding(
             "other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}"
@@ -104,7 +107,8 @@ def _transformers_knows(raw: Mapping[str, Any]) -> bool:
 
 
 def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
-    claim, coded = view.claims.modules.get(module), view.coded[module]
+    claim = view.claims.modules.get(module)
+    coded = view.coded[module]
     if claim is None:
         return
     if runtime == "vllm" and coded.layout in _VLLM_BITS:
@@ -121,7 +125,8 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
 
 
 def _vllm(coded: Description, claim: Claim) -> Iterator[Finding]:
-    module, layout = coded.module, coded.layout
+    module = coded.module
+    layout = coded.layout
     assert layout is not None
     if claim.bits not in _VLLM_BITS[layout] or (
         is_embedding(module) and layout is not PACKED_CODES

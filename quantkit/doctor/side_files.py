@@ -76,7 +76,9 @@ class SideFiles:
         A damaged one is a `CheckpointError`.
         """
         path = self.root / name
-        return read_json(path) if name in self.names and path.is_file() else None
+        if name in self.names and path.is_file():
+            return read_json(path)
+        return None
 
     def _is_dead(self, name: str) -> bool:
         """Return whether a name is that of a side file, and there is no file of that name."""
@@ -116,7 +118,10 @@ def check_contents(side: SideFiles, carried: Collection[str] = ()) -> Iterator[F
         path = side.root / name
         if name in _READ_ELSEWHERE or not (name in _KNOWN or name in carried) or not path.is_file():
             continue
-        rule = "damaged-tokenizer" if name in _VOCABULARY_FILES else "damaged-side-file"
+        if name in _VOCABULARY_FILES:
+            rule = "damaged-tokenizer"
+        else:
+            rule = "damaged-side-file"
         try:
             _read_side_file(path)
         except CheckpointError as error:
@@ -153,11 +158,10 @@ def check_links(side: SideFiles) -> Iterator[Finding]:
 
 def linked_files(side: SideFiles) -> list[Path]:
     """List the files that jobs may read or copy, and that must not be links out of the folder."""
-    paths = [
-        side.root / name
-        for name in side.names
-        if is_side_file(name) or name == README or name.endswith(".py")
-    ]
+    paths = []
+    for name in side.names:
+        if is_side_file(name) or name == README or name.endswith(".py"):
+            paths.append(side.root / name)
     templates = side.root / ADDITIONAL_TEMPLATES
     if templates.is_dir():
         paths += sorted(templates.iterdir())
@@ -168,4 +172,6 @@ def file_kind(path: Path) -> str:
     """Say in a few words what is there in place of a file."""
     if path.is_symlink() and not path.exists():
         return "a link that leads nowhere"
-    return "a folder" if path.is_dir() else "no regular file"
+    if path.is_dir():
+        return "a folder"
+    return "no regular file"

@@ -67,7 +67,10 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
     ):
         yield finding("vocabulary", CONFIG, f"vocab_size {stated}, and {rows} rows")
     if rows is not None and count is not None and not _MIN_SHARE * rows <= count <= rows:
-        rule = "tokenizer-too-large" if count > rows else "tokenizer-too-small"
+        if count > rows:
+            rule = "tokenizer-too-large"
+        else:
+            rule = "tokenizer-too-small"
         yield finding(rule, "tokenizer", f"{count} tokens, {rows} rows")
     yield from _generation(folder)
     yield from _special(folder, rows, vocabulary)
@@ -103,8 +106,12 @@ def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
     folder.side_json("tokenizer_config.json")
     if found is None:
         return None
-    model, path = found.get("model"), folder.root / "tokenizer.json"
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    model = found.get("model")
+    path = folder.root / "tokenizer.json"
+    if isinstance(model, dict):
+        vocabulary = model.get("vocab")
+    else:
+        vocabulary = None
     if isinstance(vocabulary, list):  # in unigram models: pieces with their scores
         vocabulary = {
             str(one[0]): index
@@ -160,7 +167,10 @@ def _special(
                 if one is None or (key == "pad_token_id" and one == -1):
                     continue
                 if type(one) is not int or one < 0 or (rows is not None and one >= rows):
-                    expected = f"below {rows}" if rows is not None else "a token's id"
+                    if rows is not None:
+                        expected = f"below {rows}"
+                    else:
+                        expected = "a token's id"
                     yield finding(
                         "token-out-of-range", file, f"{key} {shown(one)}, expected {expected}"
                     )

@@ -75,12 +75,17 @@ class _Facts:
 
     def __init__(self) -> None:
         self.count = self.bad = self.zeros = self.negative = self.rows = self.zero_tail = 0
-        self.low, self.high, self.squares = math.inf, -math.inf, 0.0
+        self.low = math.inf
+        self.high = -math.inf
+        self.squares = 0.0
         self.largest: float | None = None
 
     def add(self, piece: Tensor) -> None:
         """Include the next rows [N, ...]."""
-        rows = piece.reshape(piece.shape[0], -1) if piece.dim() else piece.reshape(1, 1)
+        if piece.dim():
+            rows = piece.reshape(piece.shape[0], -1)
+        else:
+            rows = piece.reshape(1, 1)
         floats = rows.is_floating_point()
         wide = rows.float() if floats else rows
         if floats:
@@ -89,12 +94,21 @@ class _Facts:
             wide = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype))
         self.count += wide.numel()
         self.zeros += int((wide == 0).sum())
-        self.negative += int((wide < 0).sum()) if floats else 0
+        if floats:
+            self.negative += int((wide < 0).sum())
+        else:
+            self.negative += 0
         self.low, self.high = min(self.low, wide.min().item()), max(self.high, wide.max().item())
         empty = (wide == 0).all(-1)
         filled = torch.nonzero(~empty)
-        tail = len(empty) if len(filled) == 0 else len(empty) - 1 - int(filled[-1])
-        self.zero_tail = self.zero_tail + tail if tail == len(empty) else tail
+        if len(filled) == 0:
+            tail = len(empty)
+        else:
+            tail = len(empty) - 1 - int(filled[-1])
+        if tail == len(empty):
+            self.zero_tail = self.zero_tail + tail
+        else:
+            self.zero_tail = tail
         self.rows += len(empty)
         if floats:
             self.largest = max(self.largest or 0.0, wide.abs().max().item())
@@ -134,7 +148,9 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
                 what = f"up to {largest:g}; in other layers up to {usual:g}"
                 found.append(finding("absurd-scale", name, what))
     found += unusual_norms(sizes)
-    return found if view is None else [*found, *_tied_head(view), *_column_order(view)]
+    if view is None:
+        return found
+    return [*found, *_tied_head(view), *_column_order(view)]
 
 
 def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
@@ -176,7 +192,10 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
         if size > 0 and math.isfinite(size) and (found := _LAYER.fullmatch(name)):
             roles.setdefault((found[1], found[3]), {})[int(found[2])] = name
     for layers in roles.values():
-        names = [layers[layer] for layer in sorted(layers)] if len(layers) >= _MIN_LAYERS else []
+        if len(layers) >= _MIN_LAYERS:
+            names = [layers[layer] for layer in sorted(layers)]
+        else:
+            names = []
         logs = [math.log2(sizes[name]) for name in names]
         usual = {
             layer: statistics.median(
@@ -195,7 +214,8 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _tied_head(view: View) -> Iterator[Finding]:
-    config, homes = view.config, view.folder.homes
+    config = view.config
+    homes = view.folder.homes
     if config is None or not config.tied_embeddings or "lm_head.weight" not in homes:
         return
     embedding = next((name for name in homes if is_embedding(name.removesuffix(".weight"))), None)
@@ -208,7 +228,8 @@ def _tied_head(view: View) -> Iterator[Finding]:
 def _column_order(view: View) -> Iterator[Finding]:
     """Groups of columns that are not adjacent although the settings do not say so."""
     for module, coded in view.coded.items():
-        claim, index = view.claims.modules.get(module), coded.tensors.get(G_IDX)
+        claim = view.claims.modules.get(module)
+        index = coded.tensors.get(G_IDX)
         if index is None or claim is None or claim.by_index or len(index.shape) != 1:
             continue
         order = view.folder.homes[index.name].read(index.name)
@@ -240,11 +261,20 @@ class _Part:
 def _parts(folder: Folder, view: View | None) -> list[_Part]:
     """All tensors of a folder or file."""
     if folder.kind == "gguf":
-        return [part for header in folder.headers.values() for part in _of_gguf(header)]
+        parts: list[_Part] = []
+        for header in folder.headers.values():
+            for part in _of_gguf(header):
+                parts.append(part)
+        return parts
     quantized: dict[str, tuple[str, Layout | None]] = {}
     for coded in view.coded.values() if view is not None else ():
         for suffix, tensor in coded.tensors.items():
-            kind = "scale" if suffix in _SCALES else "codes" if suffix in _CODES else "other"
+            if suffix in _SCALES:
+                kind = "scale"
+            elif suffix in _CODES:
+                kind = "codes"
+            else:
+                kind = "other"
             quantized[tensor.name] = kind, coded.layout
     offset = view is None or view.config is None or view.config.norm_offset != 0
     found = []
@@ -268,7 +298,9 @@ def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or name.endswith("bias"):
         return "other"
     last = name.removesuffix(".weight").rpartition(".")[2]
-    return "embedding" if "emb" in last or last in ("lm_head", "output", "wte", "wpe") else "weight"
+    if "emb" in last or last in ("lm_head", "output", "wte", "wpe"):
+        return "embedding"
+    return "weight"
 
 
 def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
@@ -287,15 +319,29 @@ def _compared(piece: Tensor) -> Tensor:
     if piece.dtype == torch.bool:
         return piece.byte()
     same = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.uint64: torch.int64}
-    return piece.view(same[piece.dtype]) if piece.dtype in same else piece
+    if piece.dtype in same:
+        return piece.view(same[piece.dtype])
+    return piece
 
 
 def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
     for name, tensor in header.tensors.items():
-        kind = "embedding" if name in ("token_embd.weight", "output.weight") else "weight"
-        kind = "norm" if "norm" in name else kind if len(tensor.shape) > 1 else "other"
-        is_weight, type_name = kind == "weight", str(tensor.type)
-        kind = "codes" if is_weight and type_name not in _GGUF_FLOATS else kind
+        if name in ("token_embd.weight", "output.weight"):
+            kind = "embedding"
+        else:
+            kind = "weight"
+        if "norm" in name:
+            kind = "norm"
+        elif len(tensor.shape) > 1:
+            kind = kind
+        else:
+            kind = "other"
+        is_weight = kind == "weight"
+        type_name = str(tensor.type)
+        if is_weight and type_name not in _GGUF_FLOATS:
+            kind = "codes"
+        else:
+            kind = kind
         yield _Part(name, kind, partial(_gguf_pieces, header, tensor))
         for place in _GGUF_SCALES.get(type_name, ()):
             # blocks of zeros, as in the padded rows of an embedding, have the scale 0
@@ -307,7 +353,8 @@ def _gguf_pieces(
     header: GgufHeader, tensor: GgufTensor, place: int | None = None
 ) -> Iterator[Tensor]:
     """Rows of floats or of blocks' bytes; with `place`, the float16 scales there in each block."""
-    rows, size = math.prod(tensor.shape[:-1]), tensor.type.row_bytes(tensor.shape[-1])
+    rows = math.prod(tensor.shape[:-1])
+    size = tensor.type.row_bytes(tensor.shape[-1])
     step = max(1, _PIECE // max(1, size))
     for start in range(0, rows, step):
         count = min(step, rows - start)

@@ -70,8 +70,13 @@ class View:
         other names.
         """
         stated = self.folder.config.get("architectures")
-        name = stated[0] if isinstance(stated, list) and stated else None
-        return name[:60] if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name) else None
+        if isinstance(stated, list) and stated:
+            name = stated[0]
+        else:
+            name = None
+        if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name):
+            return name[:60]
+        return None
 
     @property
     def is_read(self) -> bool:
@@ -87,7 +92,9 @@ class View:
                 and leaf in ("weight", "weight_packed", "weight_shape")
                 and tensor.shape
             ):
-                return None if leaf == "weight_shape" else tensor.shape[0]
+                if leaf == "weight_shape":
+                    return None
+                return tensor.shape[0]
         return None
 
     def scheme(self, module: str) -> tuple[tuple[object, ...], str]:
@@ -97,11 +104,10 @@ class View:
         if (coded := self.coded.get(module)) is None:
             return ("floats",), "floats"
         claim = self.claims.modules.get(module)
-        bits = (
-            f" ({claim.bits} bits by the config)"
-            if claim is not None and claim.bits != coded.bits
-            else ""
-        )
+        if claim is not None and claim.bits != coded.bits:
+            bits = f" ({claim.bits} bits by the config)"
+        else:
+            bits = ""
         return (*coded.signature, claim and claim.bits), coded.scheme + bits
 
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
@@ -121,7 +127,8 @@ class View:
         )
 
     def _claims(self) -> Claims:
-        folder, method = self.folder, self.method
+        folder = self.folder
+        method = self.method
         if folder.kind == "file":
             return Claims()  # without a config
         if folder.settings is None:
@@ -140,7 +147,9 @@ class View:
                 )
         stated = folder.settings.get("quant_method")
         known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
-        return Claims() if known else Claims(problems=(f"quant_method is {shown(stated)}",))
+        if known:
+            return Claims()
+        return Claims(problems=(f"quant_method is {shown(stated)}",))
 
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
@@ -172,7 +181,11 @@ class View:
 
     def _linears(self) -> dict[str, tuple[int, ...] | None]:
         if self.expected:
-            return {one.module: one.shape for one in self.expected.values() if one.quantizable}
+            linears: dict[str, tuple[int, ...] | None] = {}
+            for one in self.expected.values():
+                if one.quantizable:
+                    linears[one.module] = one.shape
+            return linears
         floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
         tensors = opaque_config(self.folder.config, floats).tensors or ()
         roles = named_roles(self.folder.config, tensors)

@@ -58,7 +58,8 @@ def check_files(folder: Folder) -> Iterator[Finding]:
     else:
         for name, (first, second) in folder.twice.items():
             yield finding("tensor-twice", name, f"in {first} and in {second}")
-        usual, names = _ALONE.get(folder.kind), [one.name for one in folder.listed]
+        usual = _ALONE.get(folder.kind)
+        names = [one.name for one in folder.listed]
         sound = folder.complete and not (folder.problems or folder.dead or folder.twice)
         if usual is not None and sound and names != [usual]:
             more = len(names) - 1
@@ -104,7 +105,9 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
 
 
 def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
-    name, text, what = path.name, error.problem, describe(error)
+    name = path.name
+    text = error.problem
+    what = describe(error)
     if not is_listed:
         return finding(
             "damaged-index" if name.endswith(".index.json") else "damaged-json", name, what
@@ -144,7 +147,10 @@ def _index(folder: Folder) -> Iterator[Finding]:
     for file, opened in folder.files.items():
         for name in opened.tensors:
             if (stated := folder.index.get(name)) != file:
-                where = f"in {stated} by the index" if stated else "not in the index"
+                if stated:
+                    where = f"in {stated} by the index"
+                else:
+                    where = "not in the index"
                 yield finding("stale-index", name, f"is in {file}, and {where}")
 
 
@@ -161,7 +167,10 @@ def check(view: View) -> Iterator[Finding]:
             yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
     if (error := view.problem) is not None:
         found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
-        rule = "unknown-setting" if isinstance(error, UnsupportedError) else "bad-config"
+        if isinstance(error, UnsupportedError):
+            rule = "unknown-setting"
+        else:
+            rule = "bad-config"
         rule, where = (
             (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
         )
@@ -182,7 +191,8 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
         if deep or folder.settings is None:
             open_checkpoint(folder.root)
         else:
-            raw, modules = {SETTINGS: folder.settings}, dict.fromkeys([*view.linears, *view.coded])
+            raw = {SETTINGS: folder.settings}
+            modules = dict.fromkeys([*view.linears, *view.coded])
             read_codecs(raw, modules, folder.root / CONFIG, METHODS, view.stored)
     except (CheckpointError, UnsupportedError) as error:
         yield finding("not-read-here", folder.path.name, str(error))
@@ -197,7 +207,10 @@ def _missing(view: View) -> Iterator[Finding]:
             continue
         if is_embedding(tensor.module) and _stores_tied_head(view):
             continue  # readers tie it to the head, whichever of the two is stored
-        stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
+        if tensor.stacked:
+            stacked = f", or those of each expert of {tensor.module}"
+        else:
+            stacked = ""
         yield finding(
             "missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}"
         )
@@ -262,9 +275,11 @@ def _shapes(view: View) -> Iterator[Finding]:
             and rows is not None
             and tensor.module in ("lm_head", "model.embed_tokens")
         ):
-            shape = (
-                tensor.shape if shape == (rows, *tensor.shape[1:]) else shape
-            )  # another rule checks vocab_size
+            # another rule checks vocab_size
+            if shape == (rows, *tensor.shape[1:]):
+                shape = tensor.shape
+            else:
+                shape = shape
         allowed = [tensor.shape]
         if tensor.stacked is not None:  # some stacked experts have inputs before outputs
             allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))

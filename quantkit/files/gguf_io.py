@@ -24,7 +24,9 @@ from quantkit.files.source import SourceFile, damaged_file, open_weights, requir
 MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
-MAX_DIMS, MAX_NAME = 4, 63  # of ggml, the name in bytes
+# of ggml, the name in bytes
+MAX_DIMS = 4
+MAX_NAME = 63
 _VERSIONS = (2, 3)
 _MAX_HEADER = 100_000_000  # the largest published vocabularies take some 15 MB
 _MAX_ITEMS = 1 << 23  # of all arrays together
@@ -86,7 +88,8 @@ def read_header(path: Path) -> GgufHeader:
         raise damaged_file("is not a GGUF file", path)
     cursor = _Cursor(source)
     _require_known_version(cursor)
-    tensor_count, key_count = cursor.word(_LENGTH), cursor.word(_LENGTH)
+    tensor_count = cursor.word(_LENGTH)
+    key_count = cursor.word(_LENGTH)
     metadata: dict[str, Any] = {}
     cursor.require(key_count, 13, f"{key_count} metadata keys")
     for _ in range(key_count):
@@ -102,7 +105,8 @@ def read_header(path: Path) -> GgufHeader:
         or not 0 < alignment <= _MAX_ALIGNMENT
         or alignment & (alignment - 1)
     ):
-        problem, found = "general.alignment is not a power of two", shown(alignment)
+        problem = "general.alignment is not a power of two"
+        found = shown(alignment)
         raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
     listed = [_listed(cursor) for _ in range(tensor_count)]
@@ -135,14 +139,17 @@ def build_header(
         header += _packed_text(key) + _packed_value(key, value)
     position = 0
     for tensor in tensors:
-        name, shape, kind = tensor.name, tensor.shape, tensor.type
+        name = tensor.name
+        shape = tensor.shape
+        kind = tensor.type
         if len(name.encode()) > MAX_NAME or not 1 <= len(shape) <= MAX_DIMS:
             expected = f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes"
             raise UnsupportedError(
                 f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected
             )
         if shape[-1] % kind.block:
-            problem, found = f"{kind} cannot hold tensor '{name}'", f"rows of {shape[-1]}"
+            problem = f"{kind} cannot hold tensor '{name}'"
+            found = f"rows of {shape[-1]}"
             raise UnsupportedError(problem, found=found, expected=f"a multiple of {kind.block}")
         header += _packed_text(name) + _WORD.pack(len(shape))
         header += b"".join(_LENGTH.pack(size) for size in reversed(shape))
@@ -207,7 +214,8 @@ class _Cursor:
         kind = self._kind(what)
         if kind is not ValueType.ARRAY:
             return self._values(kind, 1, what)[0]
-        kind, count = self._kind(what), self.word(_LENGTH, what)
+        kind = self._kind(what)
+        count = self.word(_LENGTH, what)
         self._items += count
         if kind is ValueType.ARRAY:
             self.fail(f"{what} is an array of arrays")
@@ -249,10 +257,8 @@ def _require_known_version(cursor: _Cursor) -> None:
             "is a big-endian GGUF file", path=path, expected="little-endian", hint=hint
         )
     if version not in _VERSIONS:
-        problem, hint = (
-            "is of a version of GGUF that is not read",
-            "download a newer file of the model",
-        )
+        problem = "is of a version of GGUF that is not read"
+        hint = "download a newer file of the model"
         raise UnsupportedError(
             problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint
         )
@@ -267,9 +273,11 @@ def _listed(cursor: _Cursor) -> GgufTensor:
     if not 1 <= dims <= MAX_DIMS:
         cursor.fail(f"tensor '{name}' has {dims} dimensions, not 1 to {MAX_DIMS}")
     shape = tuple(reversed([cursor.word(_LENGTH) for _ in range(dims)]))
-    code, offset = cursor.word(_WORD), cursor.word(_LENGTH)
+    code = cursor.word(_WORD)
+    offset = cursor.word(_LENGTH)
     if code not in _TYPES:
-        problem, found = f"tensor '{name}' has an unknown type", f"ggml's type {code}"
+        problem = f"tensor '{name}' has an unknown type"
+        found = f"ggml's type {code}"
         raise UnsupportedError(problem, path=cursor.source.path, found=found)
     kind = _TYPES[code]
     if 0 in shape or math.prod(shape) > _MAX_SIZE // 8 or shape[-1] % kind.block:
@@ -281,9 +289,11 @@ def _placed(
     listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor
 ) -> dict[str, GgufTensor]:
     """The tensors with offsets in the file, checked against its size."""
-    path, size = cursor.source.path, cursor.source.size
+    path = cursor.source.path
+    size = cursor.source.size
     found: dict[str, GgufTensor] = {}
-    position, end = start, cursor.position
+    position = start
+    end = cursor.position
     for tensor in listed:
         if tensor.name in found:
             cursor.fail(f"tensor '{tensor.name}' comes twice")
@@ -326,7 +336,10 @@ def _packed_value(key: str, value: Any) -> bytes:
     """The type and the value, as a file has them."""
     kind, plain = (value.kind, value.value) if isinstance(value, Typed) else (None, value)
     if not isinstance(plain, (list, tuple)):
-        kind = kind if kind is not None else _kind_of(key, plain, ValueType.UINT32)
+        if kind is not None:
+            kind = kind
+        else:
+            kind = _kind_of(key, plain, ValueType.UINT32)
         return _WORD.pack(kind) + _packed(key, kind, [plain])
     if kind is None:
         kinds = {_kind_of(key, item, ValueType.INT32) for item in plain}

@@ -111,7 +111,9 @@ class GgmlType(StrEnum):
     def __new__(cls, name: str, code: int = 0, block: int = 1, block_bytes: int = 4) -> GgmlType:
         member = str.__new__(cls, name)
         member._value_ = name
-        member.code, member.block, member.block_bytes = code, block, block_bytes
+        member.code = code
+        member.block = block
+        member.block_bytes = block_bytes
         return member
 
     def row_bytes(self, columns: int) -> int:
@@ -188,10 +190,10 @@ class Split:
         """The metadata of such a file."""
         kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
         values = (self.index, self.count, self.tensors)
-        return {
-            key: Typed(kind, value)
-            for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True)
-        }
+        result: dict[str, Any] = {}
+        for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True):
+            result[key] = Typed(kind, value)
+        return result
 
 
 def split_name(stem: str, index: int, count: int) -> str:
@@ -210,4 +212,6 @@ def split_stem(name: str) -> str | None:
 def split_count(name: str) -> int:
     """The number of parts of a model, from the name of one; 1 for any other name."""
     found = _SPLIT_NAME.fullmatch(name)
-    return int(found["count"]) if found else 1
+    if found:
+        return int(found["count"])
+    return 1

@@ -76,10 +76,11 @@ class HubModel:
     revision: str | None = None
 
     def __str__(self) -> str:
-        file, revision = (
-            (f"/{self.file}" if self.file else ""),
-            (f"@{self.revision}" if self.revision else ""),
-        )
+        file = f"/{self.file}" if self.file else ""
+        if self.revision:
+            revision = f"@{self.revision}"
+        else:
+            revision = ""
         return f"{PREFIX}{self.name}{file}{revision}"
 
 
@@ -102,7 +103,9 @@ def hub_model(path: str) -> HubModel | None:
 def origin(path: Path) -> dict[str, str] | None:
     """The name and the commit of a model in the hub's cache; None for any other path."""
     found = _SNAPSHOT.search(path.absolute().as_posix())
-    return None if found is None else {"name": f"{found[1]}/{found[2]}", "commit": found[3]}
+    if found is None:
+        return None
+    return {"name": f"{found[1]}/{found[2]}", "commit": found[3]}
 
 
 def download(model: HubModel) -> Path:
@@ -138,14 +141,20 @@ def download(model: HubModel) -> Path:
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; the cached model is used", model)
             return found
-        expected = model.revision if COMMIT.fullmatch(model.revision or "") else None
+        if COMMIT.fullmatch(model.revision or ""):
+            expected = model.revision
+        else:
+            expected = None
         commit = checked_commit(info.sha, str(model), expected)
         siblings = files_by_name(info, str(model))
-        files = [
-            announced_file(siblings[name], str(model)) for name in needed_files(siblings, model)
-        ]
+        files = []
+        for name in needed_files(siblings, model):
+            files.append(announced_file(siblings[name], str(model)))
         cached = CachedModel(model.name, model.file)
-        missing = [file for file in files if not (cached.snapshot(commit) / file.name).is_file()]
+        missing = []
+        for file in files:
+            if not (cached.snapshot(commit) / file.name).is_file():
+                missing.append(file)
         _require_space(sum(file.size for file in missing), model)
         _fetch(model, commit, files, cached.recorded(commit).difference(missing))
     cached.record(commit, files)
@@ -177,10 +186,8 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
             return sorted({*side_files, *found})
     if len(models) > 1:
         first = min(found[0] for found in models.values())
-        several, expected = (
-            f"{len(models)}, such as {first}",
-            f"one of them: {replace(model, file=first)}",
-        )
+        several = f"{len(models)}, such as {first}"
+        expected = f"one of them: {replace(model, file=first)}"
         raise RequestError(
             "the repository has several GGUF models",
             path=str(model),
@@ -241,7 +248,9 @@ def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
     if model.file is not None:
         return folder / model.file
     gguf = [name for name in wanted if name.lower().endswith(".gguf")]
-    return folder / gguf[0] if gguf else folder
+    if gguf:
+        return folder / gguf[0]
+    return folder
 
 
 def _require_space(size: int, model: HubModel) -> None:
@@ -250,11 +259,10 @@ def _require_space(size: int, model: HubModel) -> None:
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
     existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if size and (free := shutil.disk_usage(existing).free) < size + _SPARE_BYTES:
-        problem, hint = (
-            f"too little space on the disk of the hub's cache for {model}",
-            "HF_HOME chooses another disk",
-        )
-        found, expected = f"{size_text(free)} free", size_text(size + _SPARE_BYTES)
+        problem = f"too little space on the disk of the hub's cache for {model}"
+        hint = "HF_HOME chooses another disk"
+        found = f"{size_text(free)} free"
+        expected = size_text(size + _SPARE_BYTES)
         raise NoSpaceError(problem, path=cache, found=found, expected=expected, hint=hint)
 
 

@@ -101,7 +101,8 @@ def announced_file(sibling: Any, path: str) -> HubFile:
     Raises:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
-    name, lfs = sibling.rfilename, sibling.lfs
+    name = sibling.rfilename
+    lfs = sibling.lfs
     digest, kind, what = (
         (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
     )
@@ -173,7 +174,8 @@ def _install(file_download: Any) -> None:
             None,
         ):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
-        file, etag = expected.file, found.etag
+        file = expected.file
+        etag = found.etag
         if file is None and etag is not None and not _ETAG.fullmatch(etag):
             raise _refused("has an ETag that is not the name of a file", expected.path, etag)
         if file is not None and etag != file.digest:
@@ -194,7 +196,8 @@ def _install(file_download: Any) -> None:
                     xet.file_hash,
                     "64 hexadecimal digits",
                 )
-            route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
+            route = urlsplit(str(xet.refresh_route))
+            own = urlsplit(url)
             if (route.scheme, route.netloc) != (own.scheme, own.netloc):
                 raise _refused(
                     "leads to another host for its storage",
@@ -223,17 +226,17 @@ class _Limited:
     """A file that accepts no more bytes than the hub announced, since a response may be endless."""
 
     def __init__(self, inner: Any, file: HubFile, path: str | None) -> None:
-        self._inner, self._file, self._path = inner, file, path
+        self._inner = inner
+        self._file = file
+        self._path = path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, chunk: bytes) -> Any:
         if self._inner.tell() + len(chunk) > self._file.size:
-            problem, limit = (
-                f"sends more of {shown(self._file.name)} than it announced",
-                f"{self._file.size} bytes",
-            )
+            problem = f"sends more of {shown(self._file.name)} than it announced"
+            limit = f"{self._file.size} bytes"
             raise _refused(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
 

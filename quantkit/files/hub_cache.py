@@ -40,7 +40,10 @@ class CachedModel:
         return self.folder / "snapshots" / commit
 
     def _record(self, commit: str) -> Path:
-        one = "" if self.file is None else f"-{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
+        if self.file is None:
+            one = ""
+        else:
+            one = f"-{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
         return self.folder / "quantkit" / f"{commit}{one}.json"
 
     def record(self, commit: str, files: Iterable[HubFile]) -> None:
@@ -59,9 +62,10 @@ class CachedModel:
         """The recorded files; none if the record is damaged."""
         try:
             content = json.loads(self._record(commit).read_bytes())
-            return {
-                HubFile(name, int(one["size"]), str(one["digest"])) for name, one in content.items()
-            }
+            result: set[HubFile] = set()
+            for name, one in content.items():
+                result.add(HubFile(name, int(one["size"]), str(one["digest"])))
+            return result
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return set()
 
@@ -71,7 +75,10 @@ class CachedModel:
         """
         branch = self.folder / "refs" / (revision or "main")
         try:
-            commit = branch.read_text().strip() if branch.is_file() else str(revision)
+            if branch.is_file():
+                commit = branch.read_text().strip()
+            else:
+                commit = str(revision)
         except (OSError, ValueError):
             return None
         if not COMMIT.fullmatch(
@@ -80,14 +87,18 @@ class CachedModel:
             return None
         folder = self.snapshot(commit)
         try:
-            sizes = {
-                file.name: (folder / file.name).stat().st_size == file.size
-                for file in self.recorded(commit)
-            }
+            sizes = {}
+            for file in self.recorded(commit):
+                sizes[file.name] = (folder / file.name).stat().st_size == file.size
         except OSError:
             sizes = {}
-        names = set(sizes) if sizes and all(sizes.values()) else self._whole(folder, revision)
-        return (folder, names) if names else None
+        if sizes and all(sizes.values()):
+            names = set(sizes)
+        else:
+            names = self._whole(folder, revision)
+        if names:
+            return (folder, names)
+        return None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
         """The files of a snapshot that the hub's library knows to be complete; none of any other
@@ -104,7 +115,11 @@ class CachedModel:
             snapshot_download(self.name, revision=revision, local_files_only=True)
         except Exception:
             return set()
-        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        result: set[str] = set()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                result.add(path.relative_to(folder).as_posix())
+        return result
 
     def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
         """Compare a file with what the hub announced; only its size if its content was `checked`
@@ -119,25 +134,32 @@ class CachedModel:
         if checked and source.size == file.size:
             return
         in_lfs = len(file.digest) == hashlib.sha256().digest_size * 2
-        digest = source.sha256() if in_lfs else source.git_blob_id()
+        if in_lfs:
+            digest = source.sha256()
+        else:
+            digest = source.git_blob_id()
         if (source.size, digest) == (file.size, file.digest):
             return
-        found, expected = digest, file.digest
+        found = digest
+        expected = file.digest
         if source.size != file.size:
-            found, expected = f"{source.size} bytes", f"{file.size} bytes"
-        hint = "try again" if digest == file.digest else self._remove(path, file)
+            found = f"{source.size} bytes"
+            expected = f"{file.size} bytes"
+        if digest == file.digest:
+            hint = "try again"
+        else:
+            hint = self._remove(path, file)
         raise CheckpointError(
             "is not what the hub announced", path=path, found=found, expected=expected, hint=hint
         )
 
     def _remove(self, path: Path, file: HubFile) -> str:
         """Remove a blob whose name is not its hash; the hint for the user."""
-        blob, real = self.folder / "blobs" / file.digest, path.resolve()
+        blob = self.folder / "blobs" / file.digest
+        real = path.resolve()
         with contextlib.suppress(OSError):
             if blob.samefile(path):
                 blob.unlink()
-        return (
-            f"delete {real}, and try again"
-            if real.exists()
-            else "it was removed from the cache; try again"
-        )
+        if real.exists():
+            return f"delete {real}, and try again"
+        return "it was removed from the cache; try again"

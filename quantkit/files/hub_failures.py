@@ -63,7 +63,10 @@ def read_failure(
     if status == 401:
         return RequestError("the hub does not accept the access token", path=path, hint=_LOG_IN)
     kind = UnreachableError if status is None or status in _RETRYABLE else RequestError
-    reason = short(error) if status is None else f"status {status}"
+    if status is None:
+        reason = short(error)
+    else:
+        reason = f"status {status}"
     return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint=hint)
 
 
@@ -119,14 +122,14 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
 def _status(error: Exception) -> int | None:
     """The HTTP status of the hub's answer; None if there was none."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
+    if isinstance(status, int):
+        return status
+    return None
 
 
 def _server_message(error: Exception) -> str:
     """What the hub states as the reason, in one line."""
     message = getattr(error, "server_message", None)
-    return (
-        textwrap.shorten(message, 200, placeholder=" ...")
-        if isinstance(message, str) and message
-        else "no reason"
-    )
+    if isinstance(message, str) and message:
+        return textwrap.shorten(message, 200, placeholder=" ...")
+    return "no reason"

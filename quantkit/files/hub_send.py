@@ -36,7 +36,8 @@ class Sent:
     """
 
     def __init__(self, sizes: Mapping[str, int], progress: Progress) -> None:
-        self._sizes, self._progress = sizes, progress
+        self._sizes = sizes
+        self._progress = progress
         self._done = dict.fromkeys(sizes, 0)
         self._total = sum(sizes.values())
         self._stall = Stall(_STALLED_SECONDS)
@@ -131,7 +132,8 @@ def send(
             for one in names:
                 sent.complete(one)
 
-    small, large = list[str](), dict[str, list[list[str]]]()
+    small = list[str]()
+    large = dict[str, list[list[str]]]()
     for file in sorted(files, key=lambda one: -one.size):
         if file.size < _LARGE and b"\0" not in operations[file.name].upload_info.sample:
             small.append(file.name)
@@ -178,10 +180,8 @@ def reporting_library(sent: Sent) -> Iterator[None]:
         warnings.simplefilter("ignore")
         disabled = utils.are_progress_bars_disabled()
         if reporting is not None:
-            original, reporting.XetUploadProgressReporter = (
-                reporting.XetUploadProgressReporter,
-                Reporter,
-            )
+            original = reporting.XetUploadProgressReporter
+            reporting.XetUploadProgressReporter = Reporter
             utils.enable_progress_bars()  # without them nothing is reported
         else:
             utils.disable_progress_bars()
@@ -202,8 +202,6 @@ def _xet_reporting() -> Any:
         from huggingface_hub.utils._runtime import is_xet_available
     except ImportError:
         return None
-    return (
-        reporting
-        if is_xet_available() and hasattr(reporting, "XetUploadProgressReporter")
-        else None
-    )
+    if is_xet_available() and hasattr(reporting, "XetUploadProgressReporter"):
+        return reporting
+    return None

@@ -101,6 +101,7 @@ class Stall:
         """Compare the number with the last one."""
         now = time.monotonic()
         if value > self._last:
-            self._last, self._since = value, now
+            self._last = value
+            self._since = now
         elif now - self._since > self._seconds:
             raise TimeoutError(f"nothing was sent for {self._seconds:.0f} seconds")

@@ -56,7 +56,8 @@ def require_token(name: str) -> None:
     """
     from huggingface_hub import get_token
 
-    token, hint = get_token(), "log in: hf auth login; or set HF_TOKEN"
+    token = get_token()
+    hint = "log in: hf auth login; or set HF_TOKEN"
     if not token:
         raise RequestError("there is no access token for the hub", path=PREFIX + name, hint=hint)
     if not token.isascii() or not token.isprintable() or " " in token:
@@ -180,23 +181,21 @@ def commit_files(
     """
     from huggingface_hub import CommitOperationDelete, HfApi
 
-    name, branch = repository.name, repository.branch
+    name = repository.name
+    branch = repository.branch
     sent = Sent({file.name: file.size for file in files}, progress)
     operations = {file.name: addition(file, sent) for file in files}
     with reporting_library(sent):
         send(files, operations, name, branch, sent)
         for file in files:
             file.require_unchanged()
-        ignored = [
-            one
-            for one, operation in operations.items()
-            if getattr(operation, "_should_ignore", False)
-        ]
+        ignored = []
+        for one, operation in operations.items():
+            if getattr(operation, "_should_ignore", False):
+                ignored.append(one)
         if ignored:  # the library would leave it out without an error
-            problem, hint = (
-                "the repository's .gitignore excludes a file",
-                "remove it from .gitignore on the hub",
-            )
+            problem = "the repository's .gitignore excludes a file"
+            hint = "remove it from .gitignore on the hub"
             raise RequestError(problem, path=PREFIX + name, found=ignored[0], hint=hint)
         changes = [
             *operations.values(),
@@ -231,7 +230,10 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
     for file in files:
         found = listed.get(file.name)
         if not file.equals(found):
-            what = "nothing" if found is None else f"{found.size} bytes, {found.digest[:12]}"
+            if found is None:
+                what = "nothing"
+            else:
+                what = f"{found.size} bytes, {found.digest[:12]}"
             expected = (
                 f"{file.size} bytes,"
                 f" {(file.sha256 if found is None else _digest_as(file, found))[:12]}"
@@ -246,7 +248,9 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
 
 
 def _digest_as(file: LocalFile, found: HubFile) -> str:
-    return file.sha256 if len(found.digest) == len(file.sha256) else file.blob_id
+    if len(found.digest) == len(file.sha256):
+        return file.sha256
+    return file.blob_id
 
 
 def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
@@ -273,7 +277,10 @@ def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
             "the repository has another name", path=path, found=info.id, hint=f"push to {info.id}"
         )
     files = [announced_file(one, path) for one in files_by_name(info, path).values()]
-    private = info.private if isinstance(info.private, bool) else None
+    if isinstance(info.private, bool):
+        private = info.private
+    else:
+        private = None
     return Repository(
         name, branch, checked_commit(info.sha, path), private, {file.name: file for file in files}
     )

@@ -21,8 +21,11 @@ from quantkit.files.gguf_types import GgmlType, GgufTensor, Typed, ValueType
 from quantkit.tensors.late import torch
 
 KIND = "imatrix"
-_SUMS, _COUNTS = ".in_sum2", ".counts"
-_DATASETS, _CHUNKS, _CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+_SUMS = ".in_sum2"
+_COUNTS = ".counts"
+_DATASETS = "imatrix.datasets"
+_CHUNKS = "imatrix.chunk_count"
+_CHUNK_SIZE = "imatrix.chunk_size"
 _MAX_NAME = 1 << 12
 _INT = struct.Struct("<i")
 _AGAIN = "make it again"
@@ -52,7 +55,8 @@ class ImportanceMatrix:
 
     def to_gguf(self) -> bytes:
         """The bytes of a GGUF file."""
-        tensors, data = [], []
+        tensors = []
+        data = []
         for name, entry in sorted(self.entries.items()):
             sums = entry.means * entry.counts.unsqueeze(1)
             for suffix, value in ((_SUMS, sums), (_COUNTS, entry.counts.unsqueeze(1))):
@@ -90,7 +94,10 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        found = _read_gguf(path) if is_gguf else _read_dat(path, path.read_bytes())
+        if is_gguf:
+            found = _read_gguf(path)
+        else:
+            found = _read_dat(path, path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
     for name, entry in found.entries.items():
@@ -128,7 +135,10 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
         sums = sums.view(counts.numel(), -1)
         entries[own] = Entry(sums / counts.clamp(min=1).unsqueeze(1), counts)
     texts = header.metadata.get(_DATASETS)
-    text = str(texts[0]) if isinstance(texts, list) and texts else ""
+    if isinstance(texts, list) and texts:
+        text = str(texts[0])
+    else:
+        text = ""
     chunks, size = (header.metadata.get(key) for key in (_CHUNKS, _CHUNK_SIZE))
     return ImportanceMatrix(
         entries, text, *(one if isinstance(one, int) else 0 for one in (chunks, size))
@@ -156,7 +166,9 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
 
     entries = {}
     for _ in range(integer()):
-        own, chunks, count = name(), integer(), integer()
+        own = name()
+        chunks = integer()
+        count = integer()
         values = _floats(take(4 * count)).view(1, -1)
         entries[own] = Entry(values / max(1, chunks), torch.tensor([float(chunks)]))
     ended = position == len(data)  # older files end here
@@ -166,7 +178,9 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
 
 
 def _floats(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
+    if data:
+        return torch.frombuffer(bytearray(data), dtype=torch.float32)
+    return torch.empty(0)
 
 
 def _text(text: str) -> bytes:

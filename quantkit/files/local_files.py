@@ -82,7 +82,8 @@ def hashed(files: Mapping[str, Path], progress: Progress) -> dict[str, LocalFile
         CheckpointError: if one is missing, irregular, or changes while it is read.
     """
     total = sum(path.stat().st_size for path in files.values())
-    found, done = dict[str, LocalFile](), 0
+    found = dict[str, LocalFile]()
+    done = 0
     for name, path in files.items():
         report_bytes(progress, "sha256", done, total)
         source = SourceFile(path)

@@ -41,7 +41,9 @@ def located(path: str | Path) -> Path:
         if whole.suffix != GGUF or whole.exists():
             return whole
         parts = list(whole.parent.glob(f"{glob.escape(whole.stem)}-00001-of-{'[0-9]' * 5}{GGUF}"))
-        return parts[0] if len(parts) == 1 else whole
+        if len(parts) == 1:
+            return parts[0]
+        return whole
     if model not in _downloaded or not _downloaded[model].exists():
         _downloaded[model] = download(model)
     return _downloaded[model]
@@ -63,9 +65,10 @@ def require_there(path: str | Path) -> Path:
         near = [f"did you mean {one}?" for one in _similar(found)]
         if os.path.exists(partial := f"{found}{PARTIAL}"):
             near = [f"{partial} is not finished: add `resume=True` to the command that began it"]
-        hints = (
-            near if model is None else [*near, f"if it is a model of the Hugging Face hub: {model}"]
-        )
+        if model is None:
+            hints = near
+        else:
+            hints = [*near, f"if it is a model of the Hugging Face hub: {model}"]
         raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
     return found
 
@@ -95,13 +98,17 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.is_dir():
         models = gguf_models(path)
-        return models[0] if len(models) == 1 else None
+        if len(models) == 1:
+            return models[0]
+        return None
     if not path.is_file():
         return None
     if path.suffix == GGUF:
         return path
     with path.open("rb") as file:
-        return path if file.read(len(MAGIC)) == MAGIC else None
+        if file.read(len(MAGIC)) == MAGIC:
+            return path
+        return None
 
 
 def read_parts(path: Path) -> list[GgufHeader]:
@@ -118,7 +125,9 @@ def read_parts(path: Path) -> list[GgufHeader]:
                 "has the name of a part of a model, and is a whole one", path=path
             )
         return [header]
-    stem, index, count = split_stem(path.name), header.split.index, header.split.count
+    stem = split_stem(path.name)
+    index = header.split.index
+    count = header.split.count
     if stem is None or path.name != split_name(stem, index, count):
         problem = f"is part {index + 1} of {count} of a model, and has another name"
         raise CheckpointError(
@@ -129,9 +138,13 @@ def read_parts(path: Path) -> list[GgufHeader]:
         raise damaged_file(
             "the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts"
         )
-    parts, names = [], dict[str, Path]()
+    parts = []
+    names = dict[str, Path]()
     for number, file in enumerate(files):
-        part = header if number == index else read_header(file)
+        if number == index:
+            part = header
+        else:
+            part = read_header(file)
         if part.split is None or (part.split.index, part.split.count) != (number, count):
             raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=file)
         parts.append(part)
@@ -145,10 +158,8 @@ def read_parts(path: Path) -> list[GgufHeader]:
             names[name] = part.path
     for part in parts:
         if part.split is not None and part.split.tensors != len(names):
-            problem, hint = (
-                "the parts have another number of tensors than the model",
-                "a part is another model's",
-            )
+            problem = "the parts have another number of tensors than the model"
+            hint = "a part is another model's"
             raise CheckpointError(
                 problem, path=part.path, found=len(names), expected=part.split.tensors, hint=hint
             )

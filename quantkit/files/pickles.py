@@ -121,7 +121,8 @@ class Unpickler:
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -133,7 +134,9 @@ class Unpickler:
         Raises:
             CheckpointError: if it is damaged, or names anything that could run code.
         """
-        self._stack, self._marks, self._memo = [], [], {}
+        self._stack = []
+        self._marks = []
+        self._memo = {}
         try:
             for opcode, argument, _ in pickletools.genops(self._file):
                 if opcode.name != "STOP":
@@ -154,7 +157,8 @@ class Unpickler:
         return value
 
     def _since_mark(self) -> list[Any]:
-        items, self._stack = self._stack, self._marks.pop()
+        items = self._stack
+        self._stack = self._marks.pop()
         return items
 
     def _mark(self) -> None:
@@ -195,7 +199,8 @@ class Unpickler:
         self._push(_GLOBALS[name])
 
     def _reduce(self) -> None:
-        arguments, function = self._pop(tuple), self._stack.pop()
+        arguments = self._pop(tuple)
+        function = self._stack.pop()
         self._push(function(*arguments))  # a pickle gets no other callables than `_GLOBALS`
 
     def _build(self) -> None:

@@ -45,7 +45,8 @@ class PthEncoder:
     """
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
-        self._name, self._tensors = name, tensors
+        self._name = name
+        self._tensors = tensors
         self._records: list[tuple[str, int, int, int]] = []
         self._position = 0
 
@@ -81,9 +82,11 @@ class PthEncoder:
     def end(self) -> bytes:
         """Everything after the last tensor."""
         tail = self._record("version", b"3\n") + b"3\n"
-        start, directory = self._position, b""
+        start = self._position
+        directory = b""
         for name, checksum, size, position in self._records:
-            encoded, extra = name.encode(), struct.pack("<HHQQQ", 1, 24, size, size, position)
+            encoded = name.encode()
+            extra = struct.pack("<HHQQQ", 1, 24, size, size, position)
             directory += (
                 _CENTRAL.pack(
                     0x02014B50,
@@ -127,7 +130,8 @@ class PthEncoder:
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
         """The local header of the next record, padded so that the data after it is aligned."""
-        name, checksum = f"{self._name}/{record}".encode(), zlib.crc32(data)
+        name = f"{self._name}/{record}".encode()
+        checksum = zlib.crc32(data)
         zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
         padding = -(self._position + LOCAL.size + len(name) + len(zip64) + 4) % _ALIGNMENT
         extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding

@@ -26,7 +26,9 @@ from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damag
 from quantkit.files.source import Checksum, SourceFile, damaged_file, open_weights
 from quantkit.files.tensor_file import TensorFile, View
 
-_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
+# of files before the zip
+_MAGIC = 0x1950A86A20F9469CFC6C
+_VERSION = 1001
 _NOTE_BYTES = 4096
 _TAR = (257, b"ustar")
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -35,11 +37,14 @@ _CENTRAL = struct.Struct("<I24xHHHH10x")  # a directory entry: its lengths, and 
 _CENTRAL_SIGNATURE = 0x02014B50
 _IS_FOLDER = 0x10  # some readers then read nothing
 # After the directory: its disks, its entries (here, in all), its length and its offset.
-TAIL, TAIL_SIGNATURE = struct.Struct("<IHHHHIIH"), 0x06054B50
-_LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<4xIQI"), b"PK\x06\x07"
+TAIL = struct.Struct("<IHHHHIIH")
+TAIL_SIGNATURE = 0x06054B50
+_LOCATOR = struct.Struct("<4xIQI")
+_LOCATOR_SIGNATURE = b"PK\x06\x07"
 _WIDE_TAIL = struct.Struct("<16xIIQQQQ")
 FULL = 0xFFFFFFFF
-_SIZES_FOLLOW, _UTF8 = 0x8, 0x800
+_SIZES_FOLLOW = 0x8
+_UTF8 = 0x800
 _ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -194,10 +199,12 @@ def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
 
 
 def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[str, View]:
-    return {
-        name: View(t.dtype, starts[t.storage.key] + t.offset * t.dtype.itemsize, t.shape, t.stride)
-        for name, t in tensors.items()
-    }
+    views: dict[str, View] = {}
+    for name, t in tensors.items():
+        views[name] = View(
+            t.dtype, starts[t.storage.key] + t.offset * t.dtype.itemsize, t.shape, t.stride
+        )
+    return views
 
 
 def _expected_size(source: SourceFile) -> int:
@@ -206,7 +213,8 @@ def _expected_size(source: SourceFile) -> int:
     torch.save writes a record's size after its data, so only the pickle, which comes first, has the
     storages' sizes.
     """
-    size, position = source.size, 0
+    size = source.size
+    position = 0
     while position + LOCAL.size <= source.size:
         signature, *_, length, name_length, extra_length = LOCAL.unpack(
             source.read(position, LOCAL.size)
@@ -254,7 +262,8 @@ class ZipRecords:
         self._file = file
         try:
             with zipfile.ZipFile(file.stream()) as archive:
-                listed, directory = archive.infolist(), archive.start_dir
+                listed = archive.infolist()
+                directory = archive.start_dir
         except _DAMAGE as error:
             raise damaged(file.path, error) from error
         self._require_plain(listed, directory)
@@ -301,8 +310,12 @@ class ZipRecords:
         )
         if (signature, comment, *disks) != (TAIL_SIGNATURE, 0, 0, 0):
             return False
-        count, locator = len(listed), end - _LOCATOR.size
-        wide = self._file.read(locator, _LOCATOR.size) if locator >= 0 else b""
+        count = len(listed)
+        locator = end - _LOCATOR.size
+        if locator >= 0:
+            wide = self._file.read(locator, _LOCATOR.size)
+        else:
+            wide = b""
         if wide[:4] == _LOCATOR_SIGNATURE:
             disk, end, disks_in_all = _LOCATOR.unpack(wide)
             if disk or disks_in_all != 1 or not 0 <= end <= locator - _WIDE_TAIL.size:
@@ -333,7 +346,8 @@ class ZipRecords:
         """
         record = self.stored(name)
         if record.size > limit:
-            problem, found = f"record '{name}' is too long", f"{record.size} bytes"
+            problem = f"record '{name}' is too long"
+            found = f"{record.size} bytes"
             raise CheckpointError(
                 problem, path=self._file.path, found=found, expected=f"at most {limit}"
             )
@@ -343,7 +357,8 @@ class ZipRecords:
         return raw
 
     def _located(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
-        name, start = info.filename, info.header_offset
+        name = info.filename
+        start = info.header_offset
         if not first <= start <= directory - LOCAL.size:
             raise self._contradiction(name, "overlaps another or lies outside the file")
         fields = LOCAL.unpack(self._file.read(start, LOCAL.size))

@@ -62,7 +62,10 @@ def open_file(path: Path) -> TensorFile:
     """
     source = open_weights(path)
     prefix = source.read(0, min(source.size, 8))
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if len(prefix) == 8:
+        length = struct.unpack("<Q", prefix)[0]
+    else:
+        length = -1
     if not 0 < length <= min(source.size - 8, _MAX_HEADER):
         found = f"a header of {length} bytes in a file of {source.size}"
         raise damaged_file(
@@ -80,7 +83,9 @@ def open_file(path: Path) -> TensorFile:
         raise CheckpointError(
             f"has an invalid safetensors header: {error!r:.200}", path=path
         ) from error
-    views, position, available = {}, 0, source.size - 8 - length
+    views = {}
+    position = 0
+    available = source.size - 8 - length
     for begin, end, name, dtype, shape in listed:
         require_adjacent(name, begin, position, path)
         if dtype not in DTYPES:
@@ -89,11 +94,15 @@ def open_file(path: Path) -> TensorFile:
             )
         view = View(DTYPES[dtype], 8 + length + begin, shape, contiguous_strides(shape))
         if end - begin != view.nbytes:
-            problem, found = f"tensor '{name}' has the wrong size", f"{end - begin} bytes"
+            problem = f"tensor '{name}' has the wrong size"
+            found = f"{end - begin} bytes"
             raise CheckpointError(problem, path=path, found=found, expected=view.nbytes)
         views[name], position = view, end
     if position != available:
-        what = "is truncated" if position > available else "has bytes after its last tensor"
+        if position > available:
+            what = "is truncated"
+        else:
+            what = "has bytes after its last tensor"
         raise damaged_file(what, path, f"{available} bytes of data", position)
     return TensorFile(source, views, metadata=metadata or {})
 
@@ -150,7 +159,8 @@ def build_header(
                 f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype
             )
         end = position + tensor.nbytes
-        dtype, shape = _SPELLINGS[tensor.dtype], list(tensor.shape)
+        dtype = _SPELLINGS[tensor.dtype]
+        shape = list(tensor.shape)
         header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -20,7 +20,8 @@ from quantkit.base.json_values import LFS_POINTER
 from quantkit.errors import CheckpointError
 
 _PIECE = 1 << 22
-_SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+_SAMPLES = 64
+SAMPLE_BYTES = 1 << 14
 _MAX_READ = 1 << 30  # a single read of more than 2 GiB is an error on some systems
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
 
@@ -99,10 +100,8 @@ class SourceFile:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if count == 0:
-                found, expected = (
-                    f"{os.fstat(self._descriptor).st_size} bytes",
-                    f"{self.size} bytes",
-                )
+                found = f"{os.fstat(self._descriptor).st_size} bytes"
+                expected = f"{self.size} bytes"
                 raise CheckpointError(
                     "was cut off while it was read", path=self.path, found=found, expected=expected
                 )
@@ -116,7 +115,8 @@ class SourceFile:
         """The sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a CRC-32
         is wrong.
         """
-        digest, position = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        position = 0
         for expected in (*self.checksums, Checksum("", self.size, self.size, 0)):
             for piece in self._pieces(position, expected.start):
                 digest.update(piece)
@@ -168,7 +168,8 @@ def open_weights(path: Path) -> SourceFile:
     if not os.path.exists(path):
         raise damaged_file("the weight file is missing", path)
     file = SourceFile(path)
-    head, found = file.read(0, min(file.size, 512)), f"{file.size} bytes"
+    head = file.read(0, min(file.size, 512))
+    found = f"{file.size} bytes"
     if not head:
         raise CheckpointError("the weight file is empty", path=path, found=found)
     if head.startswith(LFS_POINTER):
@@ -198,7 +199,10 @@ def damaged_file(
 def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
     """Raise a `CheckpointError` if a tensor does not begin where the one before it ends."""
     if offset != expected:
-        what = "overlaps another" if offset < expected else "leaves a hole before it"
+        if offset < expected:
+            what = "overlaps another"
+        else:
+            what = "leaves a hole before it"
         raise CheckpointError(
             f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected
         )

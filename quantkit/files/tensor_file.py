@@ -106,10 +106,8 @@ class TensorFile:
         self._views = views
         for name, tensor in self.tensors.items():
             if tensor.nbytes > source.size:
-                problem, found = (
-                    f"tensor '{name}' is larger than its file",
-                    f"{tensor.nbytes} bytes",
-                )
+                problem = f"tensor '{name}' is larger than its file"
+                found = f"{tensor.nbytes} bytes"
                 raise CheckpointError(
                     problem, path=source.path, found=found, expected=f"at most {source.size}"
                 )
@@ -191,7 +189,8 @@ class TensorFile:
 
 def same_tensor(one: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
     """Whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
-    a, b = one.tensors[name], other.tensors[other_name]
+    a = one.tensors[name]
+    b = other.tensors[other_name]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     parts = one.row_parts(name) if a.shape else [None]
@@ -216,7 +215,8 @@ def size_number(value: object) -> int:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements, as torch counts them."""
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)

@@ -99,10 +99,15 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     )
     try:
         block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8-sig"))
-        front_matter = None if block is None else yaml.load(block[2], TextLoader)
+        if block is None:
+            front_matter = None
+        else:
+            front_matter = yaml.load(block[2], TextLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return front_matter if isinstance(front_matter, dict) else {}
+    if isinstance(front_matter, dict):
+        return front_matter
+    return {}
 
 
 def _keep_null_resolvers(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -146,14 +151,19 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
             file alone.
         card: what the output states, by keys of a card.
     """
-    before = {} if (source / CARD).is_file() else _read_general(source)
+    if (source / CARD).is_file():
+        before = {}
+    else:
+        before = _read_general(source)
     card_before = _card_of_gguf(before)
-    changed = {key for key in {*card_before, *card} if card_before.get(key) != card.get(key)}
-    carried = {
-        key: value
-        for key, value in before.items()
-        if _is_carried(key, value) and _card_key(key) not in changed
-    }
+    changed = set()
+    for key in {*card_before, *card}:
+        if card_before.get(key) != card.get(key):
+            changed.add(key)
+    carried = {}
+    for key, value in before.items():
+        if _is_carried(key, value) and _card_key(key) not in changed:
+            carried[key] = value
     return carried | _gguf_of_card({key: card[key] for key in sorted(changed) if key in card})
 
 
@@ -211,10 +221,9 @@ def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _LISTS.items():
         card[name] = metadata.get(key)
     for prefix, name in _SOURCES.items():
-        pages = [
-            str(metadata.get(f"{prefix}.{index}.repo_url"))
-            for index in range(_count(metadata, prefix))
-        ]
+        pages = []
+        for index in range(_count(metadata, prefix)):
+            pages.append(str(metadata.get(f"{prefix}.{index}.repo_url")))
         matches = [_HUB_PAGE.fullmatch(page) for page in pages]
         names_on_hub = [match[1] for match in matches if match is not None]
         card[name] = (
@@ -272,7 +281,9 @@ def _texts_of(value: object) -> list[str]:
     """Return a string, or the strings in a list, as a list; other values are left out."""
     if isinstance(value, str):
         return [value]
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return [item for item in value if isinstance(item, str)]
+    return []
 
 
 def _title(name: str) -> str:
@@ -285,12 +296,16 @@ def _title(name: str) -> str:
 
 
 def _as_list(value: str | Iterable[str]) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [value]
+    return list(value)
 
 
 def _count(metadata: Mapping[str, Any], prefix: str) -> int:
     count = metadata.get(f"{prefix}.count", 0)
-    return min(count, _MAX_SOURCES) if type(count) is int else 0
+    if type(count) is int:
+        return min(count, _MAX_SOURCES)
+    return 0
 
 
 def _card_key(key: str) -> str | None:
@@ -314,11 +329,11 @@ def _read_general(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _cached_general(file: Path, size: int, modified: int) -> dict[str, Any]:
     """Read the keys once, since a header with a large vocabulary takes a second."""
-    return {
-        key: value
-        for key, value in read_parts(file)[0].metadata.items()
-        if key.startswith("general.")
-    }
+    result: dict[str, Any] = {}
+    for key, value in read_parts(file)[0].metadata.items():
+        if key.startswith("general."):
+            result[key] = value
+    return result
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)

@@ -63,12 +63,12 @@ class CheckpointView:
 
     def __init__(self, source: Checkpoint, config: ModelConfig | None = None) -> None:
         self._source = source
-        self.path, self.format, self.config = source.path, source.format, config or source.config
-        self.extra_config, self.kv_cache, self.notes = (
-            source.extra_config,
-            source.kv_cache,
-            source.notes,
-        )
+        self.path = source.path
+        self.format = source.format
+        self.config = config or source.config
+        self.extra_config = source.extra_config
+        self.kv_cache = source.kv_cache
+        self.notes = source.notes
 
     def names(self) -> list[str]:
         return self._source.names()
@@ -92,7 +92,9 @@ def stored_name(checkpoint: Checkpoint, name: str) -> str:
         and checkpoint.config.tied_embeddings
         and checkpoint.config.runnable
     )
-    return "model.embed_tokens.weight" if tied else name
+    if tied:
+        return "model.embed_tokens.weight"
+    return name
 
 
 def require_runnable(checkpoint: Checkpoint) -> None:
@@ -123,7 +125,11 @@ def require_calibratable(checkpoint: Checkpoint) -> None:
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     """The scheme of every quantized module."""
     found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
-    return {name.removesuffix(".weight"): scheme for name, scheme in found if scheme is not None}
+    result: dict[str, QuantScheme] = {}
+    for name, scheme in found:
+        if scheme is not None:
+            result[name.removesuffix(".weight")] = scheme
+    return result
 
 
 def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
@@ -170,10 +176,8 @@ def require_tensors(
         )
     for name, shape in expected.items():
         if found[name].shape != shape:
-            problem, shapes = (
-                f"tensor '{name}' has the wrong shape",
-                (list(found[name].shape), list(shape)),
-            )
+            problem = f"tensor '{name}' has the wrong shape"
+            shapes = (list(found[name].shape), list(shape))
             raise CheckpointError(problem, path=path, found=shapes[0], expected=shapes[1])
         if found[name].dtype not in FLOATS:
             raise UnsupportedError(
@@ -199,8 +203,12 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
         if (scheme := quantized_as(name)) is not None:
             problem = f"the source is quantized already ({scheme})"
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
-    more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
-    problem, hint = f"unexpected tensor '{listed[0]}'{more}", None
+    if len(listed) > 1:
+        more = f" and {len(listed) - 1} more"
+    else:
+        more = ""
+    problem = f"unexpected tensor '{listed[0]}'{more}"
+    hint = None
     if any(is_extra_layer(name, {}) or name.endswith(".eh_proj.weight") for name in listed):
         hint = (
             "layers that predict further tokens are carried with `tensors_only=True`, or by"
@@ -271,7 +279,9 @@ def _scheme_of_pair(
     if name.endswith("_scale_inv"):
         return "FP8"
     if name.endswith("_scale") and (codes := found.get(name.removesuffix("_scale"))) is not None:
-        return "FP8" if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1) else None
+        if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1):
+            return "FP8"
+        return None
     if (
         name.endswith("_scales")
         and spec.dtype == DType.UINT8

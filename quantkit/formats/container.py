@@ -195,16 +195,18 @@ class Output:
     @property
     def stem(self) -> str:
         """The first part of the names of its files of weights."""
-        return self.dst.stem if self.alone else STEM
+        if self.alone:
+            return self.dst.stem
+        return STEM
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
         """The scheme of every quantized module."""
-        return {
-            spec.name.removesuffix(".weight"): spec.scheme
-            for spec in self.planned
-            if spec.scheme is not None
-        }
+        result: dict[str, QuantScheme] = {}
+        for spec in self.planned:
+            if spec.scheme is not None:
+                result[spec.name.removesuffix(".weight")] = spec.scheme
+        return result
 
 
 class Container(Protocol):
@@ -322,11 +324,10 @@ def stored_format(checkpoint: StoredCheckpoint) -> str:
     """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for
     people.
     """
-    types = (
-        {one.scheme: one.type for one in BLOCK_TYPES.values()}
-        if checkpoint.method == GgmlBlocks.name
-        else {}
-    )
+    if checkpoint.method == GgmlBlocks.name:
+        types = {one.scheme: one.type for one in BLOCK_TYPES.values()}
+    else:
+        types = {}
     counted = Counter(types.get(scheme, str(scheme)) for scheme in schemes(checkpoint).values())
     counted.update(read_as_floats(checkpoint).values())
     if not counted:
@@ -345,7 +346,8 @@ def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
 
 def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
     """The bytes of a tensor, which must have the planned dtype and shape."""
-    dtype, shape = DType.of(tensor.dtype), tuple(tensor.shape)
+    dtype = DType.of(tensor.dtype)
+    shape = tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:
         raise ValueError(
             f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}"

@@ -22,11 +22,9 @@ class DequantizedCheckpoint(CheckpointView):
     def __init__(self, source: StoredCheckpoint) -> None:
         super().__init__(source)
         self.extra_config = without_settings(source.extra_config)
-        self.layout, self.stored_bytes, self.readers = (
-            source.layout,
-            source.stored_bytes,
-            source.readers,
-        )
+        self.layout = source.layout
+        self.stored_bytes = source.stored_bytes
+        self.readers = source.readers
 
     def info(self, name: str) -> TensorSpec:
         spec = self._source.info(name)
@@ -37,8 +35,11 @@ class DequantizedCheckpoint(CheckpointView):
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """One tensor, or a part of it, in floats."""
-        value, dtype = self._source.load(name, part), self.info(name).dtype.torch
-        return value.floats(dtype) if isinstance(value, qtensor.QuantTensor) else value.to(dtype)
+        value = self._source.load(name, part)
+        dtype = self.info(name).dtype.torch
+        if isinstance(value, qtensor.QuantTensor):
+            return value.floats(dtype)
+        return value.to(dtype)
 
 
 def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:

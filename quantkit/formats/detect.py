@@ -115,7 +115,8 @@ def open_unfinished(
     if weights is None:
         kind, container = _choose(folder, found)
     elif weights in dict(found):
-        kind, container = weights, dict(found)[weights]
+        kind = weights
+        container = dict(found)[weights]
     else:
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
@@ -171,9 +172,11 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _present(folder: Path) -> list[Found]:
-    return [
-        (kind, container) for container in CONTAINERS.values() for kind in container.present(folder)
-    ]
+    result: list[Found] = []
+    for container in CONTAINERS.values():
+        for kind in container.present(folder):
+            result.append((kind, container))
+    return result
 
 
 def _choose(folder: Path, found: list[Found]) -> Found:

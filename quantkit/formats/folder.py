@@ -71,7 +71,8 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     if not present(folder, TOKENIZER_FILES[:2]):
         require_no_unread_tokenizer(folder)
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
-    tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
+    tokenizer = load_tokenizer(source.path)
+    rows = source.config.vocab_size
     require_rows(tokenizer, rows, source.path)
     if tokenizer.vocab_size < rows:
         return tokenizer, [
@@ -117,11 +118,9 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
 def code_files(source: Checkpoint) -> list[SourceFile]:
     """The code of a model's folder, opened; none if it is not run."""
     code = source.config.code
-    return (
-        []
-        if code is None
-        else [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
-    )
+    if code is None:
+        return []
+    return [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
@@ -191,17 +190,22 @@ def with_templates(
     """
     if not templates:
         return dict(files)
-    found = {
-        name: content
-        for name, content in files.items()
-        if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE)
-    }
-    alone = templates.get("default") if len(templates) == 1 else None
+    found = {}
+    for name, content in files.items():
+        if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE):
+            found[name] = content
+    if len(templates) == 1:
+        alone = templates.get("default")
+    else:
+        alone = None
     if alone is not None:
         found[TEMPLATE_FILE] = alone.encode()
     if alone is None or in_settings:
         before = found.get(TOKENIZER_SETTINGS, b"{}")
-        settings = read_json(before) if isinstance(before, Path) else json.loads(before)
+        if isinstance(before, Path):
+            settings = read_json(before)
+        else:
+            settings = json.loads(before)
         several = [{"name": name, "template": source} for name, source in templates.items()]
         value = several if alone is None else alone
         if settings.get("chat_template") != value:

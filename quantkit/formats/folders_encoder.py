@@ -65,11 +65,11 @@ class FoldersEncoder(Encoder):
         return sum(encoder.total_bytes() for encoder in self._encoders.values())
 
     def files(self) -> Sequence[str]:
-        return [
-            in_folder(folder, name)
-            for folder, encoder in self._encoders.items()
-            for name in encoder.files()
-        ]
+        files: list[str] = []
+        for folder, encoder in self._encoders.items():
+            for name in encoder.files():
+                files.append(in_folder(folder, name))
+        return files
 
     def canonical_name(self, index: int) -> str:
         folder, number = self._places[index]
@@ -105,21 +105,25 @@ class FoldersEncoder(Encoder):
 
 def in_folder(folder: str, name: str) -> str:
     """The name of a file, or of a tensor, in a folder of an output; ``""`` is the output itself."""
-    return f"{folder}/{name}" if folder else name
+    if folder:
+        return f"{folder}/{name}"
+    return name
 
 
 def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Values by the names in a folder, of those by the names in the output."""
     start = in_folder(folder, "")
-    return {
-        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
-    }
+    result: dict[str, _Value] = {}
+    for name, value in values.items():
+        if name.startswith(start):
+            result[name.removeprefix(start)] = value
+    return result
 
 
 def joined(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
     """Values by the names in the output, of those by the names in each folder."""
-    return {
-        in_folder(folder, name): value
-        for folder, own in by_folder.items()
-        for name, value in own.items()
-    }
+    result: dict[str, _Value] = {}
+    for folder, own in by_folder.items():
+        for name, value in own.items():
+            result[in_folder(folder, name)] = value
+    return result

@@ -66,7 +66,10 @@ _NAME = re.compile(
 _ALGORITHM = "kv_cache_quant_algo"
 _BY_NAME = ("static", "dynamic")
 _BITS: Mapping[str, tuple[int, ...]] = {"int": tuple(range(1, 33)), "float": (4, 6, 8)}
-_TENSOR, _ATTN_HEAD, _TOKEN, _BLOCK = "tensor", "attn_head", "token", "block"
+_TENSOR = "tensor"
+_ATTN_HEAD = "attn_head"
+_TOKEN = "token"
+_BLOCK = "block"
 _GROUPED = ("group", "tensor_group")
 _STRATEGIES = (_TENSOR, "channel", *_GROUPED, _BLOCK, _TOKEN, _ATTN_HEAD)
 _DYNAMIC_STRATEGIES = (_TOKEN, _TENSOR, *_GROUPED)
@@ -99,7 +102,10 @@ def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
     for name in names:
         if (match := _NAME.fullmatch(name)) is not None:
             letters = match["own"] or match["inside"] or match["output"]
-            parts = (match["probabilities"],) if letters is None else tuple(letters)
+            if letters is None:
+                parts = (match["probabilities"],)
+            else:
+                parts = tuple(letters)
             found[name] = CacheTensor(
                 int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale"
             )
@@ -130,7 +136,10 @@ class KvCache:
 
     def stored(self) -> list[tuple[StoredTensor, bytes]]:
         """The tensors, with their bytes."""
-        return [(file.tensors[name], file.read_bytes(name)) for name, file in self.tensors.items()]
+        result: list[tuple[StoredTensor, bytes]] = []
+        for name, file in self.tensors.items():
+            result.append((file.tensors[name], file.read_bytes(name)))
+        return result
 
     def values(self) -> dict[Place, torch.Tensor]:
         """The scales and zero points, flat and in the types in which they are stored, whatever
@@ -150,7 +159,8 @@ class KvCache:
                 does not fit the scheme, and an asymmetric scheme without zero points.
         """
         for name, entry in cache_tensors(self.tensors).items():
-            file, tensor = self.tensors[name], self.tensors[name].tensors[name]
+            file = self.tensors[name]
+            tensor = self.tensors[name].tensors[name]
             what = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
             if (
                 count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)
@@ -197,11 +207,17 @@ class KvCache:
         """What becomes of it when the model runs, for people; `run_here` is whether our decoder
         runs the model.
         """
-        why = why_not_run(self.scheme) if run_here else "our decoder does not run the model"
+        if run_here:
+            why = why_not_run(self.scheme)
+        else:
+            why = "our decoder does not run the model"
         if why is not None:
             return f"the KV cache is to be quantized ({self.line()}); not used here: {why}"
         other = {part for _, part, _ in _places(self.tensors)} - {"k", "v"}
-        unused = "; scales of queries and probabilities are not used" if other else ""
+        if other:
+            unused = "; scales of queries and probabilities are not used"
+        else:
+            unused = ""
         return (
             f"the KV cache is quantized ({self.line()}): keys and values are rounded to it{unused}"
         )
@@ -213,7 +229,8 @@ class KvCache:
                 f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and"
                 f" {scheme_text(other.scheme)}"
             )
-        own, others = self.values(), other.values()
+        own = self.values()
+        others = other.values()
         differing = sorted(
             key
             for key in {*own, *others}
@@ -244,11 +261,11 @@ def _said(scheme: Scheme | None) -> dict[str, Any]:
 def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
     """The layers that lack a scale of their keys or values."""
     found = _places(names)
-    return [
-        layer
-        for layer in range(layers)
-        if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found
-    ]
+    result: list[int] = []
+    for layer in range(layers):
+        if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found:
+            result.append(layer)
+    return result
 
 
 def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
@@ -256,15 +273,20 @@ def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, st
     and values.
     """
     found = _places(names)
-    scaled = {
-        (layer, part) for layer, part, kind in found if kind == "scale" and part in ("q", "k", "v")
-    }
+    scaled = set()
+    for layer, part, kind in found:
+        if kind == "scale" and part in ("q", "k", "v"):
+            scaled.add((layer, part))
     scaled = scaled or {(layer, part) for layer in range(layers) for part in ("k", "v")}
     return sorted(place for place in scaled if (*place, "zero_point") not in found)
 
 
 def _places(names: Iterable[str]) -> set[Place]:
-    return {place for entry in cache_tensors(names).values() for place in entry.places}
+    places: set[Place] = set()
+    for entry in cache_tensors(names).values():
+        for place in entry.places:
+            places.add(place)
+    return places
 
 
 def misfit(
@@ -288,7 +310,9 @@ def misfit(
         return None
     heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0])
     count = {_TENSOR: 1, _ATTN_HEAD: heads or None}.get(_strategy(scheme) or "")
-    return None if count == math.prod(tensor.shape) else count
+    if count == math.prod(tensor.shape):
+        return None
+    return count
 
 
 def take_kv_cache(
@@ -312,7 +336,8 @@ def take_kv_cache(
             twice for one.
         UnsupportedError: for scales that are not floats, and zero points that are not numbers.
     """
-    scheme, layers = stated_scheme(settings), config.num_layers
+    scheme = stated_scheme(settings)
+    layers = config.num_layers
     found = cache_tensors(stored)
     _require_understood(found, stored, layers, path)
     tensors = {
@@ -331,14 +356,13 @@ def _require_understood(
     owners: dict[Place, str] = {}
     for name, entry in found.items():
         if entry.layer >= layers:
-            problem, last = (
-                f"tensor '{name}' is of a layer that the config does not count",
-                layers - 1,
-            )
+            problem = f"tensor '{name}' is of a layer that the config does not count"
+            last = layers - 1
             raise CheckpointError(
                 problem, path=path, found=f"layer {entry.layer}", expected=f"layers 0 to {last}"
             )
-        tensor, kind = stored[name], entry.kind.replace("_", " ")
+        tensor = stored[name]
+        kind = entry.kind.replace("_", " ")
         if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
             what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
             raise UnsupportedError(
@@ -373,14 +397,21 @@ def stated_scheme(settings: Settings | None) -> Scheme | None:
         return value or None
     if value in _BY_NAME and isinstance(value, str):
         return {"num_bits": 8, "type": "float", "dynamic": value == "dynamic"}
-    wrong = value if value is not None else None if isinstance(named, str) else named
+    if value is not None:
+        wrong = value
+    elif isinstance(named, str):
+        wrong = None
+    else:
+        wrong = named
     if wrong is not None:
         expected = f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}"
         problem = "the scheme of the KV cache is not known"
         raise CheckpointError(problem, path=settings.path, found=shown(wrong), expected=expected)
     if named == "FP8":
         return {"num_bits": 8, "type": "float", "dynamic": False}
-    return {"type": named} if named else None
+    if named:
+        return {"type": named}
+    return None
 
 
 def states_scheme(settings: Settings) -> bool:
@@ -392,8 +423,12 @@ def scheme_text(scheme: Scheme | None) -> str:
     """A scheme for people."""
     if scheme is None:
         return "no scheme stated"
-    bits, strategy = scheme.get("num_bits", ""), scheme.get("strategy")
-    kind = "dynamic" if scheme.get("dynamic") else "static"
+    bits = scheme.get("num_bits", "")
+    strategy = scheme.get("strategy")
+    if scheme.get("dynamic"):
+        kind = "dynamic"
+    else:
+        kind = "static"
     return f"{scheme.get('type', 'int')}{bits}{f' per {strategy}' if strategy else ''}, {kind}"[:80]
 
 
@@ -429,12 +464,19 @@ def needs_zero_points(scheme: Scheme | None) -> bool:
 
 def _strategy(scheme: Scheme) -> str | None:
     """The strategy, as stated or from the group size; None if it is unknown."""
-    named, size = scheme.get("strategy"), scheme.get("group_size")
+    named = scheme.get("strategy")
+    size = scheme.get("group_size")
     if named is None:
-        return (
-            _TENSOR if size is None else "group" if size > 0 else "channel" if size == -1 else None
-        )
-    return named.lower() if isinstance(named, str) and named.lower() in _STRATEGIES else None
+        if size is None:
+            return _TENSOR
+        if size > 0:
+            return "group"
+        if size == -1:
+            return "channel"
+        return None
+    if isinstance(named, str) and named.lower() in _STRATEGIES:
+        return named.lower()
+    return None
 
 
 def _refused(scheme: Scheme) -> tuple[str, str] | None:
@@ -443,12 +485,13 @@ def _refused(scheme: Scheme) -> tuple[str, str] | None:
 
     Values are of JSON's own types: numbers and booleans in quotes are refused.
     """
-    kind, bits, size = (
-        scheme.get("type", "int"),
-        scheme.get("num_bits", 8),
-        scheme.get("group_size"),
-    )
-    allowed = _BITS.get(kind.lower(), ()) if isinstance(kind, str) else ()
+    kind = scheme.get("type", "int")
+    bits = scheme.get("num_bits", 8)
+    size = scheme.get("group_size")
+    if isinstance(kind, str):
+        allowed = _BITS.get(kind.lower(), ())
+    else:
+        allowed = ()
     if not allowed:
         return "type", " or ".join(_BITS)
     if type(bits) is not int or bits not in allowed:
@@ -476,4 +519,6 @@ def _refused(scheme: Scheme) -> tuple[str, str] | None:
         return "dynamic", f"true or false for {strategy}"
     if dynamic and strategy not in _DYNAMIC_STRATEGIES:
         return "dynamic", f"false for {strategy}"
-    return ("dynamic", f"true for {strategy}") if strategy == _TOKEN and not dynamic else None
+    if strategy == _TOKEN and not dynamic:
+        return ("dynamic", f"true for {strategy}")
+    return None

@@ -61,6 +61,8 @@ def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
 
     def scale(layer: int, part: str) -> float:
         value = found.get((layer, part, "scale"))
-        return NO_SCALE if value is None else value.item()
+        if value is None:
+            return NO_SCALE
+        return value.item()
 
     return [(scale(layer, "k"), scale(layer, "v")) for layer in range(cache.layers)]

@@ -76,7 +76,10 @@ def read(model: Path) -> dict[str, Any]:
         raise CheckpointError(
             "was written by a newer quantkit", path=path, found=found, expected=FORMAT_VERSION
         )
-    renamed = _RENAMED if value["format_version"] < FORMAT_VERSION else {}
+    if value["format_version"] < FORMAT_VERSION:
+        renamed = _RENAMED
+    else:
+        renamed = {}
     return {renamed.get(key, key): item for key, item in value.items()}
 
 

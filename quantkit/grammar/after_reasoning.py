@@ -45,13 +45,13 @@ class AfterReasoning:
             size: tokens that the tokenizer knows; the others, up to `vocab_size`, are forbidden
                 too.
         """
-        self._inner, self._reasoning = inner, reasoning
-        self._forbidden, self._size, self._vocab_size = (
-            [*forbidden, reasoning.begin],
-            size,
-            vocab_size,
-        )
-        self._inside, self._first = reasoning.opened, True
+        self._inner = inner
+        self._reasoning = reasoning
+        self._forbidden = [*forbidden, reasoning.begin]
+        self._size = size
+        self._vocab_size = vocab_size
+        self._inside = reasoning.opened
+        self._first = True
 
     def allowed(self) -> Tensor:
         import torch

@@ -72,9 +72,10 @@ class Grammars:
             RequestError: if the grammar is not supported, too large, or has no text; or llguidance
                 is not installed.
         """
-        ends = [
-            one for one in dict.fromkeys((*self._end_ids, *end_ids)) if 0 <= one < self._vocab_size
-        ]
+        ends = []
+        for one in dict.fromkeys((*self._end_ids, *end_ids)):
+            if 0 <= one < self._vocab_size:
+                ends.append(one)
         if not ends:
             raise RequestError(
                 "the model has no end token, so no answer could end where its format does"
@@ -97,16 +98,15 @@ class Grammars:
                 known.problem, found=known.found, expected=known.expected, hint=known.hint
             )
         assert self._vocabulary is not None
-        matcher, size = known, self._vocabulary[1]
+        matcher = known
+        size = self._vocabulary[1]
         vocab_size = self._vocab_size
 
         def begun() -> Constraint:
             found = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
-            return (
-                found
-                if reasoning is None
-                else AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
-            )
+            if reasoning is None:
+                return found
+            return AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
 
         return begun
 
@@ -134,7 +134,10 @@ class Grammars:
         limits: Any = _LIMITS
         try_out(HEAD + grammar, limits)
         found = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
-        first = None if found.is_error() else found.deep_copy()
+        if found.is_error():
+            first = None
+        else:
+            first = found.deep_copy()
         if first is not None:
             first.compute_bitmask()
         if first is None or first.is_error():
@@ -156,7 +159,9 @@ class Grammars:
             )
         none = {*(self._end_ids), self._tokenizer.bos_id}
         count = min(self._tokenizer.vocab_size, self._vocab_size)
-        tokens = [(b"" if token in none else known.of(token)) or b"" for token in range(count)]
+        tokens = []
+        for token in range(count):
+            tokens.append((b"" if token in none else known.of(token)) or b"")
         wrapper = TokenizerWrapper(_Vocabulary(tokens))
         return LLTokenizer(wrapper, slices=LLTokenizer.json_slices()), count + 1
 
@@ -237,9 +242,14 @@ def _reason(matcher: LLMatcher) -> str:
     if error.startswith("panic"):
         _log.warning("llguidance: %s", error.partition("\n")[0])
         return "it is too complex"
-    lines = [line.strip() for line in error.partition("\n   1 | ")[0].splitlines() if line.strip()]
+    lines = []
+    for line in error.partition("\n   1 | ")[0].splitlines():
+        if line.strip():
+            lines.append(line.strip())
     text = " ".join(line for line in lines if not line.startswith("<")).rpartition("JSON schema: ")[
         2
     ]
     text = text.partition(" while processing")[0]
-    return "no text has it" if "NoExtension" in text else text[:300]
+    if "NoExtension" in text:
+        return "no text has it"
+    return text[:300]

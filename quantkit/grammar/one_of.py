@@ -33,11 +33,13 @@ def _apart(one: Any, other: Any) -> bool:
     if types != ({"object"}, {"object"}):
         return False
     required = set(_list(one, "required")) & set(_list(other, "required"))
-    these, those = one.get("properties"), other.get("properties")
+    these = one.get("properties")
+    those = other.get("properties")
     if not isinstance(these, Mapping) or not isinstance(those, Mapping):
         return False
     for name in required & these.keys() & those.keys():
-        first, second = _values(these[name]), _values(those[name])
+        first = _values(these[name])
+        second = _values(those[name])
         if first is not None and second is not None and not first & second:
             return True
     return False
@@ -46,8 +48,15 @@ def _apart(one: Any, other: Any) -> bool:
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
     """The types that its values have, numbers as one; None if it does not say."""
     given = schema.get("type")
-    found = [given] if isinstance(given, str) else given if isinstance(given, list) else None
-    return None if found is None else {"number" if one == "integer" else str(one) for one in found}
+    if isinstance(given, str):
+        found = [given]
+    elif isinstance(given, list):
+        found = given
+    else:
+        found = None
+    if found is None:
+        return None
+    return {"number" if one == "integer" else str(one) for one in found}
 
 
 def _values(schema: Any) -> set[str] | None:
@@ -66,4 +75,6 @@ def _values(schema: Any) -> set[str] | None:
 
 def _list(schema: Mapping[str, Any], key: str) -> list[str]:
     found = schema.get(key, [])
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    if isinstance(found, list):
+        return [one for one in found if isinstance(one, str)]
+    return []

@@ -21,7 +21,10 @@ def response_grammar(given: object) -> str | None:
     """The grammar of the answers that a ``response_format`` allows, for `Grammars`; None where that
     is any text. Raises `RequestError` for one that is invalid or not supported.
     """
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping):
+        kind = given.get("type")
+    else:
+        kind = None
     if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema"):
         expected = "an object with the type text, json_object or json_schema"
         raise RequestError("'response_format' is not known", found=shown(given), expected=expected)
@@ -30,7 +33,9 @@ def response_grammar(given: object) -> str | None:
             f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED
         )
     if kind != "json_schema":
-        return None if kind == "text" else json_grammar({"type": "object"})
+        if kind == "text":
+            return None
+        return json_grammar({"type": "object"})
     return json_grammar(checked_schema(_schema(given.get("json_schema"))))
 
 

@@ -50,10 +50,8 @@ _ANNOTATIONS = {
 }
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COMBINED = ("anyOf", "oneOf", "allOf")
-_LOWER, _UPPER = (
-    {"minItems", "minLength", "minProperties"},
-    {"maxItems", "maxLength", "maxProperties"},
-)
+_LOWER = {"minItems", "minLength", "minProperties"}
+_UPPER = {"maxItems", "maxLength", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -92,10 +90,13 @@ class _Reader:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names = dict[str, str]()  # of definitions, by the references to them
-        self._schemas, self._multiple = 0, 1
+        self._schemas = 0
+        self._multiple = 1
 
     def whole(self) -> dict[str, Any]:
-        found, definitions, done = self._schema(self._root, "#"), dict[str, Any](), 0
+        found = self._schema(self._root, "#")
+        definitions = dict[str, Any]()
+        done = 0
         while done < len(self._names):  # which reading a definition makes longer
             pointer, name = list(self._names.items())[done]
             definitions[name] = self._schema(self._target(pointer), pointer)
@@ -103,7 +104,9 @@ class _Reader:
         if found is False:
             raise RequestError("no value satisfies the JSON schema", found="false")
         found = {} if found is True else found
-        return {**found, "$defs": definitions} if definitions else found
+        if definitions:
+            return {**found, "$defs": definitions}
+        return found
 
     def _schema(self, node: Any, place: str) -> Any:
         """A schema at a place."""
@@ -119,22 +122,29 @@ class _Reader:
         own: dict[str, Any] = {}
         others: list[Any] = []
         for keyword in self._constraining(node, place):
-            value, here = node[keyword], f"{place}/{keyword}"
+            value = node[keyword]
+            here = f"{place}/{keyword}"
             if keyword == "$ref":
                 others.append({"$ref": f"#/$defs/{self._name(value, here)}"})
             elif keyword in _COMBINED:
-                parts = [
-                    self._schema(one, f"{here}/{index}")
-                    for index, one in enumerate(_list(value, here, 1))
-                ]
-                others += parts if keyword == "allOf" else [self._either(keyword, value, parts)]
+                parts = []
+                for index, one in enumerate(_list(value, here, 1)):
+                    parts.append(self._schema(one, f"{here}/{index}"))
+                if keyword == "allOf":
+                    others += parts
+                else:
+                    others += [self._either(keyword, value, parts)]
             elif keyword == "format" and _format(value, here) in _PATTERNS:
                 others.append({"pattern": _PATTERNS[value]})
             else:
                 own[keyword] = self._keyword(keyword, value, here)
         own = _counted_properties(own, place)
         parts = [*([own] if own else []), *others]
-        return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
+        if len(parts) > 1:
+            return {"allOf": parts}
+        if parts:
+            return parts[0]
+        return True
 
     def _constraining(self, node: Mapping[str, Any], place: str) -> list[str]:
         """The keywords of a schema that constrain."""
@@ -276,7 +286,10 @@ def _names(value: Any, place: str) -> list[str]:
 
 
 def _type(value: Any, place: str) -> Any:
-    names = [value] if isinstance(value, str) else _list(value, place, 1)
+    if isinstance(value, str):
+        names = [value]
+    else:
+        names = _list(value, place, 1)
     if unknown := [one for one in names if one not in _TYPES]:
         raise RequestError(
             "the JSON schema has an unknown type",

@@ -56,7 +56,10 @@ def _started() -> subprocess.Popen[str]:
         return _process
     _end()
     found = importlib.util.find_spec("llguidance")
-    folder = str(Path(found.origin).parents[1]) if found is not None and found.origin else ""
+    if found is not None and found.origin:
+        folder = str(Path(found.origin).parents[1])
+    else:
+        folder = ""
     try:
         _process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), folder],

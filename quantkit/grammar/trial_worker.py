@@ -20,7 +20,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 class Bytes:
     """A vocabulary of bytes, and a token for the end."""
 
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
     tokens = (*(bytes([value]) for value in range(256)), b"<end>")
 
     def __call__(self, text: bytes) -> list[int]:

@@ -98,8 +98,12 @@ class Inspection:
     def lines(self) -> list[str]:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
-        ropes = [_rope_text(rope) for rope in (self.rope, self.window_rope) if rope is not None]
-        made_by, cache = self.made_by, self.kv_cache
+        ropes = []
+        for rope in (self.rope, self.window_rope):
+            if rope is not None:
+                ropes.append(_rope_text(rope))
+        made_by = self.made_by
+        cache = self.kv_cache
         sizes = (
             f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads}"
             f" ({self.kv_heads} KV), vocabulary {self.vocabulary}, context {self.context}, rope"
@@ -112,11 +116,10 @@ class Inspection:
             f" meets {count_text(self.active_parameters)} parameters"
         )
         if not self.runnable:
-            sizes = (
-                f"  run by {self.run_by}"
-                if self.run_by
-                else "  known by its tensors only: not run here"
-            )
+            if self.run_by:
+                sizes = f"  run by {self.run_by}"
+            else:
+                sizes = "  known by its tensors only: not run here"
         return [
             (
                 f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)}"
@@ -180,7 +183,8 @@ def inspect(
         )
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds, cache = Counter(map(_kind, specs)), checkpoint.kv_cache
+    kinds = Counter(map(_kind, specs))
+    cache = checkpoint.kv_cache
     readers, _, readers_note = checkpoint.readers().partition("; ")
     return Inspection(
         path=str(path),
@@ -258,11 +262,9 @@ def _rope_text(rope: RopeConfig) -> str:
 
 
 def _described(tokenizer: dict[str, Any] | None) -> str:
-    return (
-        "none"
-        if tokenizer is None
-        else "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
-    )
+    if tokenizer is None:
+        return "none"
+    return "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
 
 
 def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
@@ -274,9 +276,10 @@ def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
 
 def _chosen_for(found: dict[str, Any]) -> str:
     bits, size, kl = found.values()
-    requested = (
-        f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
-    )
+    if isinstance(bits, float):
+        requested = f"{bits:g} bits a weight"
+    else:
+        requested = f"at most {size} bytes of weights"
     return f"chosen for {requested}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 

@@ -139,14 +139,21 @@ def generate(
             the compiler for TPUs is not installed.
     """
     float_dtype = float_type(dtype)
-    target, batch = as_string("target", target), as_integer("batch", batch)
-    context = None if context is None else as_integer("context", context)
+    target = as_string("target", target)
+    batch = as_integer("batch", batch)
+    if context is None:
+        context = None
+    else:
+        context = as_integer("context", context)
     if not hasattr(model, "config"):
         model = as_path("model", model)
     require_compiler()
     from quantkit.xla.estimate import estimate_slice
 
-    checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    if isinstance(model, (str, Path)):
+        checkpoint: Checkpoint = open_checkpoint(model)
+    else:
+        checkpoint = model
     require_runnable(checkpoint)
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
@@ -182,7 +189,8 @@ def training(
             torchax or the compiler for TPUs is not installed.
         UnsupportedError: if the model has no scales that can be trained, or XLA does not serve it.
     """
-    target, shape = as_string("target", target), mesh_shape(mesh)
+    target = as_string("target", target)
+    shape = mesh_shape(mesh)
     require_flags(train_norms=train_norms)
     batch, length = (
         None if value is None else as_integer(name, value, 1)
@@ -193,7 +201,10 @@ def training(
     require_compiler()
     from quantkit.xla.training.estimate import estimate_training
 
-    checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    if isinstance(model, (str, Path)):
+        checkpoint: Checkpoint = open_checkpoint(model)
+    else:
+        checkpoint = model
     require_runnable(checkpoint)
     names = TrainedNames.of(checkpoint, norms=train_norms, codes=False)
     return estimate_training(

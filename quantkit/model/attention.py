@@ -83,10 +83,9 @@ def causal_attention(
     """
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
     limits = () if long else set(windows)
-    masks = {
-        window: None if window is None else _causal_mask(positions, positions, window)
-        for window in limits
-    }
+    masks = {}
+    for window in limits:
+        masks[window] = None if window is None else _causal_mask(positions, positions, window)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
@@ -116,7 +115,10 @@ def cached_attention(
     up to it. The `first` tokens, for which the cache holds nothing yet that they should see, attend
     as in `causal_attention`.
     """
-    to_each_other = causal_attention(positions, windows) if first else None
+    if first:
+        to_each_other = causal_attention(positions, windows)
+    else:
+        to_each_other = None
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         stored = cache.update(layer, positions, keys, values, slots)
@@ -141,9 +143,11 @@ def masked_attention(
     """
     if _eager_on_cpu(positions):
         seen = int(positions.max()) + 1
-        keys, values = keys.up_to(seen), values.up_to(seen)
+        keys = keys.up_to(seen)
+        values = values.up_to(seen)
     if slots is not None:
-        keys, values = keys.of_slots(slots), values.of_slots(slots)
+        keys = keys.of_slots(slots)
+        values = values.of_slots(slots)
     mask = _causal_mask(
         positions, torch.arange(keys.rows.shape[2], device=positions.device), window
     )
@@ -171,7 +175,10 @@ def _mixed(
     products = products * (queries.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
-    mask = mask if mask.dim() == 2 else mask.unsqueeze(1)
+    if mask.dim() == 2:
+        mask = mask
+    else:
+        mask = mask.unsqueeze(1)
     products = products.masked_fill(~mask, -torch.inf)
     if scores.sinks is None:
         shares = products.softmax(-1)
@@ -197,25 +204,34 @@ def _mixed_in_pieces(
     """
     batch, kv_heads, count, _ = keys.shape
     heads = queries.shape[1] // kv_heads
-    seen = count if window is None else min(count, window + MAX_QUERY_ROWS)
+    if window is None:
+        seen = count
+    else:
+        seen = min(count, window + MAX_QUERY_ROWS)
     size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // (4 * batch * heads * seen)))
     mixed = torch.empty(
         batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device
     )
     for start in range(0, count, size):
         stop = min(start + size, count)
-        first = (
-            0 if window is None else max(0, start - window + 1)
-        )  # positions rise by one at least
+        # positions rise by one at least
+        if window is None:
+            first = 0
+        else:
+            first = max(0, start - window + 1)
         mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
         for head in range(kv_heads):
-            own, shared = slice(head * heads, (head + 1) * heads), slice(head, head + 1)
+            own = slice(head * heads, (head + 1) * heads)
+            shared = slice(head, head + 1)
             parts = (
                 queries[:, own, start:stop],
                 keys[:, shared, first:stop],
                 values[:, shared, first:stop],
             )
-            sinks = None if scores.sinks is None else scores.sinks[own]
+            if scores.sinks is None:
+                sinks = None
+            else:
+                sinks = scores.sinks[own]
             mixed[:, start:stop, head] = _mixed(*parts, mask, replace(scores, sinks=sinks))
     return mixed.flatten(2)
 
@@ -236,4 +252,6 @@ def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    return seen if seen.dim() == 2 else seen.unsqueeze(1)
+    if seen.dim() == 2:
+        return seen
+    return seen.unsqueeze(1)

@@ -42,7 +42,11 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """All that it consists of; slots are the first dimension of each, positions the third."""
-        return [tensor for rows in (*self.keys, *self.values) for tensor in rows.tensors()]
+        tensors: list[Tensor] = []
+        for rows in (*self.keys, *self.values):
+            for tensor in rows.tensors():
+                tensors.append(tensor)
+        return tensors
 
     def update(
         self,
@@ -61,7 +65,10 @@ class KVCache:
                 if slots is None and positions.dim() == 1:
                     into.index_copy_(2, positions, rows)
                 else:
-                    batch = torch.arange(len(rows), device=rows.device) if slots is None else slots
+                    if slots is None:
+                        batch = torch.arange(len(rows), device=rows.device)
+                    else:
+                        batch = slots
                     into[batch.unsqueeze(1), :, positions] = rows.transpose(1, 2)
         return self.keys[layer], self.values[layer]
 

@@ -19,7 +19,9 @@ from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import FINE, search_scales, signed_steps
 from quantkit.tensors.scheme import QuantScheme
 
-_CPU_COLUMNS, _GPU_COLUMNS = 128, 32  # in one call
+# in one call
+_CPU_COLUMNS = 128
+_GPU_COLUMNS = 32
 _ROWS = 40  # more than one program has
 _COLUMNS = 288  # more than a panel has
 _SCHEMES = ("int4-g32", "int4-g32-asym")
@@ -35,14 +37,16 @@ def column_kernels(device: torch.device) -> ColumnKernels:
     the CPU kernels is a `RequestError`.
     """
     on_cpu = device.type == "cpu"
-    wrong = (
-        None
-        if on_cpu
-        else TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32)
-    )
+    if on_cpu:
+        wrong = None
+    else:
+        wrong = TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32)
     if wrong is None:
         try:
-            kernels = cpu_kernels() if on_cpu else gpu_kernels()
+            if on_cpu:
+                kernels = cpu_kernels()
+            else:
+                kernels = gpu_kernels()
             wrong = _what_is_wrong(kernels, device)
         except RequestError:
             raise
@@ -50,7 +54,10 @@ def column_kernels(device: torch.device) -> ColumnKernels:
             wrong = (" ".join(str(error).split()) or type(error).__name__)[:300]
         if wrong is None:
             return kernels
-    slower = "2 to 5 times slower" if on_cpu else "slower"
+    if on_cpu:
+        slower = "2 to 5 times slower"
+    else:
+        slower = "slower"
     _log.warning("int4 rounding and GPTQ run without kernels on %s, %s; %s", device, slower, wrong)
     return TORCH
 
@@ -59,7 +66,9 @@ def kernels_name(device: torch.device) -> str:
     """What rounds columns on a device: ``torch``, ``triton`` or the name of the CPU kernels."""
     if column_kernels(device) is TORCH:
         return "torch"
-    return load_kernels().name if device.type == "cpu" else "triton"
+    if device.type == "cpu":
+        return load_kernels().name
+    return "triton"
 
 
 def cpu_kernels() -> ColumnKernels:

@@ -145,7 +145,8 @@ class Decoder(nn.Module):
         if blocks is not None and blocks.serves(x, cache):
             x = blocks(x, positions, angles, cache, slots, first=first)
         else:
-            windows, attention = self.config.windows, self.ops.cached_attention
+            windows = self.config.windows
+            attention = self.ops.cached_attention
             if cache is None:
                 attend = causal_attention(positions, windows)
             else:
@@ -217,7 +218,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        before, after = config.norms in ("before", "both"), config.norms in ("after", "both")
+        before = config.norms in ("before", "both")
+        after = config.norms in ("after", "both")
         self.input_layernorm = rms_norm(config) if before else None
         self.self_attn = Attention(config, layer)
         self.attention_output_layernorm = rms_norm(config) if after else None
@@ -238,7 +240,10 @@ class Block(nn.Module):
 
     def normed(self, branch: str, x: Tensor) -> Tensor:
         """What a branch's first linears are applied to, [B, T, D], for hidden states [B, T, D]."""
-        norm = self.input_layernorm if branch == "attention" else self.post_attention_layernorm
+        if branch == "attention":
+            norm = self.input_layernorm
+        else:
+            norm = self.post_attention_layernorm
         normed: Tensor = x if norm is None else norm(x)
         return normed
 
@@ -247,9 +252,9 @@ class Block(nn.Module):
         hidden states [B, T, D].
         """
         states = self.normed(branch, x)
-        return (
-            self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states)
-        )
+        if branch == "attention":
+            return self.self_attn.inner(states, step)
+        return self.mlp.inner(states)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
         """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for
@@ -262,12 +267,15 @@ class Block(nn.Module):
         """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts,
         [B, T, D].
         """
-        norm = (
-            self.attention_output_layernorm if branch == "attention" else self.mlp_output_layernorm
-        )
+        if branch == "attention":
+            norm = self.attention_output_layernorm
+        else:
+            norm = self.mlp_output_layernorm
         if norm is not None:
             out = norm(out)
-        return x + out if self._multiplier == 1 else x + out * self._multiplier
+        if self._multiplier == 1:
+            return x + out
+        return x + out * self._multiplier
 
 
 class Attention(nn.Module):
@@ -278,7 +286,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.config = config.layers[layer]
         self.head_dim = config.head_dim
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query = config.num_heads * config.head_dim
+        kv = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
@@ -298,7 +307,8 @@ class Attention(nn.Module):
         self.as_cached: nn.Module | None = (
             None  # what a quantized cache makes of keys and values [B, K, T, Dh]
         )
-        self._scale, self._softcap = config.attention_scale, config.attention_softcap
+        self._scale = config.attention_scale
+        self._softcap = config.attention_softcap
 
     @property
     def scores(self) -> Scores:
@@ -317,14 +327,13 @@ class Attention(nn.Module):
         queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
         if self.norms_heads:
             queries, keys, values = self._normed(queries, keys, values)
-        queries, keys, values = (
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-        )
+        queries = queries.transpose(1, 2)
+        keys = keys.transpose(1, 2)
+        values = values.transpose(1, 2)
         if self.config.rotary:
             turn = step.angles.of(self.config)
-            queries, keys = rotate(queries, *turn), rotate(keys, *turn)
+            queries = rotate(queries, *turn)
+            keys = rotate(keys, *turn)
         if step.angles.query_scale is not None:
             scale = step.angles.query_scale.unsqueeze(-1)
             queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(

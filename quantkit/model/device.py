@@ -21,7 +21,10 @@ def usable_device(name: str | torch.device | None) -> torch.device:
         RequestError: if not.
     """
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
+        else:
+            name = "cpu"
     if not isinstance(name, str | torch.device):
         raise wrong_type("device", name, "a name such as cpu or cuda:0")
     try:
@@ -47,17 +50,17 @@ def free_bytes(device: torch.device) -> int:
 def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
     """`float_name` as torch's type."""
     named = float_name(dtype)
-    return None if named is None else named.torch
+    if named is None:
+        return None
+    return named.torch
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """Integers on a device, without waiting for a GPU."""
     found = torch.tensor(values, dtype=torch.long)
-    return (
-        found.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else found.to(device)
-    )
+    if device.type == "cuda":
+        return found.pin_memory().to(device, non_blocking=True)
+    return found.to(device)
 
 
 def checked_ids(tokens: object, vocab_size: int) -> Tensor:

@@ -36,7 +36,8 @@ class MLP(nn.Module):
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+            gate = self.gate_proj(x)
+            up = self.up_proj(x)
         own = self.config
         return gated(gate, up, own.activation, own.activation_limit, own.activation_alpha)
 
@@ -86,9 +87,12 @@ class Experts(nn.Module):
             x.shape
         )
         if self.shared_experts is not None:
-            shared, gate = self.shared_experts(x), self.shared_expert_gate
+            shared = self.shared_experts(x)
+            gate = self.shared_expert_gate
             out = out + (shared if gate is None else shared * torch.sigmoid(_product(x, gate)))
-        return out if self.sum is None else self.sum(out)
+        if self.sum is None:
+            return out
+        return self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [...,
@@ -130,7 +134,10 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
     if not isinstance(linear, nn.Linear):  # its weight is on disk
         given: Tensor = linear(x)
         return given
-    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    if linear.bias is None:
+        bias = None
+    else:
+        bias = linear.bias.to(x.dtype)
     return F.linear(x, linear.weight.to(x.dtype), bias)
 
 
@@ -147,7 +154,8 @@ class ExpertBank:
 
     def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
-        activation, limit = self.config.activation, self.config.activation_limit
+        activation = self.config.activation
+        limit = self.config.activation_limit
         return self.kernel.run(rows, weights, chosen, self.gate_up, self.down, activation, limit)
 
 
@@ -164,10 +172,8 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
 
 def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide, narrow = (
-        _same_kind([mlp.gate_up_proj for mlp in mlps]),
-        _same_kind([mlp.down_proj for mlp in mlps]),
-    )
+    wide = _same_kind([mlp.gate_up_proj for mlp in mlps])
+    narrow = _same_kind([mlp.down_proj for mlp in mlps])
     if (
         not wide
         or not narrow
@@ -185,10 +191,12 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
 def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     """All of them; none where one is not quantized, or not as the others."""
     found = [linear for linear in linears if isinstance(linear, QuantLinear)]
-    kinds = {
-        (linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None) for linear in found
-    }
-    return found if len(found) == len(linears) and len(kinds) == 1 else []
+    kinds = set()
+    for linear in found:
+        kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))
+    if len(found) == len(linears) and len(kinds) == 1:
+        return found
+    return []
 
 
 def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> PreparedLinear:

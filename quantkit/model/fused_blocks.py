@@ -34,7 +34,10 @@ def block_features(config: ModelConfig) -> frozenset[str]:
     """What blocks of a config do beyond the plainest. A feature that is new is one that no kernel
     serves until it says so.
     """
-    inner = {"query_scaling_beta"} if config.rope.query_scaling_beta is not None else set()
+    if config.rope.query_scaling_beta is not None:
+        inner = {"query_scaling_beta"}
+    else:
+        inner = set()
     if config.experts is not None and config.experts.score_correction:
         inner.add("score_correction")
     return config.features - _OUTSIDE | inner
@@ -55,7 +58,8 @@ class FusedBlocks:
         """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else
         the modules run.
         """
-        limit, tokens = self.kernel.max_tokens, x.shape[0] * x.shape[1]
+        limit = self.kernel.max_tokens
+        tokens = x.shape[0] * x.shape[1]
         return (limit is None or tokens <= limit) and (
             cache is not None or not self.kernel.needs_cache
         )
@@ -97,13 +101,19 @@ def fused_blocks(
             them.
     """
     config = model.config
-    layers = dict(enumerate(config.layers)) if layers is None else layers
+    if layers is None:
+        layers = dict(enumerate(config.layers))
+    else:
+        layers = layers
     kernel: BlockKernel | None = None
     blocks = []
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        linears = [linear for linear in _fused_linears(block) if isinstance(linear, QuantLinear)]
+        linears = []
+        for linear in _fused_linears(block):
+            if isinstance(linear, QuantLinear):
+                linears.append(linear)
         offered = [linear.backend.operations() for linear in linears]
         kernels = [operations.block for operations in offered if operations is not None]
         if len(kernels) < len(_fused_linears(block)) or None in kernels:
@@ -118,7 +128,9 @@ def fused_blocks(
         return None
     dtype = kernel.dtype or model.dtype
     run = kernel.prepare(blocks, dtype)
-    return None if run is None else FusedBlocks(kernel, run, layers, dtype)
+    if run is None:
+        return None
+    return FusedBlocks(kernel, run, layers, dtype)
 
 
 def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
@@ -126,8 +138,10 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
     fused. Those of a mixture of experts are the shared ones'.
     """
     mlp = block.mlp if isinstance(block.mlp, MLP) else block.mlp.shared_experts
-    feed_forward = () if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
-    return block.self_attn.qkv_proj, block.self_attn.o_proj, *feed_forward
+    attention = block.self_attn
+    if mlp is None:
+        return attention.qkv_proj, attention.o_proj
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
 def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
@@ -154,7 +168,8 @@ def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
 
 
 def _routed(experts: Experts) -> RoutedExperts:
-    bank, gate = experts.bank, experts.shared_expert_gate
+    bank = experts.bank
+    gate = experts.shared_expert_gate
     assert bank is not None
     return RoutedExperts(
         experts.gate.weight.detach(),
@@ -186,9 +201,13 @@ def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
 
 
 def _floats(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach().float()
+    if values is None:
+        return None
+    return values.detach().float()
 
 
 def _norm(norm: nn.Module | None) -> Tensor | None:
     assert norm is None or isinstance(norm, RMSNorm)
-    return None if norm is None else norm.weight.detach().float() + norm.offset
+    if norm is None:
+        return None
+    return norm.weight.detach().float() + norm.offset

@@ -55,26 +55,24 @@ def install_kernels(model: Decoder) -> None:
     torch's.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    offered = (
-        linears[0].backend.operations()
-        if linears
-        else operations_for_floats(model.device, model.dtype)
-    )
+    if linears:
+        offered = linears[0].backend.operations()
+    else:
+        offered = operations_for_floats(model.device, model.dtype)
     if offered is None:
         return
-    linear, max_tokens = offered.float_linear, offered.cached_attention_max_tokens
-    attention = (
-        None
-        if offered.cached_attention is None
-        else _by_kernel(offered.cached_attention, max_tokens)
-    )
+    linear = offered.float_linear
+    max_tokens = offered.cached_attention_max_tokens
+    if offered.cached_attention is None:
+        attention = None
+    else:
+        attention = _by_kernel(offered.cached_attention, max_tokens)
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
-    dtypes = (
-        {model.dtype}
-        if offered.block is None
-        else {model.dtype, offered.block.dtype or model.dtype}
-    )
+    if offered.block is None:
+        dtypes = {model.dtype}
+    else:
+        dtypes = {model.dtype, offered.block.dtype or model.dtype}
     with torch.inference_mode():
         if linear is not None and not _passes(
             "float products", lambda: _same_linear(model, linear, dtypes)
@@ -88,11 +86,10 @@ def install_kernels(model: Decoder) -> None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
             model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
-        banked = [
-            module
-            for module in model.modules()
-            if isinstance(module, Experts) and module.bank is not None
-        ]
+        banked = []
+        for module in model.modules():
+            if isinstance(module, Experts) and module.bank is not None:
+                banked.append(module)
         if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
             for experts in banked:
                 experts.bank = None
@@ -139,7 +136,8 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
     weight = some[_MANY:].to(model.dtype)
     for dtype, count in itertools.product(dtypes, (1, _MANY)):
         rows = some[:count].to(dtype)
-        x, w = rows.double(), weight.double()
+        x = rows.double()
+        w = weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
         if not within(
             linear(rows, weight), x @ w.t(), torch.finfo(torch.float32).eps * columns * sizes
@@ -155,13 +153,19 @@ def _same_attention(
     token and for many of those that it is used for, of sequences in separate slots and at separate
     positions.
     """
-    many = _MANY if max_tokens is None else min(max_tokens, _MANY)
+    if max_tokens is None:
+        many = _MANY
+    else:
+        many = min(max_tokens, _MANY)
     config = replace(model.config, layers=model.config.layers[:1])
     first = model.model.layers[0]
     assert isinstance(first, Block)
     scores = first.self_attn.scores
     windows = {layer.window and min(layer.window, _WINDOW) for layer in model.config.layers}
-    scale = 1 / math.sqrt(config.head_dim) if scores.scale is None else scores.scale
+    if scores.scale is None:
+        scale = 1 / math.sqrt(config.head_dim)
+    else:
+        scale = scores.scale
     # A soft cap is to bend the largest scores of the queries by much.
     stretch = max(1.0, _BENT * (scores.softcap or 0.0) / (scale * math.sqrt(config.head_dim)))
     every = torch.arange(_POSITIONS, device=model.device)
@@ -176,7 +180,8 @@ def _same_attention(
             ).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             given = keys, values, positions, slots, window, scores
-            found, right = attention(queries, *given), masked_attention(queries.double(), *given)
+            found = attention(queries, *given)
+            right = masked_attention(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a
             # few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
@@ -188,11 +193,18 @@ def _same_attention(
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
     """Whether a kernel gives for one row, and for many, what their experts give one by one."""
-    linears = [module for module in experts.experts.modules() if isinstance(module, QuantLinear)]
-    bank, some = experts.bank, _drawn(model, _MANY, model.config.hidden_size).to(model.dtype)
+    linears = []
+    for module in experts.experts.modules():
+        if isinstance(module, QuantLinear):
+            linears.append(module)
+    bank = experts.bank
+    some = _drawn(model, _MANY, model.config.hidden_size).to(model.dtype)
     assert bank is not None
     rounding = linears[0].backend.rounding(model.dtype)
-    steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
+    if model.dtype != torch.float32:
+        steps = torch.finfo(model.dtype).eps
+    else:
+        steps = 0
     share = _FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
     for count in (1, _MANY):
         rows = some[:count]
@@ -212,7 +224,10 @@ def _same_blocks(model: Decoder) -> bool:
     """
     kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
     for layer, number in kinds.items():
-        layer = layer if layer.window is None else replace(layer, window=min(layer.window, _FEW))
+        if layer.window is None:
+            layer = layer
+        else:
+            layer = replace(layer, window=min(layer.window, _FEW))
         blocks = fused_blocks(model, {number: layer})
         assert blocks is not None
         if not _same_head(model, blocks.dtype) or not _same_block(model, number, layer, blocks):
@@ -232,7 +247,8 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     and for many; in 16 bits as close to exact products as the modules are, but for little, and over
     either kind of cache.
     """
-    config, block = model.config, model.model.layers[number]
+    config = model.config
+    block = model.model.layers[number]
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
     far = (
@@ -258,11 +274,13 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
         )
         for start, stop in zip((0, *stops), stops, strict=False):
             positions = torch.arange(start, stop, device=model.device)
-            angles, states = model.rotary(positions + far), x[:, start:stop]
-            steps = [
-                Step(angles, cached_attention(cache, positions, windows, masked_attention))
-                for cache in (exact, rough)
-            ]
+            angles = model.rotary(positions + far)
+            states = x[:, start:stop]
+            steps = []
+            for cache in (exact, rough):
+                steps.append(
+                    Step(angles, cached_attention(cache, positions, windows, masked_attention))
+                )
             share = rounding
             if wide:
                 right = block(states, steps[0])
@@ -298,7 +316,9 @@ def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int 
             block(x, Step(model.rotary(positions + far), causal_attention(positions, windows))) - x
         )
     size = float(added.square().mean().sqrt())
-    return x * min(1.0, size / 2) if size > 0 else x
+    if size > 0:
+        return x * min(1.0, size / 2)
+    return x
 
 
 @contextmanager

@@ -64,12 +64,13 @@ class _Pack:
         self._attends = [
             causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches
         ]
-        positions = [
-            batch.positions.repeat(shape[0])
-            for batch, shape in zip(batches, self._shapes, strict=True)
-        ]
+        positions = []
+        for batch, shape in zip(batches, self._shapes, strict=True):
+            positions.append(batch.positions.repeat(shape[0]))
         lengths = [own.amax() + 1 for own in positions]
-        reach = [length.expand(len(own)) for length, own in zip(lengths, positions, strict=True)]
+        reach = []
+        for length, own in zip(lengths, positions, strict=True):
+            reach.append(length.expand(len(own)))
         self.step = Step(rotary(torch.cat(positions), torch.cat(reach)), self._attend)
 
     def _attend(
@@ -79,20 +80,21 @@ class _Pack:
         by_batch = (
             self.split(heads.transpose(1, 2)) for heads in (queries, keys, values)
         )  # each [B, T, H, Dh]
-        own = [[heads.transpose(1, 2) for heads in parts] for parts in zip(*by_batch, strict=True)]
-        mixed = [
-            attend(layer, q, k, v, scores)
-            for attend, (q, k, v) in zip(self._attends, own, strict=True)
-        ]
+        own = []
+        for parts in zip(*by_batch, strict=True):
+            own.append([heads.transpose(1, 2) for heads in parts])
+        mixed = []
+        for attend, (q, k, v) in zip(self._attends, own, strict=True):
+            mixed.append(attend(layer, q, k, v, scores))
         return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
 
     def split(self, states: Tensor) -> list[Tensor]:
         """States [1, N, D] by batch, each [B, T, D]."""
         pieces = torch.split(states[0], self.lengths)
-        return [
-            torch.unflatten(piece, 0, shape)
-            for piece, shape in zip(pieces, self._shapes, strict=True)
-        ]
+        result: list[Tensor] = []
+        for piece, shape in zip(pieces, self._shapes, strict=True):
+            result.append(torch.unflatten(piece, 0, shape))
+        return result
 
 
 @torch.inference_mode()
@@ -123,7 +125,8 @@ def layerwise_hidden(
             scheme.
     """
     tp = TensorParallel(checkpoint, group)
-    checkpoint, config = tp.checkpoint, tp.checkpoint.config
+    checkpoint = tp.checkpoint
+    config = tp.checkpoint.config
     rotary = Rotary(config)
     packs = [_Pack(some, config, rotary, cache_dtype) for some in _grouped(batches)]
     scales = layer_scales(checkpoint)

@@ -26,11 +26,9 @@ FloatLinear = Callable[[Tensor, Tensor], Tensor]
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     """The `FloatLinear` of torch."""
-    return (
-        F.linear(x, weight)
-        if x.dtype == weight.dtype
-        else float32_linears([x], weight)[0].to(x.dtype)
-    )
+    if x.dtype == weight.dtype:
+        return F.linear(x, weight)
+    return float32_linears([x], weight)[0].to(x.dtype)
 
 
 def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
@@ -65,16 +63,18 @@ class QuantLinear(nn.Module):
             RequestError: if none of the allowed backends supports the weight, see `select_backend`.
         """
         super().__init__()
-        self.scheme, self.scale_dtype = weight.scheme, weight.scale.dtype
+        self.scheme = weight.scheme
+        self.scale_dtype = weight.scale.dtype
         self.out_features, self.in_features = weight.shape
         self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, allowed)
         prepared = self.backend.prepare(weight.to(device))
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():
             self.register_buffer(name, tensor)
-        self.bias = (
-            None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
-        )
+        if bias is None:
+            self.bias = None
+        else:
+            self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
     @property
     def prepared(self) -> dict[str, Tensor]:
@@ -115,7 +115,8 @@ class QuantEmbedding(nn.Module):
         head: QuantLinear | None = None,
     ) -> None:
         super().__init__()
-        self.scheme, (self.num_embeddings, self.embedding_dim) = weight.scheme, weight.shape
+        self.scheme = weight.scheme
+        (self.num_embeddings, self.embedding_dim) = weight.shape
         self._dtype = dtype
         self.head = head if head is not None and self._gives_rows(head, weight) else None
         if self.head is None:
@@ -156,7 +157,9 @@ def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
     torch does.
     """
     try:
-        return None if same_as_torch() else "are wrong on this machine"
+        if same_as_torch():
+            return None
+        return "are wrong on this machine"
     except Exception as error:  # drivers and compilers have their own exception types
         return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[
             :300

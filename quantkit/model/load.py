@@ -70,7 +70,10 @@ def load_model(
         GroupError, RequestError: as `require_shareable` does.
     """
     allowed = allowed_backends(backend, allow_slow=allow_slow)
-    floats_as = None if dtype is None else DType.of(dtype)
+    if dtype is None:
+        floats_as = None
+    else:
+        floats_as = DType.of(dtype)
     if isinstance(source, (str, Path)):
         source = open_checkpoint(source, text_part=True, floats_as=floats_as)
     checkpoint: Checkpoint = source
@@ -112,7 +115,10 @@ def require_kernels(
     """Raise a `RequestError` with the checkpoint's path if none of the allowed backends supports
     one of its quantized linears; before any weight is read.
     """
-    looked_up = None if checkpoint.config.tied_embeddings else "model.embed_tokens.weight"
+    if checkpoint.config.tied_embeddings:
+        looked_up = None
+    else:
+        looked_up = "model.embed_tokens.weight"
     specs = (checkpoint.info(name) for name in checkpoint.names() if name != looked_up)
     cases = dict.fromkeys((one.scheme, one.dtype.torch) for one in specs if one.scheme is not None)
     try:
@@ -182,7 +188,9 @@ def fill(
             else:
                 weight = _quantized_rows(checkpoint, value, sources)
                 if weight is None:
-                    fused, sources, weight = owner, [owner], value
+                    fused = owner
+                    sources = [owner]
+                    weight = value
                 biases = [
                     floats_of(checkpoint.load(bias))
                     for one in sources
@@ -243,7 +251,9 @@ def _quantized_rows(
         return first
     parts = [first, *(checkpoint.load(f"{module}.weight") for module in modules[1:])]
     quantized = [part for part in parts if isinstance(part, QuantTensor)]
-    return stacked(quantized) if len(quantized) == len(parts) else None
+    if len(quantized) == len(parts):
+        return stacked(quantized)
+    return None
 
 
 def _replace(
@@ -279,11 +289,10 @@ def _stacked_floats(
     step = max(head, COPY_BYTES // max(1, whole[:1].nbytes) // head * head)
     for name, copy in zip(names, torch.split(whole, rows), strict=True):
         for start in range(0, len(copy), step):
-            part = (
-                TensorSlice(0, ((start, min(start + step, len(copy))),))
-                if step < len(copy)
-                else None
-            )
+            if step < len(copy):
+                part = TensorSlice(0, ((start, min(start + step, len(copy))),))
+            else:
+                part = None
             copy[start : start + step] = floats_of(checkpoint.load(name, part))
     return nn.Parameter(whole, requires_grad=False)
 
@@ -304,5 +313,7 @@ class _Uninitialised(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return options["tensor"] if "tensor" in options else args[0]
+            if "tensor" in options:
+                return options["tensor"]
+            return args[0]
         return function(*args, **options)

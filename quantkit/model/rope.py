@@ -48,17 +48,22 @@ class Rotary(nn.Module):
         self._rope = config.rope
         size = config.head_dim, config.max_context
         self.whole = Frequencies(config.rope, *size)
-        self.windowed = (
-            None if config.window_rope is None else Frequencies(config.window_rope, *size)
-        )
+        if config.window_rope is None:
+            self.windowed = None
+        else:
+            self.windowed = Frequencies(config.window_rope, *size)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
         """The angles of the positions [..., T] of sequences, of lengths as each token finds them,
         [..., T]; None is up to the last position of each.
         """
-        windowed = None if self.windowed is None else self.windowed(positions, lengths)
+        if self.windowed is None:
+            windowed = None
+        else:
+            windowed = self.windowed(positions, lengths)
         cosine, sine = self.whole(positions, lengths)
-        beta, context = self._rope.query_scaling_beta, self._rope.original_context
+        beta = self._rope.query_scaling_beta
+        context = self._rope.original_context
         if beta is None or context is None:
             return Angles(cosine, sine, windowed)
         return Angles(
@@ -87,19 +92,27 @@ class Frequencies(nn.Module):
         self.register_buffer(
             "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
         )
-        longer = None if rope.long_factor is None else _long_rope(rope, rope.long_factor, self._dim)
+        if rope.long_factor is None:
+            longer = None
+        else:
+            longer = _long_rope(rope, rope.long_factor, self._dim)
         self.register_buffer("stretched", longer, persistent=False)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T]; see `Rotary`."""
         frequencies = self.inverse_frequencies
         if self._rope.type in ("dynamic", "longrope"):
-            lengths = positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths
+            if lengths is None:
+                lengths = positions.amax(-1, keepdim=True) + 1
+            else:
+                lengths = lengths
             frequencies = self._of_length(lengths)
         angles = positions.float().unsqueeze(-1) * frequencies  # [T, dim / 2]
-        cosine, sine = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
+        cosine = angles.cos() * self._attention_scale
+        sine = angles.sin() * self._attention_scale
         if self._still:
-            cosine, sine = F.pad(cosine, (0, self._still), value=1.0), F.pad(sine, (0, self._still))
+            cosine = F.pad(cosine, (0, self._still), value=1.0)
+            sine = F.pad(sine, (0, self._still))
         return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
 
     def _of_length(self, lengths: Tensor) -> Tensor:
@@ -124,7 +137,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     head_dim], in float32.
     """
     if cosine.dim() == 3:
-        cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
+        cosine = cosine.unsqueeze(1)
+        sine = sine.unsqueeze(1)
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
@@ -163,13 +177,14 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
         ratio = rope.original_context / (turns * 2 * math.pi)  # type: ignore[operator]
         return dim * math.log(ratio) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast or 32), dimension(rope.beta_slow or 1)
+    low = dimension(rope.beta_fast or 32)
+    high = dimension(rope.beta_slow or 1)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = (
-        max(low, 0),
-        min(high, dim - 1),
-    )  # of an odd config the first may be the larger, as in transformers
+        low = math.floor(low)
+        high = math.ceil(high)
+    # of an odd config the first may be the larger, as in transformers
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return plain / rope.factor * (1 - keep) + plain * keep
@@ -189,14 +204,14 @@ def _attention_scale(rope: RopeConfig) -> float:
         return rope.attention_factor
     if rope.type == "longrope":
         assert rope.original_context is not None
-        return (
-            1.0
-            if rope.factor <= 1
-            else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
-        )
+        if rope.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
 
     def magnitude(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+        if rope.factor <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(rope.factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)

@@ -23,5 +23,10 @@ class RoundedInputs(CheckpointView):
 
 def as_multiplied(checkpoint: Checkpoint, linear: str, x: Tensor) -> Tensor:
     """The inputs [..., I] of a linear as they are multiplied, float32."""
-    found = checkpoint.inputs.get(linear) if isinstance(checkpoint, RoundedInputs) else None
-    return x if found is None else found.rounded(x)
+    if isinstance(checkpoint, RoundedInputs):
+        found = checkpoint.inputs.get(linear)
+    else:
+        found = None
+    if found is None:
+        return x
+    return found.rounded(x)

@@ -58,8 +58,11 @@ class _Sum(torch.autograd.Function):
         """Sum in the forward pass if `before`, and the gradients in the backward pass if
         `after`.
         """
-        ctx.group, ctx.after = group, after
-        return all_reduce(x, group) if before else x.view_as(x)
+        ctx.group = group
+        ctx.after = after
+        if before:
+            return all_reduce(x, group)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -123,7 +126,9 @@ class TensorParallel:
     ) -> None:
         """With `trained`, what it connects has gradients; see `enter`."""
         require_runnable(checkpoint)
-        self.checkpoint, self._config, self._group = checkpoint, checkpoint.config, group
+        self.checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._group = group
         self._sum, self._sum_squares = (
             (sum_outputs, sum_shares) if trained else (all_reduce, all_reduce)
         )
@@ -149,28 +154,36 @@ class TensorParallel:
         """What the first linears of a branch are applied to, whose gradients are those of all
         processes together.
         """
-        return x if self._split is None else sum_gradients(x, self._group)
+        if self._split is None:
+            return x
+        return sum_gradients(x, self._group)
 
     @property
     def head_rows(self) -> TensorSlice | None:
         """This process's rows of the head, without padding; None for all of them."""
-        return None if self._split is None else TensorSlice(0, self._split.ranges["vocab"])
+        if self._split is None:
+            return None
+        return TensorSlice(0, self._split.ranges["vocab"])
 
     def own_logits(self, logits: Tensor) -> Tensor:
         """Of logits [..., V] those of the rows that this process has of the head, without
         padding.
         """
-        return (
-            logits if self._split is None else logits[..., slice(*self._split.ranges["vocab"][0])]
-        )
+        if self._split is None:
+            return logits
+        return logits[..., slice(*self._split.ranges["vocab"][0])]
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of all processes' tensors."""
-        return x if self._split is None else all_reduce(x, self._group)
+        if self._split is None:
+            return x
+        return all_reduce(x, self._group)
 
     def part(self, parameter: Parameter) -> TensorSlice | None:
         """This process's slice of a tensor; None for all of it."""
-        return None if self._split is None else self._split.tensor_slice(parameter)
+        if self._split is None:
+            return None
+        return self._split.tensor_slice(parameter)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Logits [..., V] from those of the rows that this process has of the head, with padding
@@ -197,11 +210,9 @@ class TensorParallel:
             else:
                 module.set_submodule(own, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":
-            heads, kv_heads, size = (
-                self._config.num_heads,
-                self._config.num_kv_heads,
-                self._config.head_dim,
-            )
+            heads = self._config.num_heads
+            kv_heads = self._config.num_kv_heads
+            size = self._config.head_dim
             widths = heads * size, kv_heads * size
             for attention in [part for part in module.modules() if isinstance(part, Attention)]:
                 assert attention.q_norm is not None and attention.k_norm is not None
@@ -219,7 +230,8 @@ class TensorParallel:
         """
         if self._split is None:
             return
-        own, rows = model.ops.float_linear, self._split.vocab_rows
+        own = model.ops.float_linear
+        rows = self._split.vocab_rows
         embedding = VocabParallelEmbedding(
             model.model.embed_tokens, rows, self._split.vocab_start, self._group
         )
@@ -287,7 +299,8 @@ class WidthParallelNorms(nn.Module):
         add_up: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
-        self.queries, self.keys = queries, keys
+        self.queries = queries
+        self.keys = keys
         self.add_up = add_up
         self._widths, self._kv_shares = tuple(widths), tuple(kv_shares)
 

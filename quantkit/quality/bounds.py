@@ -107,7 +107,9 @@ def scheme_bound(schemes: Iterable[QuantScheme]) -> Bound:
 
 def bound_type(scheme: QuantScheme) -> str:
     """Return the key in `BOUNDS` of the codes of a scheme."""
-    return "fp8" if scheme.codes is Codes.E4M3 else f"int{scheme.bits}"
+    if scheme.codes is Codes.E4M3:
+        return "fp8"
+    return f"int{scheme.bits}"
 
 
 def with_inputs(bound: Bound, inputs: Iterable[InputRounding]) -> Bound:
@@ -152,7 +154,10 @@ def weight_bound(
         error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
     compensated = coarsest.with_dividing_groups(weight.shape[1])
     if compensated != quantized.scheme:
-        floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
+        if isinstance(weight, QuantTensor):
+            floats = weight.dequantize()
+        else:
+            floats = weight
         error = max(error, relative_error(quantize_rtn(floats, compensated, scale_dtype), floats))
     return min(MAX_ERROR, max(_MIN_BOUND, TIMES_ROUNDING * error))
 
@@ -161,9 +166,11 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
     """The relative error, and its bound, of the row of a quantized weight [O, I] that exceeds its
     bound the most. NaN if a row holds NaN.
     """
-    worst, found = -1.0, (0.0, _MIN_BOUND)
+    worst = -1.0
+    found = (0.0, _MIN_BOUND)
     for start, stop in row_chunks(*quantized.shape):
-        rows, reference = quantized.rows(start, stop), weight[start:stop].float()
+        rows = quantized.rows(start, stop)
+        reference = weight[start:stop].float()
         rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
         norms = _row_norms(reference).clamp(min=torch.finfo(torch.float32).tiny)
         error, smallest = (
@@ -172,7 +179,8 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
         bound = (TIMES_ROUNDING * smallest).clamp(min=_MIN_BOUND)
         excess, row = torch.max(error / bound, 0)  # NaN is the largest
         if not excess.item() <= worst:
-            worst, found = excess.item(), (error[row].item(), bound[row].item())
+            worst = excess.item()
+            found = (error[row].item(), bound[row].item())
     return found
 
 
@@ -195,7 +203,9 @@ def _step_error(value: QuantTensor) -> float:
     norm = 0.0
     for start, stop in row_chunks(rows, columns):
         norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))
-    return math.sqrt(squares) / norm if norm else 0.0
+    if norm:
+        return math.sqrt(squares) / norm
+    return 0.0
 
 
 def same_but_rounded(a: Tensor, b: Tensor) -> bool:
@@ -250,7 +260,8 @@ def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
     Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same
     each time, with their own hash.
     """
-    length, count = window_length(checkpoint), _count(checkpoint)
+    length = window_length(checkpoint)
+    count = _count(checkpoint)
     tokenizer, _ = checked_tokenizer(checkpoint)
     if tokenizer is not None:
         found = {}
@@ -277,4 +288,6 @@ def measured_tokens(checkpoint: Checkpoint) -> int:
 
 def _count(checkpoint: Checkpoint) -> int:
     """Windows of each text."""
-    return 1 if parameter_count(checkpoint) > _LARGE_PARAMETERS else _WINDOWS
+    if parameter_count(checkpoint) > _LARGE_PARAMETERS:
+        return 1
+    return _WINDOWS

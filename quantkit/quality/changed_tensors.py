@@ -35,11 +35,10 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
     in their type.
     """
     found = sha256()
-    parts = (
-        [value.codes, value.scale, value.zero, value.minimum]
-        if isinstance(value, QuantTensor)
-        else [value]
-    )
+    if isinstance(value, QuantTensor):
+        parts = [value.codes, value.scale, value.zero, value.minimum]
+    else:
+        parts = [value]
     for part in parts:
         if part is not None:
             found.update(f"{part.dtype} {list(part.shape)};".encode())
@@ -49,10 +48,9 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
 
 def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
     """The tensors, of some, that differ between two models."""
-    found = {
-        name: Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
-        for name in names
-    }
+    found = {}
+    for name in names:
+        found[name] = Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
     return {name: one for name, one in found.items() if one.before != one.after}
 
 
@@ -60,7 +58,10 @@ def merged(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[s
     """The changes of two refinements, one after the other."""
     found = dict(earlier)
     for name, change in later.items():
-        before = earlier[name].before if name in earlier else change.before
+        if name in earlier:
+            before = earlier[name].before
+        else:
+            before = change.before
         found[name] = Change(before, change.after)
     return found
 
@@ -70,11 +71,11 @@ def rewritten_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
     another format.
     """
     names = set(result.names())
-    return {
-        name: Change(one.before, tensor_hash(result.load(name)))
-        for name, one in recorded_changes(model).items()
-        if name in names
-    }
+    results: dict[str, Change] = {}
+    for name, one in recorded_changes(model).items():
+        if name in names:
+            results[name] = Change(one.before, tensor_hash(result.load(name)))
+    return results
 
 
 def recorded_changes(model: Path) -> dict[str, Change]:
@@ -85,10 +86,10 @@ def recorded_changes(model: Path) -> dict[str, Change]:
     if refined is None:
         return {}
     try:
-        return {
-            name: Change(str(one["before"]), str(one["after"]))
-            for name, one in refined["tensors"].items()
-        }
+        result: dict[str, Change] = {}
+        for name, one in refined["tensors"].items():
+            result[name] = Change(str(one["before"]), str(one["after"]))
+        return result
     except (AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{REFINED} does not list tensors", path=manifest_path(model)

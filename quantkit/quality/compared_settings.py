@@ -71,7 +71,9 @@ def _describe_differences(
 
 
 def _describe(values: dict[str, object], key: str) -> str:
-    return shown(values[key]) if key in values else "not set"
+    if key in values:
+        return shown(values[key])
+    return "not set"
 
 
 def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, object]:
@@ -82,11 +84,11 @@ def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, obje
     if not options.get("temperature"):
         penalty = options.get("repetition_penalty", 1.0)
         options = {"temperature": 0.0, "repetition_penalty": penalty}
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in neutral or value != neutral[name]
-    }
+    result: dict[str, object] = {}
+    for name, value in options.items():
+        if name not in neutral or value != neutral[name]:
+            result[name] = value
+    return result
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
@@ -96,12 +98,14 @@ def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
     The tokenizer of a model that has no decoder here is not read, since it may be of any kind.
     """
     settings = read_tokenizer_config(checkpoint.path)
-    adds_bos, adds_eos = False, False
+    adds_bos = False
+    adds_eos = False
     if checkpoint.config.runnable:
         tokenizer = checked_tokenizer(checkpoint)[0]
         if tokenizer is not None:
             before, after = ids_around_text(tokenizer)
-            adds_bos, adds_eos = bool(before), bool(after)
+            adds_bos = bool(before)
+            adds_eos = bool(after)
     return {
         "add_bos_token": settings.flag("add_bos_token", adds_bos),
         "add_eos_token": settings.flag("add_eos_token", adds_eos),

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 _MAX_PARTS = 20  # an error from 20 parts is itself known to a sixth
 _MIN_PART = 16  # tokens of a part
-_MIN_PLAIN, _MAX_PLAIN = 1e-4, 1e7
+_MIN_PLAIN = 1e-4
+_MAX_PLAIN = 1e7
 _TWO_DIGITS = 2.95  # an error with a smaller first digit is shown with two digits, else with one
 
 
@@ -51,7 +52,10 @@ class Estimate:
 
     def exp(self) -> Estimate:
         """The exponential, of a mean of logarithms; infinite beyond the range of a float."""
-        value = math.exp(self.value) if self.value < 709 else math.inf
+        if self.value < 709:
+            value = math.exp(self.value)
+        else:
+            value = math.inf
         return Estimate(value, None if self.error is None else value * self.error)
 
 
@@ -80,11 +84,10 @@ def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Es
     """The mean of independent figures; it has an error if all of them have."""
     shares = [weight / sum(weights) for weight in weights]
     value = sum(share * one.value for share, one in zip(shares, estimates, strict=True))
-    errors = [
-        share * one.error
-        for share, one in zip(shares, estimates, strict=True)
-        if one.error is not None
-    ]
+    errors = []
+    for share, one in zip(shares, estimates, strict=True):
+        if one.error is not None:
+            errors.append(share * one.error)
     return Estimate(value, math.hypot(*errors) if len(errors) == len(estimates) else None)
 
 
@@ -141,14 +144,15 @@ def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
     All are of one kind, so that they can be compared: of outputs if every manifest with errors has
     those.
     """
-    listed: list[dict[str, Any]] = [
-        manifest_or_empty(folder).get("modules", {}) for folder in folders
-    ]
+    listed: list[dict[str, Any]] = []
+    for folder in folders:
+        listed.append(manifest_or_empty(folder).get("modules", {}))
     for kind in ("output_error", "relative_error"):
-        errors = [
-            {name: record[kind] for name, record in one.items() if record.get(kind) is not None}
-            for one in listed
-        ]
+        errors = []
+        for one in listed:
+            errors.append(
+                {name: record[kind] for name, record in one.items() if record.get(kind) is not None}
+            )
         if any(errors) and all(
             bool(found) or not one for found, one in zip(errors, listed, strict=True)
         ):
@@ -159,11 +163,9 @@ def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
 def module_records(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What a manifest states of each module; empty if it has another form."""
     modules = made.get("modules")
-    return (
-        {name: one for name, one in modules.items() if isinstance(one, dict)}
-        if isinstance(modules, dict)
-        else {}
-    )
+    if isinstance(modules, dict):
+        return {name: one for name, one in modules.items() if isinstance(one, dict)}
+    return {}
 
 
 def _decoded(kind: Any, value: Any) -> Any:
@@ -172,18 +174,18 @@ def _decoded(kind: Any, value: Any) -> Any:
     """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        required = {
-            one.name
-            for one in fields(kind)
-            if one.default is MISSING and one.default_factory is MISSING
-        }
+        required = set()
+        for one in fields(kind):
+            if one.default is MISSING and one.default_factory is MISSING:
+                required.add(one.name)
         stated = (
             one.name
             for one in fields(kind)
             if one.name in required or value.get(one.name) is not None
         )
         return kind(**{name: _decoded(hints[name], value[name]) for name in stated})
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is list:
         return [_decoded(arguments[0], one) for one in value]
     if origin is tuple:
@@ -191,5 +193,7 @@ def _decoded(kind: Any, value: Any) -> Any:
     if origin is dict:
         return {str(key): _decoded(arguments[1], one) for key, one in value.items()}
     if arguments:  # X | None
-        return None if value is None else _decoded(arguments[0], value)
+        if value is None:
+            return None
+        return _decoded(arguments[0], value)
     return kind(value)

@@ -103,11 +103,10 @@ class TextResult:
 
     def limit(self, digits: int = 3) -> str:
         """The bound of the mean KL, in words."""
-        rounding = (
-            ""
-            if self.rounding_kl is None
-            else f"; rounding to nearest gives {self.rounding_kl:.{digits}g}"
-        )
+        if self.rounding_kl is None:
+            rounding = ""
+        else:
+            rounding = f"; rounding to nearest gives {self.rounding_kl:.{digits}g}"
         return f"at most {self.kl_bound:.{digits}g}{rounding}"
 
 
@@ -224,19 +223,21 @@ def run_gate(
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
-        weights = (
-            importance()
-            if Solver.WEIGHTED in solvers
-            else {}
-            if Solver.SEARCHED in solvers
-            else None
-        )
+        if Solver.WEIGHTED in solvers:
+            weights = importance()
+        elif Solver.SEARCHED in solvers:
+            weights = {}
+        else:
+            weights = None
         rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
             others.append(RtnBaseline(source, assigned, scale_dtype))
         elif has_cache:
             others.append(rounded_again)  # the result with floats in its cache
-    others = [RoundedInputs(one, inputs) for one in others] if inputs else others
+    if inputs:
+        others = [RoundedInputs(one, inputs) for one in others]
+    else:
+        others = others
     bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
     measured = measured_windows(source)
     lost = tallies(
@@ -298,7 +299,10 @@ def require_passed(
             solver = 'GPTQ with more text, or round with `method="rtn"`'
         else:
             solver = "GPTQ with more text"
-        cache = "leave `kv_cache` out, " if result.kv_cache is not None else ""
+        if result.kv_cache is not None:
+            cache = "leave `kv_cache` out, "
+        else:
+            cache = ""
         remedy = (
             f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True`"
             " (and `resume=True`)"
@@ -344,7 +348,10 @@ def _distorted(
             if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):
                 bound = MAX_ERROR  # its error is that of rounding, or less
             else:
-                compensated = scheme if solver == Solver.WEIGHTED else worst
+                if solver == Solver.WEIGHTED:
+                    compensated = scheme
+                else:
+                    compensated = worst
                 bound = weight_bound(*_pair(source, result, module), compensated)
         if not error <= bound:
             found[module] = (rounded(error), rounded(bound))
@@ -354,7 +361,8 @@ def _distorted(
 
 def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
     """The weight of a module in the result, and in the source."""
-    quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
+    quantized = result.load(module + ".weight")
+    weight = source.load(module + ".weight")
     assert isinstance(quantized, QuantTensor)
     return quantized, weight.dequantize() if isinstance(weight, QuantTensor) else weight
 
@@ -387,8 +395,10 @@ class RtnBaseline(CheckpointView):
                 is on those that span the groups.
         """
         super().__init__(source)
-        self._scale_dtype, self._importance = scale_dtype or DType(source.config.dtype), importance
-        self._shared, self._assigned = SharedScales(source, assigned), {}
+        self._scale_dtype = scale_dtype or DType(source.config.dtype)
+        self._importance = importance
+        self._shared = SharedScales(source, assigned)
+        self._assigned = {}
         for module, scheme in assigned.items():
             if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
                 columns = source.info(module + ".weight").shape[1]
@@ -396,7 +406,8 @@ class RtnBaseline(CheckpointView):
             self._assigned[module] = scheme
 
     def info(self, name: str) -> TensorSpec:
-        info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
+        info = self._source.info(name)
+        scheme = self._assigned.get(name.removesuffix(".weight"))
         return TensorSpec(
             name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme
         )
@@ -410,7 +421,8 @@ class RtnBaseline(CheckpointView):
         by_rows = not tiled and (part is None or part.axis == 0)  # which have the same groups
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
-            scale_dtype, outer = self._scale_dtype.torch, self._shared.of(module)
+            scale_dtype = self._scale_dtype.torch
+            outer = self._shared.of(module)
             if self._importance is None:
                 value = quantize_rtn(value, scheme, scale_dtype, outer)
             else:
@@ -418,7 +430,9 @@ class RtnBaseline(CheckpointView):
                 value, _ = round_to_nearest(
                     value, scheme, scale_dtype, column_kernels, weights, outer
                 )
-        return value if part is None or by_rows else part.of_weight(value)
+        if part is None or by_rows:
+            return value
+        return part.of_weight(value)
 
 
 def is_baseline(
@@ -433,7 +447,8 @@ def is_baseline(
     if baseline.config.differences(result.config) or baseline.names() != result.names():
         return False
     for name in result.names():
-        own, expected = result.info(name), baseline.info(name)
+        own = result.info(name)
+        expected = baseline.info(name)
         if own.shape != expected.shape or (own.scheme is None) != (expected.scheme is None):
             return False
         record = records.get(name) or {}

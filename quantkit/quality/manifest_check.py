@@ -124,30 +124,37 @@ class FolderReport:
     def lines(self) -> list[str]:
         """The report as text."""
         total = self.files + len(self.edited)
-        count = f"all {total}" if self.same else f"{self.files} of {total}"
-        found = (
-            "the file is as quantkit wrote it"
-            if total == 1
-            else f"{count} files are as quantkit wrote them"
-        )
+        if self.same:
+            count = f"all {total}"
+        else:
+            count = f"{self.files} of {total}"
+        if total == 1:
+            found = "the file is as quantkit wrote it"
+        else:
+            found = f"{count} files are as quantkit wrote them"
         out = [f"{self.path}: {found}"]
         out += [
             f"{name}: {what} since{' (not checked)' * (what == 'edited')}"
             for name, what in self.edited.items()
         ]
-        out += [] if self.weights is None else [self.weights.line()]
+        if self.weights is None:
+            out += []
+        else:
+            out += [self.weights.line()]
         exact = self.manifest.get("exact")
         if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
             with suppress(TypeError):  # it has another form
                 out.append(
                     f"when it was made it was compared with its source: {Exact(**exact).line()}"
                 )
-        out += [] if self.run_by is None else [f"run by {self.run_by}"]
-        out += (
-            []
-            if self.not_run is None
-            else [f"its perplexities were not measured again: {self.not_run}"]
-        )
+        if self.run_by is None:
+            out += []
+        else:
+            out += [f"run by {self.run_by}"]
+        if self.not_run is None:
+            out += []
+        else:
+            out += [f"its perplexities were not measured again: {self.not_run}"]
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
@@ -173,20 +180,24 @@ def verify_model(
     if not path.exists():
         open_checkpoint(model)  # raises another error if the model is damaged
         is_file = not model.is_dir()
-        where = (
-            " next to it, where quantkit writes a file's manifest"
-            if is_file
-            else ": quantkit did not make it"
-        )
+        if is_file:
+            where = " next to it, where quantkit writes a file's manifest"
+        else:
+            where = ": quantkit did not make it"
         raise CheckpointError(
             f"has no {path.name}{where}",
             path=model,
             hint=f"{'copy it too, or ' if is_file else ''}pass the model to compare it with",
         )
     made, edited = require_as_written(model, progress=progress)
-    readable = model if model.exists() else path.parent / min(made["files"], default="")
+    if model.exists():
+        readable = model
+    else:
+        readable = path.parent / min(made["files"], default="")
     texts: list[TextCheck] = []
-    weights, run_by, not_run = None, None, None
+    weights = None
+    run_by = None
+    not_run = None
     if made.get("job") == "quantize" or "quality" in made:
         checkpoint = with_codes(
             open_checkpoint(readable, tensors_only=made.get("tensors_only") is True)
@@ -219,19 +230,24 @@ def recheck(
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
     known = {(one.text, one.sha256) for one in recorded.texts}
-    measured = measured_windows(checkpoint) if checkpoint.config.measurable else {}
-    texts = {
-        name: windows for name, (digest, windows) in measured.items() if (name, digest) in known
-    }
+    if checkpoint.config.measurable:
+        measured = measured_windows(checkpoint)
+    else:
+        measured = {}
+    texts = {}
+    for name, (digest, windows) in measured.items():
+        if (name, digest) in known:
+            texts[name] = windows
     in_one_phase = in_phase(progress, "perplexity")
     run = (
         RoundedInputs(checkpoint, inputs)
         if (inputs := measured_inputs(made, checkpoint, model))
         else checkpoint
     )
-    figures = (
-        perplexity_estimates(run, list(texts.values()), progress=in_one_phase) if texts else []
-    )
+    if texts:
+        figures = perplexity_estimates(run, list(texts.values()), progress=in_one_phase)
+    else:
+        figures = []
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
     checks = [
         TextCheck(one, perplexities.get(one.text))
@@ -239,7 +255,8 @@ def recheck(
         if checkpoint.config.measurable
     ]
     for one in checks:
-        found, expected = one.perplexity, one.recorded.perplexity
+        found = one.perplexity
+        expected = one.recorded.perplexity
         if found is not None and not (
             math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)
         ):
@@ -271,13 +288,13 @@ def measured_inputs(
         raise CheckpointError(
             f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=stated
         ) from error
-    linears = {
-        module: scheme for module, scheme in schemes(checkpoint).items() if module != EMBEDDING
-    }
-    found = {
-        module: InputRounding.of(by_scheme.get(str(scheme), Activations.NONE), scheme)
-        for module, scheme in linears.items()
-    }
+    linears = {}
+    for module, scheme in schemes(checkpoint).items():
+        if module != EMBEDDING:
+            linears[module] = scheme
+    found = {}
+    for module, scheme in linears.items():
+        found[module] = InputRounding.of(by_scheme.get(str(scheme), Activations.NONE), scheme)
     return {module: one for module, one in found.items() if one is not None}
 
 
@@ -286,7 +303,9 @@ def failed_certificate(model: Path) -> str | None:
     `CheckpointError` if its manifest has a certificate of another form.
     """
     error = _certificate_failure(manifest_or_empty(model), model)
-    return None if error is None else str(error)
+    if error is None:
+        return None
+    return str(error)
 
 
 def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError | None:

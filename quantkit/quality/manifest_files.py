@@ -90,7 +90,10 @@ def require_as_written(
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
         path = manifest_path(model).parent / name
-        found = sha256(path) if Path(name).name == name and path.is_file() else None
+        if Path(name).name == name and path.is_file():
+            found = sha256(path)
+        else:
+            found = None
         if found == expected:
             continue
         if name == _README:

@@ -95,11 +95,9 @@ class Windows:
 
     def batch(self) -> Batch:
         """The tokens at their positions."""
-        return (
-            Batch.from_start(self.tokens)
-            if self.positions is None
-            else Batch(self.tokens, self.positions)
-        )
+        if self.positions is None:
+            return Batch.from_start(self.tokens)
+        return Batch(self.tokens, self.positions)
 
 
 class Hidden(Protocol):
@@ -202,11 +200,17 @@ def tallies(
             found=f"{odd[0].config.vocab_size} tokens",
             expected=f"a vocabulary of {size}",
         )
-    compared = [(other, cache) for other in others for cache in cache_dtypes]
-    found = [[Tally(listener) for listener, _ in zip_longest(listeners, compared)] for _ in texts]
+    compared = []
+    for other in others:
+        for cache in cache_dtypes:
+            compared.append((other, cache))
+    found = []
+    for _ in texts:
+        found.append([Tally(listener) for listener, _ in zip_longest(listeners, compared)])
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts(texts, width)
-    layers, head = reference.config.num_layers, head_layers(reference.config)
+    layers = reference.config.num_layers
+    head = head_layers(reference.config)
     stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head))
     for part in parts:
         batches = [one.batch() for _, one in part]
@@ -217,12 +221,17 @@ def tallies(
         )
         state_bytes = 4 * width * sum(map(len, targets))
         for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
-            seconds = [
-                final_hidden(
-                    other, batches, cache_dtype=cache, group=group, progress=stretches.next(layers)
+            seconds = []
+            for other, cache in compared[some]:
+                seconds.append(
+                    final_hidden(
+                        other,
+                        batches,
+                        cache_dtype=cache,
+                        group=group,
+                        progress=stretches.next(layers),
+                    )
                 )
-                for other, cache in compared[some]
-            ]
             head_report = stretches.next(head * (heads + len(seconds)))
             heads = 0
             pieces = list(head_pieces([len(one) for one in targets], size))
@@ -281,10 +290,10 @@ def token_losses(
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [
-        torch.cat(of_text).view(len(windows), -1)
-        for of_text, windows in zip(losses, texts, strict=True)
-    ]
+    result: list[Tensor] = []
+    for of_text, windows in zip(losses, texts, strict=True):
+        result.append(torch.cat(of_text).view(len(windows), -1))
+    return result
 
 
 def perplexity(loss: float, count: int) -> float:
@@ -326,15 +335,18 @@ class Tally:
     def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
         """Add the logits [N, V] of both and the targets [N], in the order of the text."""
         difference = (p - q).abs().max().item()
-        self._largest = difference if math.isnan(difference) else max(self._largest, difference)
-        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        if math.isnan(difference):
+            self._largest = difference
+        else:
+            self._largest = max(self._largest, difference)
+        log_p = p.log_softmax(-1)
+        log_q = q.log_softmax(-1)
         kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
-        losses = [
-            F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED)
-            for log in (log_p, log_q)
-        ]
+        losses = []
+        for log in (log_p, log_q):
+            losses.append(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED))
         agreed = p.argmax(-1) == q.argmax(-1)
         self._found.append(
             (kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED)
@@ -349,11 +361,13 @@ class Tally:
     def quality(self) -> Quality:
         """The figures over all tokens."""
         kl, agreed, first, second, scored = self.by_token()
-        mean, top1 = mean_estimate(kl), mean_estimate(agreed)
+        mean = mean_estimate(kl)
+        top1 = mean_estimate(agreed)
         median, p99 = np.quantile(kl.numpy(), [0.5, 0.99]).tolist()
         kls = max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0)
         divergence = Divergence(len(kl), self._largest, *kls, top1.value, mean.error, top1.error)
-        first, second = first[scored], second[scored]
+        first = first[scored]
+        second = second[scored]
         reference, other, ratio = (
             mean_estimate(losses).exp() for losses in (first, second, second - first)
         )
@@ -369,7 +383,8 @@ def _losses(
     text.
     """
     parts = _parts(texts, checkpoint.config.hidden_size)
-    layers, head = checkpoint.config.num_layers, head_layers(checkpoint.config)
+    layers = checkpoint.config.num_layers
+    head = head_layers(checkpoint.config)
     stretches = Stretches(progress, len(parts) * (layers + head))
     for part in parts:
         batches = [one.batch() for _, one in part]
@@ -403,18 +418,19 @@ def _logits(
     found = final_logits(
         checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group
     )
-    return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
+    if finite:
+        return [finite_logits(logits, checkpoint.path) for logits in found]
+    return found
 
 
 def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
     """The matrix's index and a few rows each, for all rows of several matrices. The logits of one
     list fit in memory together.
     """
-    every = [
-        (index, rows)
-        for index, count in enumerate(counts)
-        for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)
-    ]
+    every = []
+    for index, count in enumerate(counts):
+        for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD):
+            every.append((index, rows))
     for some in _pieces(
         len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))
     ):

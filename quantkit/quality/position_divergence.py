@@ -49,7 +49,10 @@ def position_windows(
         raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
     notes = []
     if (found := windows.shape[1]) < length:
-        shorter = "the model's context" if found == context else f"the text '{text}'"
+        if found == context:
+            shorter = "the model's context"
+        else:
+            shorter = f"the text '{text}'"
         notes = [f"KL by position goes to {found} tokens, not {length}: {shorter} has no more"]
     return windows[: max(1, TOKENS // found) if count is None else count], notes
 
@@ -99,7 +102,10 @@ def divergence_by_position(
         for of_run in zip(*found, strict=True)
     )
     buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)
-    return [{cache: next(buckets) for cache in CACHES} for _ in others]
+    result: list[dict[str, list[PositionDivergence]]] = []
+    for _ in others:
+        result.append({cache: next(buckets) for cache in CACHES})
+    return result
 
 
 def position_buckets(
@@ -110,10 +116,8 @@ def position_buckets(
     """
     buckets = []
     for start, stop in pairwise(position_edges(kl.shape[1], shortest)):
-        mean, share = (
-            mean_estimate(kl[:, start:stop].flatten()),
-            agreed[:, start:stop].double().mean().item(),
-        )
+        mean = mean_estimate(kl[:, start:stop].flatten())
+        share = agreed[:, start:stop].double().mean().item()
         value = max(mean.value, 0.0)  # sums are rounded
         buckets.append(
             PositionDivergence(start, stop, (stop - start) * len(kl), value, mean.error, share)

@@ -53,7 +53,10 @@ class PositionDivergence:
 
     def rounded(self) -> PositionDivergence:
         """With as many digits as a manifest has."""
-        error = None if self.kl_error is None else rounded(self.kl_error)
+        if self.kl_error is None:
+            error = None
+        else:
+            error = rounded(self.kl_error)
         return replace(
             self, kl=rounded(self.kl), kl_error=error, top1_agreement=round(self.top1_agreement, 5)
         )
@@ -89,7 +92,8 @@ def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
     """The KL of the last bucket over that of the first, by the delta method; None for a single
     bucket.
     """
-    first, last = buckets[0], buckets[-1]
+    first = buckets[0]
+    last = buckets[-1]
     if len(buckets) < 2 or not first.kl > 0:
         return None
     ratio = last.kl / first.kl
@@ -102,11 +106,9 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return (
-            "no later positions to compare it with"
-            if len(buckets) < 2
-            else f"that at {buckets[0].name} is 0"
-        )
+        if len(buckets) < 2:
+            return "no later positions to compare it with"
+        return f"that at {buckets[0].name} is 0"
     ratio = f"{found} times that at {buckets[0].name}"
     if found.error is None:
         return ratio
@@ -170,11 +172,12 @@ class PositionCertificate:
 
     def lines(self) -> list[str]:
         """A line for each cache, and one if the model was kept though it did not pass."""
-        last = {
-            cache: f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
-            for cache, own in self.caches.items()
-        }
-        lines = [f"KL by position, {cache} cache: {figures}" for cache, figures in last.items()]
+        last = {}
+        for cache, own in self.caches.items():
+            last[cache] = f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
+        lines = []
+        for cache, figures in last.items():
+            lines.append(f"KL by position, {cache} cache: {figures}")
         lines[0] += f" ({self.windows} x {self.length} tokens of {self.text})"
         if (problem := self.problem()) is not None:
             lines.append(

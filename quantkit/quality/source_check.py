@@ -88,7 +88,10 @@ def check_source(
             return "the source's logits are NaN or Inf"
         for name in source.names():
             value = source.load(name)
-            floats = value.scale if isinstance(value, QuantTensor) else value
+            if isinstance(value, QuantTensor):
+                floats = value.scale
+            else:
+                floats = value
             checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
         raise nonfinite_logits(source.path)
     written = len(tokenizer.decode(window[0].tolist()).encode())
@@ -127,7 +130,8 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
                 return math.nan
             targets = window[rows.start + 1 : rows.stop + 1]
             loss += F.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
-            low, high = torch.minimum(low, logits.amin(0)), torch.maximum(high, logits.amax(0))
+            low = torch.minimum(low, logits.amin(0))
+            high = torch.maximum(high, logits.amax(0))
     if (high - low).max() <= _FLAT * (high.max() - low.min()):
         raise CheckpointError(
             "the model's logits do not depend on its input",

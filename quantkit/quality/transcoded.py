@@ -60,15 +60,18 @@ class Exact:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's form."""
-        return {
-            name: count
-            for name, count in asdict(self).items()
-            if count or name not in ("norms", "scales_cast")
-        }
+        result: dict[str, Any] = {}
+        for name, count in asdict(self).items():
+            if count or name not in ("norms", "scales_cast"):
+                result[name] = count
+        return result
 
     def line(self) -> str:
         """The counts as text."""
-        lost = f", but {self.norms} norms rounded, to which GGUF adds 1" if self.norms else ""
+        if self.norms:
+            lost = f", but {self.norms} norms rounded, to which GGUF adds 1"
+        else:
+            lost = ""
         if not self.tensors:
             return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
         if self.scales_cast:
@@ -115,7 +118,8 @@ def require_exact(
                 equal = _same_codes(source, result, before.name, name, cast[name])
                 scales_cast += equal
         elif result.format == "gguf" and offset_of(result.config, name):
-            weight, stored = source.load(name), result.load(name)
+            weight = source.load(name)
+            stored = result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
             equal = same_norms(
@@ -140,7 +144,9 @@ def require_exact(
 
 def offset_of(config: ModelConfig, name: str) -> float:
     """Return the offset that a model adds to a tensor; 0 if it is not the weight of a norm."""
-    return config.norm_offset if "norm" in name else 0.0
+    if "norm" in name:
+        return config.norm_offset
+    return 0.0
 
 
 def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
@@ -195,7 +201,8 @@ def _same_codes(
     """Whether codes and zero points are the same, and scales after they are cast to the types in
     `cast`.
     """
-    before, after = source.load(before_name), result.load(name)
+    before = source.load(before_name)
+    after = result.load(name)
     if isinstance(before, QuantTensor) and cast:
         before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
     if (
@@ -233,12 +240,12 @@ def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
 
 def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
     """Scales in float64 and zero points [O, I / size], repeated within longer groups."""
-    scale, columns = value.scale.double(), value.shape[1]
-    zero = (
-        value.zero
-        if value.zero is not None
-        else torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
-    )
+    scale = value.scale.double()
+    columns = value.shape[1]
+    if value.zero is not None:
+        zero = value.zero
+    else:
+        zero = torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
     times = columns // scale.shape[1] // size
     return scale.repeat_interleave(times, 1), zero.repeat_interleave(times, 1)
 
@@ -308,23 +315,35 @@ def tensor_difference(
         equal = False  # even if the difference is lost in float32
     error = norm = largest = 0.0
     for part in row_chunks(first.shape[0], math.prod(first.shape[1:])):
-        x, y = float_rows(first, *part), float_rows(second, *part)
+        x = float_rows(first, *part)
+        y = float_rows(second, *part)
         norm = math.hypot(norm, frobenius(x))
         if torch.equal(x, y):
             continue
         equal = False
         difference = y - x
         element = difference.abs().max().item()
-        largest = element if math.isnan(element) else max(largest, element)
+        if math.isnan(element):
+            largest = element
+        else:
+            largest = max(largest, element)
         error = math.hypot(error, frobenius(difference))
     if equal:
         return None, bound
-    relative = error / norm if norm else math.inf if error else 0.0
+    if norm:
+        relative = error / norm
+    elif error:
+        relative = math.inf
+    else:
+        relative = 0.0
     if isinstance(second, QuantTensor):
         allowed = weight_bound(second, first, coarsest or second.scheme)
     elif isinstance(first, QuantTensor):
         allowed = weight_bound(first, second, coarsest or first.scheme)
     else:
         is_cast = first.dtype != second.dtype and same_but_rounded(first, second)
-        allowed = relative if is_cast or same_norms(first, second, norm_offset, dtypes) else 0.0
+        if is_cast or same_norms(first, second, norm_offset, dtypes):
+            allowed = relative
+        else:
+            allowed = 0.0
     return TensorDifference(name, relative, largest, allowed), bound

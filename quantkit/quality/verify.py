@@ -108,16 +108,22 @@ class Probe:
 
     def line(self, name: str) -> str:
         """The probe as text, with the name of its tokens."""
-        found, ratio = self.divergence, self.perplexity_ratio
+        found = self.divergence
+        ratio = self.perplexity_ratio
         if found.largest_logit_difference == 0:
             return f"{name}: equal"
         line = f"{name}: KL {Estimate(found.kl, found.kl_error)}"
-        line += "" if ratio is None else f", perplexity x {Estimate(ratio, self.ratio_error)}"
+        if ratio is None:
+            line += ""
+        else:
+            line += f", perplexity x {Estimate(ratio, self.ratio_error)}"
         line += (
             f", same top token {found.top1_agreement:.1%}, largest difference"
             f" {found.largest_logit_difference:.3g}"
         )
-        return line if self.within else f"{line}; beyond the bound"
+        if self.within:
+            return line
+        return f"{line}; beyond the bound"
 
 
 @dataclass(frozen=True)
@@ -211,10 +217,9 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        out = [
-            f"problem: {problem}"
-            for problem in [*self.problems, *self.settings, *self.not_certified]
-        ]
+        out = []
+        for problem in [*self.problems, *self.settings, *self.not_certified]:
+            out.append(f"problem: {problem}")
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         if self.on_codes:
             equal = (
@@ -226,7 +231,10 @@ class VerifyReport:
         out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
         if self.differing:
             worst = self.differing[0]
-            allowed = f"at most {worst.bound:.3g}" if worst.bound else "none is allowed"
+            if worst.bound:
+                allowed = f"at most {worst.bound:.3g}"
+            else:
+                allowed = "none is allowed"
             error = f"relative error {worst.relative_error:.3g} ({allowed})"
             out.append(
                 f"worst tensor: {worst.name}, {error}, largest difference {worst.largest:.3g}"
@@ -239,7 +247,10 @@ class VerifyReport:
         if self.weights_only:
             out.append(COMPARED + (f": {self.not_run}" if self.not_run else ""))
         elif self.probes:
-            where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
+            if all(probe.bound for probe in self.probes.values()):
+                where = ""
+            else:
+                where = " on texts"
             bounds = (
                 f"at most {self.bound.kl:g}{where}; perplexity at most x"
                 f" {self.bound.perplexity_ratio:g}"
@@ -248,12 +259,14 @@ class VerifyReport:
             differ = any(
                 probe.divergence.largest_logit_difference for probe in self.probes.values()
             )
-            logits = "logits" if self.run_by is None else f"logits, run by {self.run_by}"
-            out += (
-                [f"{logits}: KL in nats a token, {bounds}", *of_probes]
-                if differ
-                else [f"{logits}: equal"]
-            )
+            if self.run_by is None:
+                logits = "logits"
+            else:
+                logits = f"logits, run by {self.run_by}"
+            if differ:
+                out += [f"{logits}: KL in nats a token, {bounds}", *of_probes]
+            else:
+                out += [f"{logits}: equal"]
         verdict = _VERDICTS[self.verdict]
         if self.only_settings_differ:
             verdict += " in settings only: tokens, tensors and logits are the same model's"
@@ -316,7 +329,8 @@ def verify(
         QuantkitError: if a folder cannot be read.
     """
     require_flags(trust_remote_code=trust_remote_code)
-    first, progress = as_path("a", a), deduplicated(progress)
+    first = as_path("a", a)
+    progress = deduplicated(progress)
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
@@ -330,39 +344,56 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     not_certified = [
         why for one in (reference, other) if (why := failed_certificate(one.path)) is not None
     ]
-    configs = [
-        replace(one.config, tied_embeddings=False) for one in (reference, other)
-    ]  # a tied head may be separate
+    # a tied head may be separate
+    configs = []
+    for one in (reference, other):
+        configs.append(replace(one.config, tied_embeddings=False))
     problems = [
         f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])
     ]
-    comparable, runnable = not problems, reference.config.runnable
+    comparable = not problems
+    runnable = reference.config.runnable
     kv_cache = None
     if reference.kv_cache is not None and other.kv_cache is not None:
-        problems += (
-            [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
-        )
+        if (found := reference.kv_cache.difference(other.kv_cache)) is not None:
+            problems += [found]
+        else:
+            problems += []
     elif reference.kv_cache is not None or other.kv_cache is not None:
         paths = reference.path, other.path
-        kv_cache = paths if other.kv_cache is None else paths[::-1]
+        if other.kv_cache is None:
+            kv_cache = paths
+        else:
+            kv_cache = paths[::-1]
     if runnable:
         problems += _token_problems(reference, other)
     else:
         problems += [*summary_problems(reference), *summary_problems(other)]
-    records = [{} if runnable else recorded_errors(one) for one in (reference, other)]
+    records = []
+    for one in (reference, other):
+        records.append({} if runnable else recorded_errors(one))
     if bool(schemes(reference)) > bool(schemes(other)) or (
         schemes(other) and bool(records[0]) > bool(records[1])
     ):
         reference, other = other, reference  # the source comes first, which may be quantized itself
-    names = [parameter.name for parameter in parameters(configs[0])] if comparable else []
+    if comparable:
+        names = [parameter.name for parameter in parameters(configs[0])]
+    else:
+        names = []
     differing: list[TensorDifference] = []
     bound = BOUNDS["float16"]
     if kv_cache is not None and any(layer_scales(one) for one in (reference, other)):
         bound = BOUNDS["int8"]  # of the cache, which one of them is run with
-    recorded = {} if all(records) else records[0] or records[1]
+    if all(records):
+        recorded = {}
+    else:
+        recorded = records[0] or records[1]
     compensated = {**_compensated(reference), **_compensated(other)}
     refined = recorded_changes(reference.path), recorded_changes(other.path)
-    on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
+    if comparable:
+        on_codes = len(schemes(reference).keys() & schemes(other).keys())
+    else:
+        on_codes = 0
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
         first, second = (one.load(stored_name(one, name)) for one in (reference, other))
@@ -447,7 +478,8 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         if not (own == others if all(states_tokens) else own <= others or others <= own):
             first, second = (", ".join(map(str, sorted(one))) or "none" for one in (own, others))
             problems.append(f"the tokens that {what} a text differ: {first} against {second}")
-    one, other = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
+    one = checked_tokenizer(a)[0]
+    other = checked_tokenizer(b)[0]
     if one is None or other is None:
         if one is not other:
             problems.append(f"{(a if one is None else b).path} has no tokenizer")
@@ -457,7 +489,8 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
             problems.append(f"tokenizers differ on {difference}")
         if all((folder.path / "tokenizer.json").is_file() for folder in (a, b)):
             # Some readers of tokenizer.json ignore tokenizer_config.json.
-            stated, by_other = tokens_of_config_alone(a.path), tokens_of_config_alone(b.path)
+            stated = tokens_of_config_alone(a.path)
+            by_other = tokens_of_config_alone(b.path)
             if keys := sorted(
                 key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)
             ):
@@ -466,16 +499,14 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     templates = [ChatTemplates(one.path).sources for one in (a, b)]
     for folder, stated_here, own_templates in zip((a, b), states_tokens, templates, strict=True):
         if not own_templates and any(templates):
-            return (
-                [*problems, f"{folder.path} has no chat template, the other has"]
-                if stated_here
-                else problems
-            )
+            if stated_here:
+                return [*problems, f"{folder.path} has no chat template, the other has"]
+            return problems
     names = sorted({*templates[0], *templates[1]})
     differing = [name for name in names if templates[0].get(name) != templates[1].get(name)]
-    return (
-        [*problems, f"the chat templates differ: {', '.join(differing)}"] if differing else problems
-    )
+    if differing:
+        return [*problems, f"the chat templates differ: {', '.join(differing)}"]
+    return problems
 
 
 def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
@@ -486,9 +517,15 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     if not assigned:
         return {}
     records = module_records(manifest_or_empty(checkpoint.path))
-    rounded = {module for module, record in records.items() if record.get("solver") in ROUNDED}
+    rounded = set()
+    for module, record in records.items():
+        if record.get("solver") in ROUNDED:
+            rounded.add(module)
     worst = coarsest(assigned.values())
-    return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
+    result: dict[str, QuantScheme] = {}
+    for module, scheme in assigned.items():
+        result[module] = scheme if module in rounded else worst
+    return result
 
 
 def _not_as_refined(
@@ -503,7 +540,9 @@ def _not_as_refined(
         (change := own.get(name)) is not None and tensor_hash(value) != change.after
         for value, own in pairs
     )
-    return [f"tensor '{name}' is not as refining wrote it"] if wrong else []
+    if wrong:
+        return [f"tensor '{name}' is not as refining wrote it"]
+    return []
 
 
 def _is_refined(
@@ -548,7 +587,10 @@ def _probed(
             )
         else:
             kl = found.divergence.kl
-            within = kl <= bound.kl if strict else math.isfinite(kl)
+            if strict:
+                within = kl <= bound.kl
+            else:
+                within = math.isfinite(kl)
             probes[name] = Probe(found.divergence, None, None, bound if strict else None, within)
     return probes
 
@@ -557,7 +599,8 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
     """The tokens other than texts on which logits are compared; fixed, so that reports are
     repeatable. Transformers runs tokens at the first positions only.
     """
-    config, generator = checkpoint.config, torch.Generator().manual_seed(1)
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
     first, second = (
         torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2)

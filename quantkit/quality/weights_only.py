@@ -79,7 +79,9 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
     name.
     """
     assigned = schemes(result)
-    errors = {module: float(records[f"{module}.weight"]["relative_error"]) for module in assigned}
+    errors = {}
+    for module in assigned:
+        errors[module] = float(records[f"{module}.weight"]["relative_error"])
     worst = max(errors, key=lambda module: errors[module])
     quantized = sum(math.prod(result.info(f"{module}.weight").shape) for module in assigned)
     carried = len(_carried(result))
@@ -92,7 +94,8 @@ def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     """
     found = {}
     for name, part in _carried(result).items():
-        spec, before = result.info(part), source.info(part)
+        spec = result.info(part)
+        before = source.info(part)
         if source.stored_bytes(part) != StoredTensor(part, before.dtype, before.shape).nbytes:
             found[name] = f"dequantized to {spec.dtype} by its own scales"
         else:
@@ -104,11 +107,11 @@ def _carried(model: Checkpoint) -> dict[str, str]:
     """The tensors on disk that are not quantized, each with one of the tensors that it holds."""
     quantized = schemes(model)
     tensors = disk_tensors(model.config, quantized)
-    return {
-        one.name: one.parts[0]
-        for one in tensors
-        if one.parts[0].removesuffix(".weight") not in quantized
-    }
+    result: dict[str, str] = {}
+    for one in tensors:
+        if one.parts[0].removesuffix(".weight") not in quantized:
+            result[one.name] = one.parts[0]
+    return result
 
 
 def recorded_errors(checkpoint: Checkpoint) -> dict[str, float]:
@@ -141,7 +144,10 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     if made.get("tensors_only") is not True:
         return []
     carried = set(_carried(checkpoint))
-    listed = set(stated) if isinstance(stated := made.get("carried"), dict) else None
+    if isinstance(stated := made.get("carried"), dict):
+        listed = set(stated)
+    else:
+        listed = None
     problems = []
     if listed != carried:
         problems.append(

@@ -40,9 +40,11 @@ class TransformersModel:
             RequestError: if its weights do not fit in memory.
             CheckpointError: for a damaged generation_config.json.
         """
-        needed, free = 4 * parameter_count(checkpoint), available_bytes()
+        needed = 4 * parameter_count(checkpoint)
+        free = available_bytes()
         if needed > free:
-            problem, expected = "does not fit in memory as float32", f"at most {size_text(free)}"
+            problem = "does not fit in memory as float32"
+            expected = f"at most {size_text(free)}"
             raise RequestError(
                 problem, path=checkpoint.path, found=size_text(needed), expected=expected
             )

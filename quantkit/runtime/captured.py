@@ -136,7 +136,10 @@ def greedy_step(
     """
     slots, positions, places = rows.unbind(0)
     shape = (1, -1) if one_slot else (-1, 1)
-    lengths = (positions + 1).view(shape) if model.config.follows_length else None
+    if model.config.follows_length:
+        lengths = (positions + 1).view(shape)
+    else:
+        lengths = None
     hidden = model.hidden(
         last.index_select(0, places).view(shape),
         positions if one_slot else positions.view(shape),
@@ -174,8 +177,11 @@ class CapturedDecode:
         """Nothing is ever read from the cache's last position; `last` is the last token of each
         slot and one unused element, [slots + 1]; `step` is `greedy_step`, compiled or not.
         """
-        self._model, self._cache, self._last = model, cache, last
-        self._step, self._recorder = step, recorder
+        self._model = model
+        self._cache = cache
+        self._last = last
+        self._step = step
+        self._recorder = recorder
         # For each number of rows the tensors of the step, see `greedy_step`, and the function that
         # runs it.
         self._captured: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
@@ -191,7 +197,9 @@ class CapturedDecode:
         """
         state, drawn, replay = self._captured[len(slots)]
         current = list(slots), list(positions)
-        expected, self._next = self._next, None  # unknown until the step is complete
+        # unknown until the step is complete
+        expected = self._next
+        self._next = None
         if current != expected:
             places = [*current[0][:rows], *[self._idle] * (len(slots) - rows)]
             state.copy_(numbers([*current[0], *current[1], *places], state.device).view(3, -1))

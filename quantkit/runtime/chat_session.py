@@ -113,9 +113,14 @@ class ChatSession:
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
         require_rows(tokenizer, decoder.config.vocab_size)
         checked_request(decoder.config, [0], 1, sampling)
-        self._max_new_tokens = None if max_new_tokens is None else checked_count(max_new_tokens)
+        if max_new_tokens is None:
+            self._max_new_tokens = None
+        else:
+            self._max_new_tokens = checked_count(max_new_tokens)
         self._stop = checked_stop(stop, tokenizer)
-        self._tokenizer, self._chat, self._sampling = tokenizer, chat, sampling
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._sampling = sampling
         if isinstance(model, Engine):
             if context is not None:
                 raise RequestError("`context` goes with a model; an engine has its length already")
@@ -137,7 +142,10 @@ class ChatSession:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        self._system = None if text is None else as_string("system", text)
+        if text is None:
+            self._system = None
+        else:
+            self._system = as_string("system", text)
 
     @property
     def reused(self) -> int:
@@ -279,13 +287,17 @@ class ChatSession:
             count = len(found.tokens)
         if piece := text.close():
             yield piece
-        self.finish_reason = found.finish_reason if text.stopped is None else "stop"
+        if text.stopped is None:
+            self.finish_reason = found.finish_reason
+        else:
+            self.finish_reason = "stop"
 
     def _fitted(self, question: _Message) -> tuple[int, list[int]]:
         """How many messages to drop so that a question and its answer have room, and the tokens
         of the others.
         """
-        length, dropped = self._engine.length, 0
+        length = self._engine.length
+        dropped = 0
         ids = self._encoded(0, question)
         share = max(1, length // _SHARE)
         if len(ids) + min(share, self._max_new_tokens or share) > length:
@@ -293,10 +305,8 @@ class ChatSession:
                 dropped += 2
                 ids = self._encoded(dropped, question)
         if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
-            found, hint = (
-                f"{len(ids)} tokens with the system prompt",
-                "give a shorter one, or a larger `context`",
-            )
+            found = f"{len(ids)} tokens with the system prompt"
+            hint = "give a shorter one, or a larger `context`"
             expected = f"fewer than {length}, so that there is room for an answer"
             raise RequestError(
                 "the message is too long for the context", found=found, expected=expected, hint=hint
@@ -304,5 +314,8 @@ class ChatSession:
         return dropped, ids
 
     def _encoded(self, dropped: int, question: _Message) -> list[int]:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        if self._system is None:
+            system = []
+        else:
+            system = [{"role": "system", "content": self._system}]
         return self._chat.encode([*system, *self.messages[dropped:], question])

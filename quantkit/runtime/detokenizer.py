@@ -35,7 +35,8 @@ class Detokenizer:
         otherwise.
         """
         self.stopped: str | None = None  # the stop string that was found
-        self._stop, self._spelled = tuple(stop), spelled
+        self._stop = tuple(stop)
+        self._spelled = spelled
         known = tokenizer.token_bytes
         self._texts = (
             _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
@@ -54,7 +55,8 @@ class Detokenizer:
         """What is left, when no more tokens come."""
         found = self._given(self._texts.end())
         if self.stopped is None:
-            found, self._back = found + self._back, ""
+            found = found + self._back
+            self._back = ""
         return found
 
     def _given(self, new: str) -> str:
@@ -78,9 +80,11 @@ def text_offsets(
 ) -> list[int]:
     """Return where each token begins in the text of a continuation, as `TextOffsets` does."""
     offsets = TextOffsets(tokenizer, prompt)
-    return [
-        min(offsets.add(token), len(text)) for token in tokens
-    ]  # a stop string may have cut it off
+    # a stop string may have cut it off
+    result: list[int] = []
+    for token in tokens:
+        result.append(min(offsets.add(token), len(text)))
+    return result
 
 
 class TextOffsets:
@@ -103,7 +107,8 @@ class _Bytes:
     """The text of tokens whose bytes are known."""
 
     def __init__(self, tokenizer: Tokenizer, known: TokenBytes, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._known = tokenizer, known
+        self._tokenizer = tokenizer
+        self._known = known
         self._begun = not known.bytewise  # vocabularies of bytes drop no space
         self._first: list[int] = []
         for token in prompt:
@@ -120,7 +125,9 @@ class _Bytes:
 
     def add(self, token: int) -> str:
         data = self._known.of(token)
-        return self.end() if data is None else self._characters.add(self._shown(token, data))
+        if data is None:
+            return self.end()
+        return self._characters.add(self._shown(token, data))
 
     def end(self) -> str:
         return self._characters.add(b"", final=True)
@@ -132,7 +139,9 @@ class _Bytes:
         self._first = [*self._first[-1:], token]
         text = self._tokenizer.decode(self._first)
         self._begun = text != ""
-        return text.encode() if data.startswith(b" ") else data
+        if data.startswith(b" "):
+            return text.encode()
+        return data
 
 
 class _Characters:
@@ -161,7 +170,10 @@ class _Characters:
                 return ""
         except UnicodeDecodeError:
             character = ""
-        rest = self._since[left:] if character else self._since
+        if character:
+            rest = self._since[left:]
+        else:
+            rest = self._since
         self._torn = self._since = b""
         return character + self._decoder.decode(rest, final)
 
@@ -194,13 +206,18 @@ class _Whole:
         return new
 
     def end(self) -> str:
-        before, self._text = self._text, self._tokenizer.decode(self._context)
+        before = self._text
+        self._text = self._tokenizer.decode(self._context)
         return self._text[len(before) :]
 
 
 def _width(first: int) -> int:
     """Bytes of a character, by its first one."""
-    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+    if first < 0xE0:
+        return 2
+    if first < 0xF0:
+        return 3
+    return 4
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:

@@ -73,7 +73,8 @@ class StepTimes:
 
     def _line(self) -> tuple[float, float]:
         """Seconds at the mean number of rows, and of a row more."""
-        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        rows = self._rows / self._weight
+        seconds = self._seconds / self._weight
         spread = max(0.0, self._squares / self._weight - rows * rows)
         together = self._products / self._weight - rows * seconds
         assumed = self._SHARE * seconds / (1 + self._SHARE * (rows - 1))
@@ -101,11 +102,13 @@ def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTime
         for number, one in enumerate(chances.values())
         if one.limit
     ]
-    keys, values = list(chances), list(chances.values())
+    keys = list(chances)
+    values = list(chances.values())
     heapq.heapify(heap)
     while heap:
         worth, number = heapq.heappop(heap)
-        one, key = values[number], keys[number]
+        one = values[number]
+        key = keys[number]
         if -worth * seconds <= gained:
             break
         found[key] += 1

@@ -40,7 +40,8 @@ class DraftModel:
     def __init__(self, engine: Engine, vocabulary: int) -> None:
         """`vocabulary` is the number of the large model's tokens."""
         self.seconds = 0.0
-        self._vocabulary, self._known = vocabulary, engine.model.config.vocab_size
+        self._vocabulary = vocabulary
+        self._known = engine.model.config.vocab_size
         self._engine = engine
         self._switch = engine.model.config.rope_switch
         self._held = [_Held() for _ in range(engine.slots)]
@@ -69,7 +70,8 @@ class DraftModel:
             for one, text in texts.items()
             if self._unread(one, text) <= self._engine.chunk
         }
-        began, drawn = time.perf_counter(), dict[Generation, list[int]]((one, []) for one in ready)
+        began = time.perf_counter()
+        drawn = dict[Generation, list[int]]((one, []) for one in ready)
         guesses = {one: one.sampler.guesses() for one in ready}
         while ready:
             logits = self._read({one: [*text, *drawn[one]] for one, text in ready.items()})
@@ -97,7 +99,10 @@ class DraftModel:
 
     def _read(self, texts: Mapping[Generation, list[int]]) -> torch.Tensor:
         """Read the new part of texts; logits [B, V] of what follows each."""
-        tokens, slots, positions, wanted = list[int](), list[int](), list[int](), list[int]()
+        tokens = list[int]()
+        slots = list[int]()
+        positions = list[int]()
+        wanted = list[int]()
         for one, text in texts.items():
             held = self._held[one.slot]
             tokens += [min(token, self._known - 1) for token in text[held.stored :]]
@@ -109,15 +114,16 @@ class DraftModel:
             numbers(tokens, self._engine.model.device), slots, positions, wanted
         )
         missing = self._vocabulary - logits.shape[-1]
-        return (
-            torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-        )
+        if missing:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits
 
 
 def require_same_tokens(model: Decoder, draft: Decoder) -> None:
     """Raise `RequestError` if a draft model cannot have the tokens of a model; vocabularies of one
     family may be padded to different sizes.
     """
-    found, expected = draft.config.vocab_size, model.config.vocab_size
+    found = draft.config.vocab_size
+    expected = model.config.vocab_size
     if abs(found - expected) > _PADDING:
         raise RequestError("the draft model has another vocabulary", found=found, expected=expected)

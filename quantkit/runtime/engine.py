@@ -41,7 +41,9 @@ CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
 
 MIN_BUCKET = 16  # rows of a step that has several rows of one sequence
 _MIN_CACHE = 256
-_CPU_CHUNK, _CHUNK = 240, 1024  # the first leaves room for 16 decoding sequences in a bucket of 256
+# the first leaves room for 16 decoding sequences in a bucket of 256
+_CPU_CHUNK = 240
+_CHUNK = 1024
 _GRAPHS = 64  # of one function: buckets of rows times sizes of caches
 
 
@@ -92,7 +94,8 @@ class Engine:
                 memory.
         """
         require_model("model", model, Decoder)
-        length, slots = as_integer("length", length, 1), as_integer("slots", slots, 1)
+        length = as_integer("length", length, 1)
+        slots = as_integer("slots", slots, 1)
         if compiled is not None:
             require_flags(compiled=compiled)
         context = model.config.max_positions
@@ -106,15 +109,25 @@ class Engine:
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
-        self.chunk = (
-            _CHUNK if on_gpu else _CPU_CHUNK
-        )  # rows of one prompt that a step should have at most
+        # rows of one prompt that a step should have at most
+        if on_gpu:
+            self.chunk = _CHUNK
+        else:
+            self.chunk = _CPU_CHUNK
         self.slot_table: SlotTable | None = None  # of the current user, see `take_over`
-        self._compiled = on_gpu if compiled is None else compiled
-        self.length = (
-            min(bucket(length, _MIN_CACHE), context) if self._compiled else length
-        )  # positions of a slot
-        kind = decode_kind(model.device, self._compiled) if model.group.size == 1 else "steps"
+        if compiled is None:
+            self._compiled = on_gpu
+        else:
+            self._compiled = compiled
+        # positions of a slot
+        if self._compiled:
+            self.length = min(bucket(length, _MIN_CACHE), context)
+        else:
+            self.length = length
+        if model.group.size == 1:
+            kind = decode_kind(model.device, self._compiled)
+        else:
+            kind = "steps"
         padded = self._compiled or kind != "steps"
         cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
         _require_memory(cache_bytes(*cache), slots, self.length, model.device)
@@ -131,16 +144,23 @@ class Engine:
             room = min(length, draft.config.max_positions)
             own = Engine(draft, room, slots=slots, compiled=compiled, draft_tokens=0)
             self.draft = DraftModel(own, model.config.vocab_size)
-        default = (
-            DRAFT_TOKENS if draft is not None or (not padded and _each_row_alone(model)) else 0
-        )
-        self.draft_tokens = default if draft_tokens is None else checked_draft_tokens(draft_tokens)
+        if draft is not None or (not padded and _each_row_alone(model)):
+            default = DRAFT_TOKENS
+        else:
+            default = 0
+        if draft_tokens is None:
+            self.draft_tokens = default
+        else:
+            self.draft_tokens = checked_draft_tokens(draft_tokens)
         # The last token drawn in each slot, and one unused element.
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
         self._captured: CapturedDecode | None = None
         if kind != "steps":
-            step = _compile(greedy_step, model.device.type) if kind == "compiled" else greedy_step
+            if kind == "compiled":
+                step = _compile(greedy_step, model.device.type)
+            else:
+                step = greedy_step
             self._captured = CapturedDecode(model, self._cache, self.last, step, self._recorder)
 
     @property
@@ -205,9 +225,13 @@ class Engine:
         parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
         if len(parts) == 1:
             return self._run(tokens, slots, positions, wanted, lengths)
-        places, logits, order = {row: place for place, row in enumerate(wanted)}, [], list[int]()
+        places = {row: place for place, row in enumerate(wanted)}
+        logits = []
+        order = list[int]()
         for part in parts:
-            own = [[values[row] for row in part] for values in (slots, positions, lengths)]
+            own = []
+            for values in (slots, positions, lengths):
+                own.append([values[row] for row in part])
             rows = [index for index, row in enumerate(part) if row in places]
             logits.append(self._run(tokens[self._numbers(part)], own[0], own[1], rows, own[2]))
             order += [places[part[index]] for index in rows]
@@ -232,7 +256,10 @@ class Engine:
         them to the host; of several tokens of a slot the last one counts.
         """
         rows = {slot: row for row, slot in enumerate(slots)}
-        last = tokens if len(rows) == len(slots) else tokens[self._numbers(list(rows.values()))]
+        if len(rows) == len(slots):
+            last = tokens
+        else:
+            last = tokens[self._numbers(list(rows.values()))]
         self.last[self._numbers(list(rows))] = last
         return self._recorder.fetch(only_finite(tokens, logits))
 
@@ -278,9 +305,9 @@ class Engine:
             rows = list(islice(product(range(self.slots), range(self.length)), count))
             return steps + [rows[:size] for size in _buckets(MIN_BUCKET, count)]
         for start in (0, 1):  # attention to each other, and over the cache
-            rows = [
-                (0, position) for position in range(start, min(start + self.chunk, self.length))
-            ]
+            rows = []
+            for position in range(start, min(start + self.chunk, self.length)):
+                rows.append((0, position))
             steps += [rows[:count] for count in _buckets(MIN_BUCKET, len(rows)) if len(rows) > 1]
         return steps
 
@@ -295,15 +322,18 @@ class Engine:
         """`step` for rows that run together: all of one sequence, or one of each; with ragged
         kernels, any rows.
         """
-        rows, ragged = len(slots), self.model.ops.ragged
+        rows = len(slots)
+        ragged = self.model.ops.ragged
         several = rows > len(set(slots))
         in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
         first = several and not ragged and positions[0] == 0
-        step, heads = (_many if several else _few), list(wanted)
+        step = _many if several else _few
+        heads = list(wanted)
         if self._compiled:
             step = _compile(step, tokens.device.type)
             size = bucket(rows, MIN_BUCKET if several else 1)
-            idle, few = size - rows, min(size, bucket(self.slots, 1))
+            idle = size - rows
+            few = min(size, bucket(self.slots, 1))
             tokens = torch.nn.functional.pad(tokens, (0, idle))
             slots, positions = self._padded(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * idle]
@@ -321,7 +351,9 @@ class Engine:
             first,
         )
         # A captured step writes its logits over the previous ones.
-        return logits[: len(wanted)].clone() if self._compiled else logits[: len(wanted)]
+        if self._compiled:
+            return logits[: len(wanted)].clone()
+        return logits[: len(wanted)]
 
     def _padded(
         self, slots: Sequence[int], positions: Sequence[int], size: int
@@ -349,7 +381,9 @@ class Engine:
 def checked_decoder(model: Decoder | Engine) -> Decoder:
     """The model that is given, or that an engine runs; raises `RequestError` for anything else."""
     require_model("model", model, (Decoder, Engine))
-    return model.model if isinstance(model, Engine) else model
+    if isinstance(model, Engine):
+        return model.model
+    return model
 
 
 def _each_row_alone(model: Decoder) -> bool:
@@ -372,11 +406,12 @@ def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
     """Systems grant more memory than they have, and kill the process that uses it."""
     if size > (free := free_bytes(device)):
-        hint = "use a smaller `batch_size`" if slots > 1 else "use fewer tokens"
-        found, expected = (
-            f"{size_text(size)} for {slots} x {length} positions",
-            f"at most {size_text(free)}",
-        )
+        if slots > 1:
+            hint = "use a smaller `batch_size`"
+        else:
+            hint = "use fewer tokens"
+        found = f"{size_text(size)} for {slots} x {length} positions"
+        expected = f"at most {size_text(free)}"
         raise RequestError(
             "the cache does not fit in memory", found=found, expected=expected, hint=hint
         )
@@ -399,9 +434,10 @@ def bucket(count: int, smallest: int) -> int:
 
 def _buckets(smallest: int, count: int) -> list[int]:
     """All buckets up to the one that holds `count`."""
-    return [
-        smallest << power for power in range((bucket(count, smallest) // smallest).bit_length())
-    ]
+    buckets: list[int] = []
+    for power in range((bucket(count, smallest) // smallest).bit_length()):
+        buckets.append(smallest << power)
+    return buckets
 
 
 def _few(
@@ -463,7 +499,10 @@ def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     cache.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    options = cpu_compile_options() if device == "cpu" else None
+    if device == "cpu":
+        options = cpu_compile_options()
+    else:
+        options = None
     if device == "cuda":
         # With the second, a float weight's product with one token becomes a reduction, which reads
         # as fast as a copy.

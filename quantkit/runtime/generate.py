@@ -75,7 +75,10 @@ def generate(
     """
     config = checked_decoder(model).config
     request = checked_request(config, prompt_ids(ids), max_new_tokens, sampling)
-    engine = model if isinstance(model, Engine) else Engine(model, request.length)
+    if isinstance(model, Engine):
+        engine = model
+    else:
+        engine = Engine(model, request.length)
     engine.require_length(request.length)
     return new_tokens(Scheduler(engine), request)
 
@@ -157,7 +160,9 @@ class Pace:
 
     def __init__(self, *, at_once: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         """`at_once` tokens come together with the first one; the clock returns seconds."""
-        self.tokens, self._at_once, self._clock = 0, at_once, clock
+        self.tokens = 0
+        self._at_once = at_once
+        self._clock = clock
         self._begun = self._first = self._last = 0.0
 
     def timed(self, tokens: Iterable[int]) -> Iterator[int]:
@@ -175,23 +180,26 @@ class Pace:
         """Count this number of tokens."""
         if tokens:
             self._last = self._clock()
-            self._first = self._first if self.tokens else self._last
+            if self.tokens:
+                self._first = self._first
+            else:
+                self._first = self._last
             self.tokens += tokens
 
     @property
     def first_after(self) -> float | None:
         """Seconds to the first token."""
-        return self._first - self._begun if self.tokens else None
+        if self.tokens:
+            return self._first - self._begun
+        return None
 
     @property
     def rate(self) -> float | None:
         """Tokens a second once the first is there; None if there are too few."""
         spent = self._last - self._first
-        return (
-            (self.tokens - self._at_once) / spent
-            if spent > 0 and self.tokens > self._at_once
-            else None
-        )
+        if spent > 0 and self.tokens > self._at_once:
+            return (self.tokens - self._at_once) / spent
+        return None
 
     def line(self) -> str:
         """For people: tokens, tokens a second once the first is there, seconds to that."""

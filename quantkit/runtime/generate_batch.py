@@ -106,16 +106,26 @@ def generate_batch(
     """
     require_model("model", model, (Decoder, Engine, BatchModel))
     require_flags(echo=echo, truncate=truncate, specials=specials)
-    engine = model if isinstance(model, Engine) else None
-    config = model.model.config if isinstance(model, Engine) else model.config
+    if isinstance(model, Engine):
+        engine = model
+    else:
+        engine = None
+    if isinstance(model, Engine):
+        config = model.model.config
+    else:
+        config = model.config
     if isinstance(model, BatchModel):
         max_tokens = config.max_unscaled_context
     else:
-        max_tokens = config.max_positions if engine is None else engine.length
+        if engine is None:
+            max_tokens = config.max_positions
+        else:
+            max_tokens = engine.length
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops, report = checked_stop(stop, tokenizer), deduplicated(progress)
+    stops = checked_stop(stop, tokenizer)
+    report = deduplicated(progress)
     slots = as_integer("batch_size", batch_size, 1)
     shared = checked_request(
         config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo
@@ -141,7 +151,8 @@ def generate_batch(
     if not requests:
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
-    found, total = list[Completion](), len(requests) * shared.samples
+    found = list[Completion]()
+    total = len(requests) * shared.samples
     report("generate", 0, total, "completions")
     for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
         found.append(one)

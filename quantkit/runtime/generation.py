@@ -32,12 +32,16 @@ class Continuation:
     """
 
     def __init__(self, request: Request, sample: int) -> None:
-        self.request, self.sample = request, sample
+        self.request = request
+        self.sample = sample
         self.sampling = request.sampling
         if self.sampling.seed is not None:
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % 2**64)
         self.tokens: list[int] = []
-        self.logprobs = None if request.logprobs is None else Logprobs()
+        if request.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs = Logprobs()
         self.end_token: int | None = None
         self.end_logprobs: Logprobs | None = None
         self.finish_reason: FinishReason | None = None
@@ -48,7 +52,8 @@ class Continuation:
         those of the model.
         """
         if token in ends or token in self.request.end_ids:
-            self.finish_reason, self.end_token = "stop", token
+            self.finish_reason = "stop"
+            self.end_token = token
             if logprobs is not None:
                 self.end_logprobs = Logprobs(*logprobs.listed())
             return
@@ -121,7 +126,8 @@ class Generation(Continuation):
         if failed_at is None or len(self.tokens) < failed_at:
             super().append(token, logprobs, ends)
         else:
-            self.error, self.finish_reason = self.sampler.error, "stop"
+            self.error = self.sampler.error
+            self.finish_reason = "stop"
 
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
         """The next token [1] from logits [1, V], and its log-probabilities, if requested."""

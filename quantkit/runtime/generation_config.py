@@ -140,7 +140,10 @@ def _require_sequences(settings: Settings) -> None:
     if not settings.has("num_return_sequences"):
         return
     sequences = settings.number("num_return_sequences", 1, _MAX)
-    beams = settings.number("num_beams", 1, _MAX) if settings.has("num_beams") else 1
+    if settings.has("num_beams"):
+        beams = settings.number("num_beams", 1, _MAX)
+    else:
+        beams = 1
     if beams == 1 and settings.flag("do_sample", False):
         return
     if sequences > beams:
@@ -155,7 +158,10 @@ def _require_sequences(settings: Settings) -> None:
 def _top_k(settings: Settings) -> int:
     """0 is all, and so is -1, as vLLM has it; files that a program has written may say 50.0."""
     value = settings.values["top_k"]
-    stated = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        stated = int(value)
+    else:
+        stated = value
     return max(Settings({"top_k": stated}, settings.path).integer("top_k", -1, 2**31), 0)
 
 

@@ -17,7 +17,8 @@ class Acceptance:
     _BEFORE = 2.0  # the weight of what is assumed at the start
 
     def __init__(self) -> None:
-        self._right, self._all = self._BEFORE / 2, self._BEFORE
+        self._right = self._BEFORE / 2
+        self._all = self._BEFORE
 
     @property
     def rate(self) -> float:
@@ -27,13 +28,15 @@ class Acceptance:
     def add(self, right: int, wrong: int) -> None:
         """Count tokens that were right, and those that were wrong after them."""
         kept = self._KEPT ** (right + wrong)
-        self._right, self._all = self._right * kept + right, self._all * kept + right + wrong
+        self._right = self._right * kept + right
+        self._all = self._all * kept + right + wrong
 
     def fade(self, tokens: int) -> None:
         """Count tokens for which nothing was proposed: what was seen becomes less certain."""
         kept = self._KEPT ** (tokens / 8)
         middle = self._BEFORE * (1 - kept)
-        self._right, self._all = self._right * kept + middle / 2, self._all * kept + middle
+        self._right = self._right * kept + middle / 2
+        self._all = self._all * kept + middle
 
 
 class Lookup:
@@ -78,16 +81,16 @@ class Lookup:
         before.
         """
         for size in SIZES:
-            at = (
-                self._after.get(_hash(self._text, len(self._text), size))
-                if len(self._text) >= size
-                else None
-            )
+            if len(self._text) >= size:
+                at = self._after.get(_hash(self._text, len(self._text), size))
+            else:
+                at = None
             if at is not None:
                 found = self._text[at : at + count]
                 while len(found) < count:  # what repeats itself goes on so
                     found.append(found[len(found) - (len(self._text) - at)])
-                self._size, self.proposed = size, found
+                self._size = size
+                self.proposed = found
                 return found
         self.proposed = None
         return []

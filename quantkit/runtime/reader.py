@@ -27,13 +27,13 @@ class Reader:
         tokenizer: Tokenizer | None,
         stop: Sequence[str],
     ) -> None:
-        self.number, self._of = number, generation
+        self.number = number
+        self._of = generation
         request = generation.request
-        self._text = (
-            None
-            if tokenizer is None
-            else Detokenizer(tokenizer, request.prompt, stop, request.spelled)
-        )
+        if tokenizer is None:
+            self._text = None
+        else:
+            self._text = Detokenizer(tokenizer, request.prompt, stop, request.spelled)
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
@@ -59,13 +59,18 @@ class Reader:
         """
         if self._of.error is not None:
             raise self._of.error
-        request, reason = self._of.request, self._of.finish_reason
+        request = self._of.request
+        reason = self._of.finish_reason
         assert reason is not None
-        tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
+        tokens = self._of.tokens[: self.tokens]
+        logprobs = self._of.logprobs
         echoed = request.prompt if request.echo else []
         if logprobs is not None:
             logprobs = logprobs.cut(len(echoed) + self.tokens)
-        stopped = None if self._text is None else self._text.stopped
+        if self._text is None:
+            stopped = None
+        else:
+            stopped = self._text.stopped
         is_ended_by_token = stopped is None and self._of.end_token is not None
         return Completion(
             self.number,

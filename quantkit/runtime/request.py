@@ -163,7 +163,9 @@ class Completion:
             "token_ids": self.token_ids,
         }
         if self.logprobs is not None:
-            top = [[[token, value] for token, value in one.items()] for one in self.logprobs.top]
+            top = []
+            for one in self.logprobs.top:
+                top.append([[token, value] for token, value in one.items()])
             found["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
         return found
 
@@ -256,7 +258,10 @@ def shortened(ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | N
     room = max(1, max_tokens - max_new_tokens)
     if len(ids) <= room:
         return ids
-    begins = ids[:1] if ids[0] == bos and room > 1 else []
+    if ids[0] == bos and room > 1:
+        begins = ids[:1]
+    else:
+        begins = []
     return [*begins, *ids[len(ids) - room + len(begins) :]]
 
 
@@ -295,10 +300,11 @@ def checked_options(
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, top = (
-        as_integer("n", samples, 1),
-        None if logprobs is None else as_integer("logprobs", logprobs),
-    )
+    count = as_integer("n", samples, 1)
+    if logprobs is None:
+        top = None
+    else:
+        top = as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
         raise RequestError(
             "n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}", argument="n"
@@ -320,7 +326,10 @@ def checked_options(
         raise RequestError(
             "a prompt that is only scored has one result", found=f"n = {count}", argument="n"
         )
-    drafts = None if draft_tokens is None else checked_draft_tokens(draft_tokens)
+    if draft_tokens is None:
+        drafts = None
+    else:
+        drafts = checked_draft_tokens(draft_tokens)
     return Request([], new, params, count, top, echo, draft_tokens=drafts)
 
 
@@ -382,13 +391,18 @@ def checked_length(
             expected="text",
         )
     length = len(ids) + max_new_tokens
-    max_tokens = config.max_positions if max_tokens is None else max_tokens
+    if max_tokens is None:
+        max_tokens = config.max_positions
+    else:
+        max_tokens = max_tokens
     if length > max_tokens:
-        room, wanted = max_tokens - len(ids), min(max_new_tokens, MIN_ROOM)
+        room = max_tokens - len(ids)
+        wanted = min(max_new_tokens, MIN_ROOM)
         switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
-        exceeded = (
-            "the length at which rotary positions switch" if switch else "the model's context"
-        )
+        if switch:
+            exceeded = "the length at which rotary positions switch"
+        else:
+            exceeded = "the model's context"
         raise PromptLengthError(
             f"prompt and new tokens exceed {exceeded}",
             found=length,

@@ -43,7 +43,8 @@ class Sampler:
     ) -> None:
         self.error: QuantkitError | None = None
         self.failed_at: int | None = None
-        self._begin, self._drawn = constraint, 0
+        self._begin = constraint
+        self._drawn = 0
         self._constraint: Constraint | None = None
         self.params = same_seed(params, group)
         self._generator = generator_of(self.params, device) if params.temperature > 0 else None
@@ -71,7 +72,9 @@ class Sampler:
                 self._drawn += 1
                 return token
         except QuantkitError as error:  # of one sequence among many that share a step
-            self.error, self.failed_at, self._constraint = error, self._drawn, None
+            self.error = error
+            self.failed_at = self._drawn
+            self._constraint = None
         return torch.zeros(1, dtype=torch.long, device=logits.device)
 
     def _draw(self, logits: Tensor) -> Tensor:
@@ -88,7 +91,8 @@ class Sampler:
         """Draws tokens from another model's logits [1, V], with the random numbers that `draw` will
         use; nothing is remembered of them.
         """
-        params, generator = self.params, self._generator
+        params = self.params
+        generator = self._generator
         if generator is not None:
             generator = generator.clone_state()
 

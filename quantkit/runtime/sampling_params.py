@@ -131,7 +131,9 @@ def _top_k(name: str, value: object) -> int:
 def _logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, "numbers by token ids")
-    found = {as_integer(name, token): as_number(name, bias) for token, bias in value.items()}
+    found = {}
+    for token, bias in value.items():
+        found[as_integer(name, token)] = as_number(name, bias)
     if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
         raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0], argument=name)
     return found

@@ -89,7 +89,10 @@ class Scheduler:
                 prompts that may come again. None is as many as there are slots.
         """
         self.engine = engine
-        self._max_running = engine.slots if max_running is None else max_running
+        if max_running is None:
+            self._max_running = engine.slots
+        else:
+            self._max_running = max_running
         self.reused = 0  # tokens of prompts that were not computed, because a slot held them
         self.speculation = Speculation(engine)
         self._any_prefix = any_prefix
@@ -130,10 +133,9 @@ class Scheduler:
         if self._slots is None or self._slots is not self.engine.slot_table:
             self._slots = self.engine.take_over(any_prefix=self._any_prefix)
         siblings = Siblings(waiting=request.samples, share=share or Share())
-        found = [
-            Generation(request, number, siblings, self.engine.model)
-            for number in range(request.samples)
-        ]
+        found = []
+        for number in range(request.samples):
+            found.append(Generation(request, number, siblings, self.engine.model))
         self._waiting.extend(found)
         return found
 
@@ -165,8 +167,10 @@ class Scheduler:
         """
         self._require_engine()
         self._admit()
-        rows, scored = self._next_rows(), list[Generation]()
-        began, sequences = time.perf_counter(), list(rows.drawing)
+        rows = self._next_rows()
+        scored = list[Generation]()
+        began = time.perf_counter()
+        sequences = list(rows.drawing)
         tokens_only = all(one.needs_tokens_only for one in sequences)
         if rows.slots and not rows.texts and self._switch is None and tokens_only:
             for one in sequences:
@@ -209,7 +213,9 @@ class Scheduler:
                 one := min(ready, key=lambda one: one.siblings.share.running, default=None)
             ) is None:
                 return
-            siblings, logits, prompt = one.siblings, one.siblings.logits, one.request.prompt
+            siblings = one.siblings
+            logits = one.siblings.logits
+            prompt = one.request.prompt
             self._remove_waiting(one)
             siblings.share.running += 1
             if logits is not None and (source := self._table.with_all_of(prompt)) is not None:
@@ -220,7 +226,8 @@ class Scheduler:
                 self._running.append(one)
                 self._draw(logits, {one: 0}, {})
             else:
-                siblings.reader, siblings.logits = one, None
+                siblings.reader = one
+                siblings.logits = None
                 one.slot = self._table.take(prompt)
                 self._reading.append(one)
 
@@ -267,8 +274,10 @@ class Scheduler:
             rows.positions += range(one.position, one.position + 1 + len(proposed))
             rows.lengths += range(one.position + 1, one.position + 2 + len(proposed))
         for chunk in rows.chunks:
-            one, row = chunk.reader, len(rows.slots)
-            count, length = chunk.stop - one.stored, len(one.text)
+            one = chunk.reader
+            row = len(rows.slots)
+            count = chunk.stop - one.stored
+            length = len(one.text)
             rows.texts += one.text[one.stored : chunk.stop]
             rows.slots += [one.slot] * count
             rows.positions += range(one.stored, chunk.stop)
@@ -298,7 +307,8 @@ class Scheduler:
         return chunks
 
     def _tokens(self, rows: _Rows) -> Tensor:
-        device, parts = self.engine.model.device, []
+        device = self.engine.model.device
+        parts = []
         if rows.decoding:
             parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
         if rows.texts:
@@ -336,11 +346,9 @@ class Scheduler:
         """Draw the next tokens of sequences from logits [M, V], where each has its first row at
         its place.
         """
-        sequences, found, rows = (
-            list[Generation](),
-            list[tuple[Tensor, TokenLogprobs | None]](),
-            list[int](),
-        )
+        sequences = list[Generation]()
+        found = list[tuple[Tensor, TokenLogprobs | None]]()
+        rows = list[int]()
         with self.engine.model.ops.single_threaded():
             for one, place in places.items():
                 proposed = proposals.get(one, [])

@@ -70,8 +70,13 @@ class SlotTable:
         """
         self._free = deque(range(slots))  # the slot that was released first is taken first
         self._held = [Held() for _ in range(slots)]
-        self._chunk, self._any_prefix, self._windows = chunk, any_prefix, windows
-        self._unscaled = math.inf if unscaled is None else unscaled
+        self._chunk = chunk
+        self._any_prefix = any_prefix
+        self._windows = windows
+        if unscaled is None:
+            self._unscaled = math.inf
+        else:
+            self._unscaled = unscaled
         self._switches = switches
 
     @property
@@ -84,11 +89,10 @@ class SlotTable:
         chunk, that one; else the one that is free for longest, so that what others hold stays.
         """
         reusable = {slot: self._reusable(prompt, slot) for slot in self._free}
-        going_on = {
-            slot: count
-            for slot, count in reusable.items()
-            if 0 <= len(self._held[slot].tokens) - count < self._chunk
-        }
+        going_on = {}
+        for slot, count in reusable.items():
+            if 0 <= len(self._held[slot].tokens) - count < self._chunk:
+                going_on[slot] = count
         best = max(going_on, key=going_on.__getitem__, default=self._free[0])
         return self._take(best if going_on.get(best) else self._free[0])
 

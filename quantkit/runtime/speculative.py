@@ -25,7 +25,8 @@ class Speculation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._draft_tokens, self._draft = engine.draft_tokens, engine.draft
+        self._draft_tokens = engine.draft_tokens
+        self._draft = engine.draft
         self._switch = engine.model.config.rope_switch
         self._ends = frozenset(engine.model.config.eos_token_ids)
         # Processes that share a model must take the same steps, and their clocks differ.
@@ -84,7 +85,10 @@ class Speculation:
 
     def _limit(self, one: Generation) -> int:
         """How many tokens may be proposed for a sequence."""
-        limit = self._draft_tokens if one.request.draft_tokens is None else one.request.draft_tokens
+        if one.request.draft_tokens is None:
+            limit = self._draft_tokens
+        else:
+            limit = one.request.draft_tokens
         left = one.request.max_new_tokens - one.drawn - 1
         if self._switch is not None and len(one.text) <= self._switch:
             left = min(left, self._switch - 1 - one.position)

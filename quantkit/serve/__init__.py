@@ -11,7 +11,11 @@ from importlib.util import find_spec
 from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 
-SLOTS, WAITING, TIME_LIMIT, KEPT, PORT = 8, 64, 600.0, 8, 8000
+SLOTS = 8
+WAITING = 64
+TIME_LIMIT = 600.0
+KEPT = 8
+PORT = 8000
 """Sequences that run at the same time, requests that may wait for them, seconds that a request may
 take, sequences that stay in the cache when they end, and the port, by default.
 """
@@ -47,14 +51,19 @@ def without_port(host: str) -> str | None:
     host.
     """
     match = _HOST.fullmatch(host.lower())
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def host_name(host: str) -> str:
     """Return a name of a server as the header Host has it; raises `RequestError` for anything
     else.
     """
-    name = f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
+    if host.count(":") > 1 and not host.startswith("["):
+        name = f"[{host}]"
+    else:
+        name = host
     if not _NAME.fullmatch(name):
         expected = "a name or an address, without a port"
         raise RequestError(

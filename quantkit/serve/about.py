@@ -59,7 +59,9 @@ def _finite(value: Any) -> Any:
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str, Any] | None:

@@ -102,21 +102,25 @@ class Answer:
             yield self._event(choice, {**one, "logprobs": logprobs})
             logprobs = None
         if delta.completion is not None:
-            nothing: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+            if self._is_chat:
+                nothing: dict[str, Any] = {"delta": {}}
+            else:
+                nothing = {"text": ""}
             reason = finish_reason(delta.completion, called=bool(self._calls.get(choice)))
             yield self._event(choice, {**nothing, "finish_reason": reason})
 
     def _lines(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         """Return continuations as a file of prompts gets them, prompt by prompt."""
         ordered = sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
-        return [
-            line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number)
-            for one in ordered
-        ]
+        lines: list[dict[str, Any]] = []
+        for one in ordered:
+            lines.append(line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number))
+        return lines
 
     def _echo(self, choice: int, delta: Delta) -> bytes:
         """Return the piece with the prompt, which comes before all else of a continuation."""
-        ids, tokenizer = self.prompts[delta.prompt].request.prompt, self.texts.tokenizer
+        ids = self.prompts[delta.prompt].request.prompt
+        tokenizer = self.texts.tokenizer
         self._offsets[choice] = offsets = TextOffsets(tokenizer, ())
         places = [offsets.add(token) for token in ids]
         logprobs = None
@@ -132,11 +136,16 @@ class Answer:
             return [{"text": text}] if text else []
         form = self._prompt.form
         if form is None:
-            return [{"delta": {"content": text}}] if text else []
+            if text:
+                return [{"delta": {"content": text}}]
+            return []
         parser = self._parsers.setdefault(choice, form.parser())
         found = []
         for piece in [*parser.feed(text), *(parser.close() if ended else [])]:
-            delta: dict[str, Any] = {"content": piece.content} if piece.content else {}
+            if piece.content:
+                delta: dict[str, Any] = {"content": piece.content}
+            else:
+                delta = {}
             if piece.reasoning:
                 delta["reasoning_content"] = piece.reasoning
             if piece.call is not None:
@@ -174,7 +183,9 @@ class Answer:
             return None
         entries = entries_of(delta.token_ids, delta.logprobs, self.texts, self._batch)
         if self._is_chat:
-            return chat_logprobs(entries) if entries else None
+            if entries:
+                return chat_logprobs(entries)
+            return None
         if choice not in self._offsets:
             ids = self.prompts[delta.prompt].request.prompt
             self._offsets[choice] = TextOffsets(self.texts.tokenizer, ids)
@@ -184,7 +195,9 @@ class Answer:
             end = end_entries(delta.completion, self.texts, self._batch)
             entries += end
             places += [offsets.end] * len(end)
-        return text_logprobs(entries, places) if entries else None
+        if entries:
+            return text_logprobs(entries, places)
+        return None
 
     def _event(self, index: int, choice: dict[str, Any]) -> bytes:
         whole = {"index": index, "logprobs": None, "finish_reason": None, **choice}
@@ -192,9 +205,10 @@ class Answer:
         return _data({**self._head(stream=True), "choices": [whole], **usage})
 
     def _head(self, *, stream: bool = False) -> dict[str, Any]:
-        kind = (
-            f"chat.completion{'.chunk' if stream else ''}" if self._is_chat else "text_completion"
-        )
+        if self._is_chat:
+            kind = f"chat.completion{'.chunk' if stream else ''}"
+        else:
+            kind = "text_completion"
         name = "chatcmpl" if self._is_chat else "cmpl"
         return {
             "id": f"{name}-{self.number}",

@@ -38,7 +38,8 @@ from quantkit.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 _SHORT = 1 << 16  # characters of a body that is read at once
 _MAX_SAMPLES = 128  # of a prompt, as in OpenAI's API
 _MAX_CHOICES = 1024  # of a request: each has a sampler and a text
@@ -128,7 +129,8 @@ class _Paths:
     """What is done for each path."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
-        self._served, self._metrics = served, metrics
+        self._served = served
+        self._metrics = metrics
         self._texts = TokenTexts(served.tokenizer)
         self._created = now()
         # formats of answers are compiled one by one, and no other request waits for that
@@ -151,7 +153,11 @@ class _Paths:
             except RequestError as error:
                 return _error(400, error_of(error))
             except QuantkitError as error:
-                status = 500 if self._served.worker.alive else 503  # it ends
+                # it ends
+                if self._served.worker.alive:
+                    status = 500
+                else:
+                    status = 503
                 return _error(status, error_of(error, kind="server_error"))
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
@@ -166,15 +172,20 @@ class _Paths:
     async def generate(self, request: Request) -> Response:
         """Answer messages, or continue a text."""
         body = await self._body(request)
-        stream, options = body.pop("stream", None), body.pop("stream_options", None)
-        stream, options = False if stream is None else stream, {} if options is None else options
+        stream = body.pop("stream", None)
+        options = body.pop("stream_options", None)
+        stream = False if stream is None else stream
+        options = {} if options is None else options
         require_flags(stream=stream)
         usage = _usage_requested(options, stream)
         self._require_model(body)
         if request.url.path == CHAT and self._served.no_chat is not None:
             raise self._served.no_chat
         number = secrets.token_hex(12)
-        reader = self._served.chats if request.url.path == CHAT else self._served.texts
+        if request.url.path == CHAT:
+            reader = self._served.chats
+        else:
+            reader = self._served.texts
         loop = asyncio.get_running_loop()
         compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
         threads = self._compiling if compiled else None
@@ -227,10 +238,8 @@ class _Paths:
         body = await self._body(request)
         _require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
-        text, specials = (
-            as_string("prompt", body.get("prompt")),
-            body.get("add_special_tokens", True),
-        )
+        text = as_string("prompt", body.get("prompt"))
+        specials = body.get("add_special_tokens", True)
         require_flags(add_special_tokens=specials)
         tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=specials)
         return JSONResponse(
@@ -373,7 +382,8 @@ class _Paths:
 
 def _require_few(prompts: Sequence[Prompt]) -> None:
     """Raise a `RequestError` if a request has too many answers or stop strings."""
-    samples, stops = prompts[0].request.samples, prompts[0].stop
+    samples = prompts[0].request.samples
+    stops = prompts[0].stop
     if samples > _MAX_SAMPLES:
         raise RequestError(
             "n is out of range", found=samples, expected=f"1 to {_MAX_SAMPLES}", argument="n"
@@ -432,11 +442,9 @@ async def _disconnected(request: Request) -> None:
 
 
 def _health(served: Served) -> Response:
-    return (
-        JSONResponse({"status": "ok"})
-        if served.worker.alive
-        else JSONResponse({"status": "stopping"}, 503)
-    )
+    if served.worker.alive:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "stopping"}, 503)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -20,12 +20,12 @@ from quantkit.errors import RequestError, UnreachableError
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
 
-_CONNECT_SECONDS, _SILENT_SECONDS = (
-    10.0,
-    600.0,
-)  # a request may wait for others, and a long prompt takes its time
+# a request may wait for others, and a long prompt takes its time
+_CONNECT_SECONDS = 10.0
+_SILENT_SECONDS = 600.0
 _POLL_SECONDS = 0.05
-_LINE_BYTES, _BODY_BYTES = 1 << 20, 4 << 20
+_LINE_BYTES = 1 << 20
+_BODY_BYTES = 4 << 20
 _END = object()
 
 _Opened = Callable[[socket.socket], None]
@@ -53,7 +53,8 @@ class Server:
             parts = urlsplit(url if plain else "")
             port = parts.port
         except ValueError:
-            parts, port = urlsplit(""), None
+            parts = urlsplit("")
+            port = None
         if "@" in url:  # nor is it shown, as a password may stand before it
             raise RequestError(
                 "`url` has the name of a user", hint="leave it out, and give `api_key`"
@@ -65,8 +66,11 @@ class Server:
             api_key.strip() and api_key.isascii() and api_key.isprintable()
         ):
             raise RequestError("`api_key` cannot be sent", expected="printable ASCII characters")
-        self._path, self._key = parts.path.rstrip("/") or "/v1", api_key
-        self._encrypted, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._path = parts.path.rstrip("/") or "/v1"
+        self._key = api_key
+        self._encrypted = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = port
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self.exposes_key = (
             api_key is not None and not self._encrypted and not is_loopback(parts.hostname)
@@ -80,12 +84,16 @@ class Server:
             UnreachableError: if it cannot be reached, or fails.
         """
         (found,) = (one for one in self._read("GET", "/models", None) if one is not None)
-        listed = found.get("data") if isinstance(found, dict) else None
-        ids = (
-            [one.get("id") if isinstance(one, dict) else None for one in listed]
-            if isinstance(listed, list)
-            else []
-        )
+        if isinstance(found, dict):
+            listed = found.get("data")
+        else:
+            listed = None
+        if isinstance(listed, list):
+            ids = []
+            for one in listed:
+                ids.append(one.get("id") if isinstance(one, dict) else None)
+        else:
+            ids = []
         names = [one for one in ids if isinstance(one, str)]
         if not names or len(names) < len(ids):
             raise other_api(self.url, found)
@@ -173,7 +181,9 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
     connection is then closed.
     """
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    lock, sockets, closed = threading.Lock(), list[socket.socket](), threading.Event()
+    lock = threading.Lock()
+    sockets = list[socket.socket]()
+    closed = threading.Event()
 
     def opened(one: socket.socket) -> None:
         with lock:

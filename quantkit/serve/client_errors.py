@@ -32,33 +32,32 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     message, code = server_message(response.read(_BODY_BYTES))
     answered = message or f"status {status} {printable(response.reason)}".rstrip()
     if 300 <= status < 400:
-        problem, place = (
-            f"{url} redirects, which is not followed",
-            response.headers.get("Location", ""),
-        )
+        problem = f"{url} redirects, which is not followed"
+        place = response.headers.get("Location", "")
         return RequestError(problem, found=shown(place), hint="give that address if you trust it")
     if status in (401, 403):
-        problem = "does not accept the API key" if with_key else "needs an API key"
+        if with_key:
+            problem = "does not accept the API key"
+        else:
+            problem = "needs an API key"
         return RequestError(
             f"{url} {problem}: {answered}", hint="check `api_key`" if with_key else "give `api_key`"
         )
     if status == 404:
         model = code == "model_not_found"
-        hint = (
-            "`model` selects one that it has"
-            if model
-            else "check the address, which often ends in /v1"
-        )
+        if model:
+            hint = "`model` selects one that it has"
+        else:
+            hint = "check the address, which often ends in /v1"
         return RequestError(
             f"{url} does not have {'this model' if model else 'this path'}: {answered}", hint=hint
         )
     if status == 429:
         after = response.headers.get("Retry-After", "")
-        hint = (
-            f"try again in {int(after)} s"
-            if after.isdecimal() and len(after) < 6
-            else "try again later"
-        )
+        if after.isdecimal() and len(after) < 6:
+            hint = f"try again in {int(after)} s"
+        else:
+            hint = "try again later"
         return UnreachableError(f"{url} has too many requests: {answered}", hint=hint)
     if status >= 500:
         found = f"status {status}" if message else None
@@ -77,9 +76,10 @@ def other_api(url: str, found: object) -> RequestError:
 
 def unreachable(url: str, error: Exception) -> UnreachableError:
     """The error for a connection that cannot be opened."""
-    reason = (
-        error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else _reason(error)
-    )
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = error.verify_message
+    else:
+        reason = _reason(error)
     return UnreachableError(
         f"{url} cannot be reached: {reason}", hint="check the address, and whether the server runs"
     )
@@ -92,7 +92,10 @@ def lost(url: str, error: Exception | None = None) -> RequestError:
     ):
         return other_api(url, "no HTTP")
     early = error is None or isinstance(error, http.client.IncompleteRead)
-    reason = "it was closed" if early else _reason(error)
+    if early:
+        reason = "it was closed"
+    else:
+        reason = _reason(error)
     return UnreachableError(
         f"{url} lost the connection before the answer ended: {reason}", hint="try again"
     )
@@ -104,9 +107,18 @@ def server_message(content: bytes) -> tuple[str, str | None]:
         value = json.loads(content.decode())
     except (ValueError, RecursionError):
         return "", None
-    found = value.get("error", value) if isinstance(value, dict) else None
-    text = found.get("message", found.get("detail")) if isinstance(found, dict) else found
-    code = found.get("code") if isinstance(found, dict) else None
+    if isinstance(value, dict):
+        found = value.get("error", value)
+    else:
+        found = None
+    if isinstance(found, dict):
+        text = found.get("message", found.get("detail"))
+    else:
+        text = found
+    if isinstance(found, dict):
+        code = found.get("code")
+    else:
+        code = None
     return _short(text) if isinstance(text, str) else "", code if isinstance(code, str) else None
 
 

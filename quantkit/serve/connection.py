@@ -151,7 +151,10 @@ class Connection(H11Protocol):
         # Writing pauses as soon as the client does not read, so that `flow.drain` waits for all
         # that was written.
         transport.set_write_buffer_limits(high=0)
-        self.address = self.client[0] if self.client else ""
+        if self.client:
+            self.address = self.client[0]
+        else:
+            self.address = ""
         self.last_active = self.request_since = self._idle_since = self.loop.time()
         if not self._open_connections.admit(self):
             transport.write(_TOO_MANY_CONNECTIONS)

@@ -42,15 +42,22 @@ class Guard:
                 read. For one more, a request gives way whose client is slow to send it.
             open_paths: that need no key, and are answered however many requests run.
         """
-        self._app, self._hosts, self._open = app, hosts, open_paths
-        self._max_requests, self._running = max_requests, 0
-        self._expected = None if api_key is None else api_key.strip().encode()
+        self._app = app
+        self._hosts = hosts
+        self._open = open_paths
+        self._max_requests = max_requests
+        self._running = 0
+        if api_key is None:
+            self._expected = None
+        else:
+            self._expected = api_key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, refusal = Headers(scope=scope), None
+        headers = Headers(scope=scope)
+        refusal = None
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy that believes the other header than this server sees another request after
             # this one.
@@ -117,4 +124,6 @@ def _bearer_token(headers: Headers) -> bytes:
     """
     authorization = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
     scheme, _, token = authorization.partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""
+    if scheme.lower() == b"bearer":
+        return token.strip()
+    return b""

@@ -72,15 +72,17 @@ class _Record:
         if self.status is None or not self.is_complete:
             return CLIENT_GONE
         is_unfinished = len(self.finish_reasons) < len(self._continuations())
-        return 500 if self.status == 200 and is_unfinished else self.status
+        if self.status == 200 and is_unfinished:
+            return 500
+        return self.status
 
     def _continuations(self) -> list[tuple[int, int]]:
         """Return the numbers of the prompt and of the sample of each continuation."""
-        return [
-            (number, sample)
-            for number, request in enumerate(self.requests)
-            for sample in range(request.samples)
-        ]
+        continuations: list[tuple[int, int]] = []
+        for number, request in enumerate(self.requests):
+            for sample in range(request.samples):
+                continuations.append((number, sample))
+        return continuations
 
 
 class RequestLog:
@@ -103,7 +105,9 @@ class RequestLog:
             log: called with the line of each request; None logs nothing.
             prompts: also log the messages or prompts of requests.
         """
-        self._app, self._log, self._prompts = app, log, prompts
+        self._app = app
+        self._log = log
+        self._prompts = prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,7 +130,8 @@ class RequestLog:
             await self._app(scope, receive, sent)
         except Exception as error:
             if not isinstance(error, ClientDisconnect | OSError):
-                record.status, record.is_complete = 500, True
+                record.status = 500
+                record.is_complete = True
             raise
         finally:
             if self._log is not None:

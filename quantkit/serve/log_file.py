@@ -33,7 +33,10 @@ class LogFile:
         self._failed = False
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            self._file = os.dup(file) if isinstance(file, int) else os.open(file, flags, 0o600)
+            if isinstance(file, int):
+                self._file = os.dup(file)
+            else:
+                self._file = os.open(file, flags, 0o600)
         except OSError as error:
             path = None if isinstance(file, int) else file
             raise DestinationError(

@@ -68,10 +68,14 @@ class Metrics:
         last = dict[tuple[int, int], float]()  # when each continuation had its last token
 
         def counted(delta: Delta) -> None:
-            continuation, moment = (delta.prompt, delta.sample), time.perf_counter()
+            continuation = (delta.prompt, delta.sample)
+            moment = time.perf_counter()
             self._new.inc(len(delta.token_ids))
             for token in range(len(delta.token_ids)):  # several come with one step
-                times = self._next if continuation in last else self._first
+                if continuation in last:
+                    times = self._next
+                else:
+                    times = self._first
                 times.observe(0 if token else moment - last.get(continuation, began))
                 last[continuation] = moment
             if delta.completion is not None:

@@ -38,7 +38,8 @@ class Usage:
     seconds: float
 
     def __str__(self) -> str:
-        later, rate = self.seconds - self.first_seconds, ""
+        later = self.seconds - self.first_seconds
+        rate = ""
         if self.completion_tokens > 1 and later > 0:
             rate = f", {(self.completion_tokens - 1) / later:.1f} tokens/s"
         counts = f"{self.completion_tokens} tokens in {self.seconds:.1f} s{rate}"
@@ -83,7 +84,8 @@ class RemoteChat:
                 raise RequestError(
                     f"{server.url} has several models", found=names, hint="select one with `model`"
                 )
-        self.model, self.system = model, system
+        self.model = model
+        self.system = system
         self.messages: list[dict[str, str]] = []
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
@@ -160,7 +162,10 @@ class RemoteChat:
         self, messages: list[dict[str, str]], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if self.system is None:
+            system = []
+        else:
+            system = [{"role": "system", "content": self.system}]
         body = {
             "model": self.model,
             "messages": [*system, *messages],
@@ -168,7 +173,9 @@ class RemoteChat:
             "stream_options": {"include_usage": True},
             **self._options,
         }
-        begun, first, last = time.perf_counter(), None, 0.0
+        begun = time.perf_counter()
+        first = None
+        last = 0.0
         with closing(self._server.stream("/chat/completions", body)) as events:
             for event in events:
                 if interrupted():
@@ -201,5 +208,6 @@ def _delta(event: Any) -> tuple[str, str | None, tuple[int, int] | None]:
     if not event["choices"]:
         return "", None, counts
     choice = event["choices"][0]
-    text, reason = choice.get("delta", {}).get("content") or "", choice.get("finish_reason")
+    text = choice.get("delta", {}).get("content") or ""
+    reason = choice.get("finish_reason")
     return text.encode(errors="replace").decode(), None if reason is None else str(reason), counts

@@ -148,7 +148,9 @@ class ServeOptions:
     @property
     def name_in_address(self) -> str:
         """The host as a URL has it."""
-        return f"[{self.host}]" if ":" in self.host else self.host
+        if ":" in self.host:
+            return f"[{self.host}]"
+        return self.host
 
     @property
     def _is_wildcard(self) -> bool:
@@ -181,7 +183,10 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     if options.draft is not None:
         draft = load_draft(options.draft, tokenizer, **placement)
     context = conversation_length(model.config, options.context)
-    cache = torch.int8 if options.int8_cache else None
+    if options.int8_cache:
+        cache = torch.int8
+    else:
+        cache = None
     slot = cache_bytes(model.config, 1, context, cache or model.dtype)
     kept = min(options.kept, max(0, free_bytes(model.device) // 2 // slot - options.slots))
     engine = Engine(
@@ -215,7 +220,10 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     vocabulary = model.config.vocab_size
     no_chat = _find_chat_problem(path, tokenizer, options)
     facts = {**about(path, options.weights), "chat": no_chat is None}
-    name = path.resolve().name if options.name is None else options.name
+    if options.name is None:
+        name = path.resolve().name
+    else:
+        name = options.name
     return Served(
         name=name,
         worker=worker,

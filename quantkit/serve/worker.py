@@ -90,8 +90,11 @@ class Worker:
             max_running: see `Scheduler`.
             seconds: that a job may wait and run.
         """
-        self.most_jobs, self._max_running, self._seconds = most_jobs, max_running, seconds
-        self._engine, self._tokenizer = engine, tokenizer
+        self.most_jobs = most_jobs
+        self._max_running = max_running
+        self._seconds = seconds
+        self._engine = engine
+        self._tokenizer = tokenizer
         self._scheduler = Scheduler(engine, max_running=max_running)
         self._new: deque[Job] = deque()
         self._jobs: list[Job] = []
@@ -211,16 +214,24 @@ class Worker:
 
     def _read(self, job: Job, one: Generation) -> None:
         reader = job.readers[one]
-        before, pieces = reader.tokens, len(reader.pieces)
+        before = reader.tokens
+        pieces = len(reader.pieces)
         if reader.read() and one.finish_reason is None:
             self._scheduler.end(one)
-        logprobs, prompt_logprobs = None, None
+        logprobs = None
+        prompt_logprobs = None
         if one.logprobs is not None:
-            echoed = len(one.request.prompt) if one.request.echo else 0
+            if one.request.echo:
+                echoed = len(one.request.prompt)
+            else:
+                echoed = 0
             logprobs = one.logprobs.cut(echoed + reader.tokens, start=echoed + before)
             if echoed and not before:
                 prompt_logprobs = one.logprobs.cut(echoed)
-        completion = reader.completion() if one.finish_reason is not None else None
+        if one.finish_reason is not None:
+            completion = reader.completion()
+        else:
+            completion = None
         delta = Delta(
             one.sample,
             text="".join(reader.pieces[pieces:]),
@@ -255,10 +266,14 @@ class Worker:
         if not isinstance(error, QuantkitError):
             _log.error("a step failed", exc_info=error)
         with self._changed:
-            failed, self._jobs = self._jobs, []
+            failed = self._jobs
+            self._jobs = []
         self._of.clear()
         self._scheduler = Scheduler(self._engine, max_running=self._max_running)
-        shown = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
+        if isinstance(error, QuantkitError):
+            shown = error
+        else:
+            shown = QuantkitError("internal error")
         for job in failed:
             self._deliver(job, shown)
 

@@ -46,7 +46,9 @@ def search_blocks(
             torch.where(grouped.abs().amax(1) == 0, 0, found).t(), None, scheme
         )
     weights = importance.view(-1, size, 1)
-    parts = [_fitted_lines(grouped[:, :, part], weights, scheme) for part in _row_slices(weight)]
+    parts = []
+    for part in _row_slices(weight):
+        parts.append(_fitted_lines(grouped[:, :, part], weights, scheme))
     steps, offsets = (torch.cat(part, 1).t() for part in zip(*parts, strict=True))
     return BlockScales.nearest(steps, offsets, scheme)
 
@@ -62,12 +64,16 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
     of several that begin with steps which span a group, or about so; `weights` [G, S, 1] are those
     of squared errors.
     """
-    high, low = grouped.amax(1).clamp(min=0), grouped.amin(1).clamp(max=0)
-    best_steps, best_offsets = (high - low) / (scheme.levels - 1), -low
+    high = grouped.amax(1).clamp(min=0)
+    low = grouped.amin(1).clamp(max=0)
+    best_steps = (high - low) / (scheme.levels - 1)
+    best_offsets = -low
     best = torch.full_like(high, torch.inf)
-    total, mean = weights.sum(1), (weights * grouped).sum(1)
+    total = weights.sum(1)
+    mean = (weights * grouped).sum(1)
     for more in _STARTS:
-        steps, offsets = (high - low) / (scheme.levels - 1 + more), -low
+        steps = (high - low) / (scheme.levels - 1 + more)
+        offsets = -low
         for _ in range(_ROUNDS + 1):
             codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(
                 1
@@ -80,7 +86,8 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
             best_steps = torch.where(better, steps, best_steps)
             best_offsets = torch.where(better, offsets, best_offsets)
             weighted = weights * codes
-            first, second = weighted.sum(1), (weighted * codes).sum(1)
+            first = weighted.sum(1)
+            second = (weighted * codes).sum(1)
             product = (weighted * grouped).sum(1)
             determinant = total * second - first.square()
             slope = (total * product - first * mean) / determinant
@@ -90,10 +97,8 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
             )  # through zero, where all would be above it
             offsets = offsets.clamp(min=0)
             usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
-            steps, offsets = (
-                torch.where(usable, steps, best_steps),
-                torch.where(usable, offsets, best_offsets),
-            )
+            steps = torch.where(usable, steps, best_steps)
+            offsets = torch.where(usable, offsets, best_offsets)
     return best_steps, best_offsets
 
 
@@ -115,10 +120,16 @@ def refit_blocks(
             values = values * inner.float().t().repeat_interleave(len(values) // inner.shape[1], 0)
         return refit(values, (inner if outer is None else outer).t().contiguous()).t().contiguous()
 
-    name = "scale" if scales.outer is None else "outer"
+    if scales.outer is None:
+        name = "scale"
+    else:
+        name = "outer"
     found = replace(scales, **{name: fitted(codes, scales.scale, scales.outer)})
     if scales.minimum is None:
         return found
-    name = "minimum" if scales.outer_minimum is None else "outer_minimum"
+    if scales.outer_minimum is None:
+        name = "minimum"
+    else:
+        name = "outer_minimum"
     lowest = fitted(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
     return replace(found, **{name: lowest})

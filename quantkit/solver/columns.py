@@ -78,7 +78,8 @@ def _round_in_turn(
     *,
     round_: Rounds | None = None,
 ) -> None:
-    start, round_ = start.clone(), round_ or _round_
+    start = start.clone()
+    round_ = round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
         code = torch.div(start[i], scale[group], out=codes[column])
@@ -101,9 +102,12 @@ def _improve_in_turn(
     *,
     round_: Rounds | None = None,
 ) -> None:
-    start, factors, round_ = start.clone(), inverse.tolist(), round_ or _round_
+    start = start.clone()
+    factors = inverse.tolist()
+    round_ = round_ or _round_
     for i, column in enumerate(columns.tolist()):
-        group, code = column // size, codes[column]
+        group = column // size
+        code = codes[column]
         best = torch.add(code, start[i] / scale[group], alpha=factors[i])
         round_(best, None if zero is None else zero[group], levels)
         torch.sub(code, best, out=errors[i]).mul_(scale[group])
@@ -136,10 +140,8 @@ def small_float_kernels(kind: Codes) -> ColumnKernels:
     def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
         steps.copy_(float_codes.rounded(steps, kind))
 
-    in_turn, improve = (
-        partial(_round_in_turn, round_=round_),
-        partial(_improve_in_turn, round_=round_),
-    )
+    in_turn = partial(_round_in_turn, round_=round_)
+    improve = partial(_improve_in_turn, round_=round_)
     return ColumnKernels(search_scales, in_turn, improve, TORCH.max_columns)
 
 
@@ -161,15 +163,19 @@ def solve_codes(
     wanted = grid.shifted(target)[
         order.flip(0)
     ]  # the first to round is the last, as in the factor; whitened errors take its place
-    errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
+    errors = torch.empty_like(wanted)
+    codes = torch.empty_like(wanted)
     inputs = len(order)
     for first, last in _ranges(inputs, PANEL_COLUMNS):
-        here, later = slice(inputs - last, inputs - first), slice(inputs - first, inputs)
+        here = slice(inputs - last, inputs - first)
+        later = slice(inputs - first, inputs)
         corner = factor[here, here]
         diagonal = corner.diagonal().unsqueeze(1)
         ratios = (corner / diagonal).t().flip(0, 1)
-        own, whitened = wanted[here].flip(0), None
-        start, wrong = own, torch.empty_like(own)
+        own = wanted[here].flip(0)
+        whitened = None
+        start = own
+        wrong = torch.empty_like(own)
         if first:
             whitened = times(factor[here, later], errors[later])
             start = own + (whitened / diagonal).flip(0)
@@ -216,7 +222,10 @@ def descend(
     gain = torch.zeros(codes.shape[1], dtype=codes.dtype, device=codes.device)
     for first, last in _ranges(len(order), PANEL_COLUMNS):
         columns = order[first:last]
-        rows = hessian[columns] if ordered is None else ordered[first:last]
+        if ordered is None:
+            rows = hessian[columns]
+        else:
+            rows = ordered[first:last]
         corner = rows[:, columns]
         start = times(rows, missing)
         moved = torch.empty_like(start)
@@ -243,9 +252,10 @@ def _run(
     """
     for begin, end in _ranges(len(columns), kernels.max_columns):
         here = slice(begin, end)
-        moved = (
-            start[here] + times(ratios[:begin, here].t(), errors[:begin]) if begin else start[here]
-        )
+        if begin:
+            moved = start[here] + times(ratios[:begin, here].t(), errors[:begin])
+        else:
+            moved = start[here]
         step(
             moved,
             other[here],

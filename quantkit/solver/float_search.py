@@ -37,7 +37,10 @@ def quantize_small_floats(
         outer: float32 [1] of NVFP4; see `quantize_rtn`.
     """
     groups = scheme.groups(weight.shape[1])
-    weights = torch.ones(weight.shape[1]) if importance is None else importance
+    if importance is None:
+        weights = torch.ones(weight.shape[1])
+    else:
+        weights = importance
     weights = weights.to(weight.device).view(groups, -1)
     if scheme.scales is Scales.NESTED and outer is None:
         outer = float_codes.outer_scale(weight)
@@ -54,11 +57,13 @@ def _searched(
 ) -> QuantTensor:
     grouped = rows.view(len(rows), len(weights), -1)
     found, outer = float_codes.spanning_scales(rows, scheme, torch.float32, outer)
-    spanning, best = found, _loss(grouped, found, outer, scheme, weights)
+    spanning = found
+    best = _loss(grouped, found, outer, scheme, weights)
     for scale in float_codes.neighbours(spanning, scheme):
         loss = _loss(grouped, scale, outer, scheme, weights)
         better = loss < best  # never true of squares that overflow
-        best, found = torch.where(better, loss, best), torch.where(better, scale, found)
+        best = torch.where(better, loss, best)
+        found = torch.where(better, scale, found)
     return small_floats(rows, found, outer, scheme)
 
 

@@ -255,7 +255,8 @@ def _solve_small_floats(
     wanted: Tensor, hessian: Damped, start: QuantTensor
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for small floats, on the scales of `start`, by torch alone."""
-    kind, steps = start.scheme.codes, start.steps.t().contiguous()
+    kind = start.scheme.codes
+    steps = start.steps.t().contiguous()
     grid = Grid(
         torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(wanted) // len(steps)
     )
@@ -302,7 +303,10 @@ def _solve_blocks(
     grid = Grid.of_blocks(scales, scheme, len(wanted))
     codes, _ = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
     error, energy = _errors(grid.values(codes).sub_(wanted), wanted, hessian)
-    middle = scheme.levels // 2 if scheme.symmetric else 0
+    if scheme.symmetric:
+        middle = scheme.levels // 2
+    else:
+        middle = 0
     unsigned = (codes + middle).to(torch.uint8).t().contiguous()
     return QuantTensor.of_blocks(unsigned, scales, scheme), error, energy
 

@@ -47,17 +47,23 @@ def max_divided_elements(device: torch.device) -> int:
     """Elements that are divided by a Hessian together; its factor is read twice for each
     portion.
     """
-    return weights_at_once(device) // 2 if device.type == "cuda" else _DIVIDED_AT_ONCE
+    if device.type == "cuda":
+        return weights_at_once(device) // 2
+    return _DIVIDED_AT_ONCE
 
 
 def refit_bytes(device: torch.device) -> int:
     """Bytes of the least-squares systems that fit the scales of some rows."""
-    return 2 * weights_at_once(device) if device.type == "cuda" else _REFIT_BYTES
+    if device.type == "cuda":
+        return 2 * weights_at_once(device)
+    return _REFIT_BYTES
 
 
 def searched_weights(device: torch.device) -> int:
     """Weights whose scales are searched together."""
-    return weights_at_once(device) // 8 if device.type == "cuda" else _SEARCHED
+    if device.type == "cuda":
+        return weights_at_once(device) // 8
+    return _SEARCHED
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,17 @@ class Grid:
 
         A step of zero is so long that all codes are zero.
         """
-        steps, offsets = scales.steps.t(), scales.offsets
+        steps = scales.steps.t()
+        offsets = scales.offsets
         steps = torch.where(steps == 0, ENDLESS, steps).contiguous()
-        minimum = None if offsets is None else offsets.t().contiguous()
-        zero = None if minimum is None else torch.zeros_like(steps)
+        if offsets is None:
+            minimum = None
+        else:
+            minimum = offsets.t().contiguous()
+        if minimum is None:
+            zero = None
+        else:
+            zero = torch.zeros_like(steps)
         return cls(steps, zero, scheme, columns // len(steps), minimum)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -100,11 +113,9 @@ class Grid:
 
     def shifted(self, target: Tensor) -> Tensor:
         """Weights [I, O] plus their groups' minima: what codes times scales are to approximate."""
-        return (
-            target
-            if self.minimum is None
-            else target + self.minimum.repeat_interleave(self.size, 0)
-        )
+        if self.minimum is None:
+            return target
+        return target + self.minimum.repeat_interleave(self.size, 0)
 
 
 def search_scales(
@@ -136,7 +147,10 @@ def search_scales(
     grouped = weight.view(groups, -1, rows)
     weights = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
-    zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    if scheme.symmetric:
+        zero = None
+    else:
+        zero = torch.empty_like(scale, dtype=torch.uint8)
     inference = torch.is_inference_mode_enabled()  # each thread has its own mode
 
     def search(tile: tuple[slice, slice]) -> None:
@@ -147,14 +161,14 @@ def search_scales(
             if zero is not None:
                 zero[tile] = found.offset.to(torch.uint8)
 
-    size, max_weights = columns // groups, searched_weights(weight.device)
+    size = columns // groups
+    max_weights = searched_weights(weight.device)
     width = min(rows, max(MIN_TILE_ROWS, max_weights // size))
     height = max(1, max_weights // (size * width))
-    tiles = [
-        (slice(first, first + height), slice(start, start + width))
-        for first in range(0, groups, height)
-        for start in range(0, rows, width)
-    ]
+    tiles = []
+    for first in range(0, groups, height):
+        for start in range(0, rows, width):
+            tiles.append((slice(first, first + height), slice(start, start + width)))
     if weight.device.type == "cpu":
         count = torch.get_num_threads()
         try:
@@ -173,7 +187,11 @@ def search_scales(
 
 def signed_steps(scheme: QuantScheme) -> list[float]:
     """The steps that are tried first, in units of the step that spans a group."""
-    return [factor * sign for factor in _COARSE for sign in ((1, -1) if scheme.symmetric else (1,))]
+    result: list[float] = []
+    for factor in _COARSE:
+        for sign in (1, -1) if scheme.symmetric else (1,):
+            result.append(factor * sign)
+    return result
 
 
 class _Search:
@@ -188,14 +206,15 @@ class _Search:
         *,
         signed: bool,
     ) -> None:
-        self._grouped, self._weights, self._scheme = grouped, weights, scheme
+        self._grouped = grouped
+        self._weights = weights
+        self._scheme = scheme
         self._top = scheme.levels - 1
         self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
-        span = (
-            torch.maximum(-self._low, high) / (self._top / 2)
-            if scheme.symmetric
-            else (high - self._low) / self._top
-        )
+        if scheme.symmetric:
+            span = torch.maximum(-self._low, high) / (self._top / 2)
+        else:
+            span = (high - self._low) / self._top
         self._span = span
         self._loss = torch.full_like(span, torch.inf)
         self._codes = torch.empty_like(grouped)

@@ -28,18 +28,17 @@ def refit_scales(
     """
     groups, rows = scale.shape
     size = codes.shape[0] // groups
-    found, gain, explained = (
-        torch.empty_like(scale),
-        scale.new_empty(rows).float(),
-        scale.new_empty(rows).float(),
-    )
+    found = torch.empty_like(scale)
+    gain = scale.new_empty(rows).float()
+    explained = scale.new_empty(rows).float()
     step = max(1, refit_bytes(codes.device) // (4 * groups * (groups + 3 * size)))
     for start in range(0, rows, step):
         part = codes[:, start : start + step].contiguous()
         count = part.shape[1]
         normal = torch.empty(groups, groups, count, device=codes.device)
         for group in range(groups):
-            first, last = group * size, (group + 1) * size
+            first = group * size
+            last = (group + 1) * size
             products = times(hessian[first:, first:last], part[first:last]).mul_(part[first:])
             sums = products.view(groups - group, size, count).sum(1)
             normal[group:, group] = sums
@@ -63,7 +62,8 @@ def refit_scales(
         )
         usable = torch.isfinite(fitted) & (fitted * stored.sign() > 0) & (failed == 0)
         found[:, here] = torch.where(usable, fitted, stored)
-        before, change = stored.float(), found[:, here].float() - stored.float()
+        before = stored.float()
+        change = found[:, here].float() - stored.float()
         gain[here] = _twice_less_square(change, right, system)
         explained[here] = -_twice_less_square(-before, right, system)
     return found, gain, explained

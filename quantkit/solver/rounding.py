@@ -56,7 +56,10 @@ def round_to_nearest(
             all the same.
         outer: float32 [1] of NVFP4, see `quantize_rtn`.
     """
-    solver = Solver.SEARCHED if importance is None else Solver.WEIGHTED
+    if importance is None:
+        solver = Solver.SEARCHED
+    else:
+        solver = Solver.WEIGHTED
     if scheme.of_small_floats and scheme.bits == 4:
         return quantize_small_floats(weight, scheme, importance, outer), solver
     if scheme.bits == 8:
@@ -87,15 +90,17 @@ def quantize_searched(
     """
     rows, columns = weight.shape
     groups = scheme.groups(columns)
-    importance = (
-        torch.ones(columns, device=weight.device)
-        if importance is None
-        else importance.to(weight.device)
-    )
+    if importance is None:
+        importance = torch.ones(columns, device=weight.device)
+    else:
+        importance = importance.to(weight.device)
     weights = importance.view(groups, -1)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    if scheme.symmetric:
+        zero = None
+    else:
+        zero = torch.empty_like(scale, dtype=torch.uint8)
     for first, last in row_chunks(rows, columns, SEARCHED_ELEMENTS):
         part = weight[first:last].float().t().contiguous()
         found, offsets = kernels.search_scales(part, importance, scheme, scale_dtype)
@@ -124,11 +129,10 @@ def _searched_blocks(
 
     A row has the scales that span its groups where these are better.
     """
-    weights = (
-        torch.ones(weight.shape[1], device=weight.device)
-        if importance is None
-        else importance.to(weight.device)
-    )
+    if importance is None:
+        weights = torch.ones(weight.shape[1], device=weight.device)
+    else:
+        weights = importance.to(weight.device)
     parts = []
     for start, stop in row_chunks(weight.shape[0], weight.shape[1], SEARCHED_ELEMENTS // 4):
         rows = weight[start:stop].float()

@@ -106,11 +106,17 @@ def solve_two_sided(
         O].
     """
     rows = outputs.order.flip(0)  # the first to solve is the last, as in the factor
-    wanted, scale, zero = target[:, rows], scale[:, rows], None if zero is None else zero[:, rows]
-    codes, errors = torch.empty_like(wanted), torch.empty_like(wanted)
+    wanted = target[:, rows]
+    scale = scale[:, rows]
+    zero = None if zero is None else zero[:, rows]
+    codes = torch.empty_like(wanted)
+    errors = torch.empty_like(wanted)
 
     def grid_of(here: slice) -> Grid:
-        points = None if zero is None else zero[:, here].contiguous()
+        if zero is None:
+            points = None
+        else:
+            points = zero[:, here].contiguous()
         return Grid.of(scale[:, here].contiguous(), points, scheme, len(wanted))
 
     def keep(here: slice, found: Tensor, grid: Grid) -> None:
@@ -118,7 +124,8 @@ def solve_two_sided(
         errors[:, here] = wanted[:, here] - grid.values(found)
 
     for here in _blocks(len(rows)):
-        grid, aim = grid_of(here), wanted[:, here].contiguous()
+        grid = grid_of(here)
+        aim = wanted[:, here].contiguous()
         done = slice(here.stop, len(rows))
         if done.start < done.stop:
             ratios = torch.linalg.solve_triangular(
@@ -131,7 +138,8 @@ def solve_two_sided(
     for here in _blocks(len(rows)):
         coupled = outputs.matrix[rows.unsqueeze(1), rows[here]]
         coupled = torch.cholesky_solve(coupled.t(), torch.linalg.cholesky(coupled[here])).t()
-        missing, found = times(errors, coupled), codes[:, here].contiguous()
+        missing = times(errors, coupled)
+        found = codes[:, here].contiguous()
         aim = grid_of(here).values(found).add_(missing)
         gradient = times(hessian.matrix, missing)
         scale[:, here], _, _ = refit_scales(

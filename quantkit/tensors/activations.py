@@ -37,7 +37,9 @@ class Activations(StrEnum):
             return none, int8
         if scheme.bits == 8 or scheme.group_size is None or not scheme.symmetric:
             return (none,)
-        return (none, int8, fp8) if scheme.group_size == _CUTLASS_GROUP else (none, int8)
+        if scheme.group_size == _CUTLASS_GROUP:
+            return (none, int8, fp8)
+        return (none, int8)
 
 
 _CUTLASS_GROUP = 128  # the only one of vLLM's W4A8 with float8
@@ -67,13 +69,21 @@ class InputRounding:
     @property
     def activations(self) -> Activations:
         """The type, by its name."""
-        return Activations.INT8 if self.type == "int" else Activations.FP8
+        if self.type == "int":
+            return Activations.INT8
+        return Activations.FP8
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Inputs [..., I] in float32 with the values that they are rounded to."""
-        grouped = x if self.group_size is None else torch.unflatten(x, -1, (-1, self.group_size))
+        if self.group_size is None:
+            grouped = x
+        else:
+            grouped = torch.unflatten(x, -1, (-1, self.group_size))
         largest = _LARGEST[self.type]
         scale = grouped.abs().amax(-1, keepdim=True) / largest
         steps = grouped / torch.where(scale > 0, scale, 1.0)
-        codes = steps.round() if self.type == "int" else steps.to(torch.float8_e4m3fn).float()
+        if self.type == "int":
+            codes = steps.round()
+        else:
+            codes = steps.to(torch.float8_e4m3fn).float()
         return (codes * scale).view_as(x)

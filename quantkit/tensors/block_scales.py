@@ -75,7 +75,9 @@ class BlockScales:
     @property
     def offsets(self) -> Tensor | None:
         """Minus the value of code 0, [O, G] float32; None for symmetric schemes."""
-        return None if self.minimum is None else _product(self.minimum, self.outer_minimum)
+        if self.minimum is None:
+            return None
+        return _product(self.minimum, self.outer_minimum)
 
 
 def _by_block(values: Tensor, count: int) -> Tensor:

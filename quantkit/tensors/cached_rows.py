@@ -23,7 +23,9 @@ class CachedRows(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """The tensors there are; positions are the third dimension of each."""
-        return [self.rows] if self.scales is None else [self.rows, self.scales]
+        if self.scales is None:
+            return [self.rows]
+        return [self.rows, self.scales]
 
     def up_to(self, length: int) -> CachedRows:
         """Those of the first positions."""

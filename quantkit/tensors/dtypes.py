@@ -26,34 +26,49 @@ class DType(StrEnum):
     FLOAT16 = "float16", 2
     BFLOAT16 = "bfloat16", 2
     FLOAT64 = "float64", 8
-    FLOAT8_E4M3FN, FLOAT8_E4M3FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
-    FLOAT8_E5M2, FLOAT8_E5M2FNUZ, FLOAT8_E8M0FNU = (
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    )
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT8_E8M0FNU = "float8_e8m0fnu"
     FLOAT4_E2M1FN_X2 = "float4_e2m1fn_x2"
     BOOL = "bool"
-    INT64, INT32, INT16 = ("int64", 8), ("int32", 4), ("int16", 2)
-    INT8, INT7, INT6, INT5, INT4, INT3, INT2, INT1 = (
-        "int8",
-        "int7",
-        "int6",
-        "int5",
-        "int4",
-        "int3",
-        "int2",
-        "int1",
-    )
-    UINT64, UINT32, UINT16 = ("uint64", 8), ("uint32", 4), ("uint16", 2)
-    UINT8, UINT7, UINT6, UINT5 = "uint8", "uint7", "uint6", "uint5"
-    UINT4, UINT3, UINT2, UINT1 = "uint4", "uint3", "uint2", "uint1"
+    INT64 = ("int64", 8)
+    INT32 = ("int32", 4)
+    INT16 = ("int16", 2)
+    INT8 = "int8"
+    INT7 = "int7"
+    INT6 = "int6"
+    INT5 = "int5"
+    INT4 = "int4"
+    INT3 = "int3"
+    INT2 = "int2"
+    INT1 = "int1"
+    UINT64 = ("uint64", 8)
+    UINT32 = ("uint32", 4)
+    UINT16 = ("uint16", 2)
+    UINT8 = "uint8"
+    UINT7 = "uint7"
+    UINT6 = "uint6"
+    UINT5 = "uint5"
+    UINT4 = "uint4"
+    UINT3 = "uint3"
+    UINT2 = "uint2"
+    UINT1 = "uint1"
     BITS16 = "bits16", 2
-    BITS8, BITS4X2, BITS2X4, BITS1X8 = "bits8", "bits4x2", "bits2x4", "bits1x8"
+    BITS8 = "bits8"
+    BITS4X2 = "bits4x2"
+    BITS2X4 = "bits2x4"
+    BITS1X8 = "bits1x8"
     QINT32 = "qint32", 4
-    QINT8, QUINT8, QUINT4X2, QUINT2X4 = "qint8", "quint8", "quint4x2", "quint2x4"
-    COMPLEX128, COMPLEX64 = ("complex128", 16), ("complex64", 8)
-    COMPLEX32, BCOMPLEX32 = ("complex32", 4), ("bcomplex32", 4)
+    QINT8 = "qint8"
+    QUINT8 = "quint8"
+    QUINT4X2 = "quint4x2"
+    QUINT2X4 = "quint2x4"
+    COMPLEX128 = ("complex128", 16)
+    COMPLEX64 = ("complex64", 8)
+    COMPLEX32 = ("complex32", 4)
+    BCOMPLEX32 = ("bcomplex32", 4)
 
     def __new__(cls, name: str, itemsize: int = 1) -> DType:
         member = str.__new__(cls, name)

@@ -28,7 +28,10 @@ def checked_cast(
         NonFiniteError: naming the tensor and the count; also if all values become zero, and some
             were not.
     """
-    result = tensor if tensor.dtype == dtype else tensor.to(dtype)
+    if tensor.dtype == dtype:
+        result = tensor
+    else:
+        result = tensor.to(dtype)
     if allow_nonfinite:
         return result
     if all_finite(result):
@@ -40,12 +43,12 @@ def checked_cast(
                 hint='use `dtype="bf16"`',
             )
         return result
-    before, after = _count_nonfinite(tensor), _count_nonfinite(result)
-    what = (
-        f"{before} values that are NaN or Inf"
-        if before
-        else f"{after} values that overflow {dtype}"
-    )
+    before = _count_nonfinite(tensor)
+    after = _count_nonfinite(result)
+    if before:
+        what = f"{before} values that are NaN or Inf"
+    else:
+        what = f"{after} values that overflow {dtype}"
     raise NonFiniteError(
         f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}", hint=hint
     )
@@ -59,17 +62,16 @@ def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bo
     """
     if allow_nonfinite or all_finite(value.scale.float() * value.scheme.levels):
         return
-    count, total, what = (
-        _count_nonfinite(value.scale),
-        value.scale.numel(),
-        "scales that are NaN or Inf",
-    )
+    count = _count_nonfinite(value.scale)
+    total = value.scale.numel()
+    what = "scales that are NaN or Inf"
     if not count:
         chunks = row_chunks(*value.shape)
         count = sum(
             _count_nonfinite(value.rows(start, stop).dequantize()) for start, stop in chunks
         )
-        total, what = value.codes.numel(), "values that overflow float32: scales times codes"
+        total = value.codes.numel()
+        what = "values that overflow float32: scales times codes"
     if count:
         raise NonFiniteError(
             f"tensor '{name}' holds {count} {what}",
@@ -117,6 +119,9 @@ def nonfinite_logits(
 
 def _count_nonfinite(tensor: Tensor) -> int:
     matrix = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    wide = torch.float32 if tensor.itemsize == 1 else tensor.dtype
+    if tensor.itemsize == 1:
+        wide = torch.float32
+    else:
+        wide = tensor.dtype
     chunks = row_chunks(matrix.shape[0], matrix.shape[1])
     return sum(int((~torch.isfinite(matrix[a:b].to(wide))).sum()) for a, b in chunks)

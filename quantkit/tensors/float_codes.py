@@ -15,9 +15,11 @@ from quantkit.tensors.scheme import TILE, Codes, QuantScheme, Scales
 
 LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: E4M3_MAX}
 """The largest value of a code."""
-MIN_EXPONENT, MAX_EXPONENT = -127, 125
+MIN_EXPONENT = -127
+MAX_EXPONENT = 125
 """Of MXFP4's powers of two: e8m0's smallest, and the largest with which 6 is a float32."""
-E4M3_SMALLEST, E4M3_LARGEST = 1, 126
+E4M3_SMALLEST = 1
+E4M3_LARGEST = 126
 """The bits of the smallest and of the largest positive e4m3; numbers between them rise with
 their bits.
 """
@@ -118,9 +120,11 @@ def neighbours(scale: Tensor, scheme: QuantScheme) -> list[Tensor]:
     if scheme.scales is Scales.POWERS:
         return [(scale * by).clamp(2.0**MIN_EXPONENT, 2.0**MAX_EXPONENT) for by in (2.0, 0.5)]
     bits = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
-    return [
-        _of_bits(bits + by) for by in (-1, 1, -2, 2, -3, 3, -4, 4, 5)
-    ]  # at +4, 4 spans most groups instead of 6
+    # at +4, 4 spans most groups instead of 6
+    result: list[Tensor] = []
+    for by in (-1, 1, -2, 2, -3, 3, -4, 4, 5):
+        result.append(_of_bits(bits + by))
+    return result
 
 
 def _of_bits(bits: Tensor) -> Tensor:

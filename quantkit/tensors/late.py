@@ -19,5 +19,6 @@ else:
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self.__name__), name)
 
-    torch, qtensor = _Late("torch"), _Late("quantkit.tensors.qtensor")
+    torch = _Late("torch")
+    qtensor = _Late("quantkit.tensors.qtensor")
     block_scales = _Late("quantkit.tensors.block_scales")

@@ -60,5 +60,8 @@ def mix_named(scheme: object) -> Mix | None:
 
     None for anything else.
     """
-    name = scheme.strip().lower() if isinstance(scheme, str) else ""
+    if isinstance(scheme, str):
+        name = scheme.strip().lower()
+    else:
+        name = ""
     return MIXES.get(name, _SHORT.get(name))

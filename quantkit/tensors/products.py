@@ -26,7 +26,8 @@ _STRIPS = 16
 PRODUCT_ELEMENTS = (
     7 << 18
 )  # of a product that is only added up: less than what the allocator maps anew each time
-_STEP, _WIDE_STEP = 64, 128
+_STEP = 64
+_WIDE_STEP = 128
 _CPU = torch.device("cpu")
 
 
@@ -42,7 +43,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     rows, inner = a.shape
     if more := _missing(inner):
-        a, b = F.pad(a, (0, more)), F.pad(b, (0, 0, 0, more))
+        a = F.pad(a, (0, more))
+        b = F.pad(b, (0, 0, 0, more))
     product: Tensor = torch.ops.mkldnn._linear_pointwise(
         _dense(_padded(a)), _dense(b).t(), None, "none", [], ""
     )
@@ -94,7 +96,9 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which calibration samples are multiplied on their way through a model."""
-    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
+    if multiplies_bfloat16(device):
+        return torch.bfloat16
+    return torch.float32
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +106,10 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     result rounded to bfloat16; the weight is bfloat16 already.
     """
     rows = x.bfloat16().flatten(0, -2)
-    passed = _padded(rows) if rows.device.type == "cpu" else rows
+    if rows.device.type == "cpu":
+        passed = _padded(rows)
+    else:
+        passed = rows
     return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
 
 
@@ -113,7 +120,8 @@ def exact_float32() -> Iterator[None]:
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
-    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
+    matmul.fp32_precision = "ieee"
+    matmul.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
@@ -144,20 +152,25 @@ def _onednn_is_built_in() -> bool:
 def _padded(rows: Tensor) -> Tensor:
     """Rows [N, I] with rows of zeros behind them where a size is missing some."""
     more = _missing(len(rows))
-    return F.pad(rows, (0, 0, 0, more)) if more else rows
+    if more:
+        return F.pad(rows, (0, 0, 0, more))
+    return rows
 
 
 def _missing(size: int) -> int:
     """By how much a size is made larger: oneDNN keeps a kernel for every shape that it meets, and
     experts are sent any number of tokens. What the solver takes at a time is left as it is.
     """
-    return -size % _WIDE_STEP if size % _STEP else 0
+    if size % _STEP:
+        return -size % _WIDE_STEP
+    return 0
 
 
 def _dense(matrix: Tensor) -> Tensor:
     """A matrix without gaps, for which alone oneDNN's linear is fast."""
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
-    return (
-        matrix.t().contiguous().t() if matrix.stride(0) == 1 else matrix.contiguous()
-    )  # in runs, as it lies
+    # in runs, as it lies
+    if matrix.stride(0) == 1:
+        return matrix.t().contiguous().t()
+    return matrix.contiguous()

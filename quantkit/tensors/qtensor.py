@@ -80,10 +80,8 @@ class QuantTensor:
         expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
         if tuple(self.scale.shape) != expected:
             raise ValueError(f"scale must be {expected}, found {tuple(self.scale.shape)}")
-        floats, nested = (
-            self.scheme.scales is Scales.FLOATS,
-            self.scheme.scales is Scales.SUPER_BLOCKS,
-        )
+        floats = self.scheme.scales is Scales.FLOATS
+        nested = self.scheme.scales is Scales.SUPER_BLOCKS
         asymmetric = not self.scheme.symmetric
         self._require("zero", self.zero, expected, torch.uint8, there=asymmetric and floats)
         self._require(
@@ -132,10 +130,17 @@ class QuantTensor:
         """The weight with its codes, scales, minima and zero points changed, which are [O, I],
         [O, G] and [O, S].
         """
-        zero, blocks = None if self.zero is None else change(self.zero), self.block_scales
+        if self.zero is None:
+            zero = None
+        else:
+            zero = change(self.zero)
+        blocks = self.block_scales
         if blocks is not None:
             return QuantTensor.of_blocks(change(self.codes), blocks.map(change), self.scheme)
-        outer = None if self.outer is None else change(self.outer)
+        if self.outer is None:
+            outer = None
+        else:
+            outer = change(self.outer)
         return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme, outer=outer)
 
     def rows(self, start: int, stop: int) -> QuantTensor:
@@ -175,7 +180,10 @@ class QuantTensor:
             torch.arange(start, stop, scheme.group_size, device=codes.device)
             // self.scheme.group_size
         )
-        zero = None if self.zero is None else self.zero[:, groups]
+        if self.zero is None:
+            zero = None
+        else:
+            zero = self.zero[:, groups]
         return QuantTensor(codes, self.scale[:, groups], zero, scheme, outer=self.outer)
 
     def to(self, device: torch.device | str) -> QuantTensor:
@@ -189,7 +197,9 @@ class QuantTensor:
         """
         if self.scheme.scales is Scales.NESTED and self.outer is not None:
             return self.scale.float() / self.outer
-        return self.scale.float() if self.block_scales is None else self.block_scales.steps
+        if self.block_scales is None:
+            return self.scale.float()
+        return self.block_scales.steps
 
     def dequantize(self) -> Tensor:
         """The weights [O, I] in float32. This product, rounded once, is the truth."""
@@ -206,7 +216,10 @@ class QuantTensor:
                 .view(rows, columns)
             )
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
-        steps = self.scale.float() if blocks is None else blocks.steps
+        if blocks is None:
+            steps = self.scale.float()
+        else:
+            steps = blocks.steps
         return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
@@ -234,7 +247,8 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
     steps = (
         (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)
     )  # of the largest weight
-    before, after = value.scale.double(), scale.double()
+    before = value.scale.double()
+    after = scale.double()
     moved = steps * (after - before).abs() <= before.abs() / 2
     if not (moved | ~before.isfinite()).all():
         return None
@@ -270,11 +284,10 @@ def quantize_rtn(
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    zero = (
-        None
-        if scheme.symmetric
-        else torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
-    )
+    if scheme.symmetric:
+        zero = None
+    else:
+        zero = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         scale[start:stop] = spanning_scales(grouped, scheme, scale_dtype)
@@ -298,7 +311,10 @@ def small_floats(
     """A weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an
     outer one [O, 1].
     """
-    steps = scale.float() if outer is None else scale.float() / outer
+    if outer is None:
+        steps = scale.float()
+    else:
+        steps = scale.float() / outer
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, scale.shape[1], -1)
@@ -313,7 +329,8 @@ def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
     GGUF's blocks hold them.
     """
     grouped = weight.float().reshape(len(weight), scheme.groups(weight.shape[1]), -1)
-    high, low = grouped.amax(-1).clamp(min=0), grouped.amin(-1).clamp(max=0)
+    high = grouped.amax(-1).clamp(min=0)
+    low = grouped.amin(-1).clamp(max=0)
     if scheme.symmetric:
         scales = BlockScales.nearest(
             torch.maximum(high, -low) / ((scheme.levels - 1) / 2), None, scheme
@@ -327,9 +344,16 @@ def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> 
     """The codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one where
     a step is zero.
     """
-    steps, offsets = scales.steps.unsqueeze(-1), scales.offsets
-    low = scheme.levels // 2 if offsets is None else 0
-    shifted = grouped if offsets is None else grouped + offsets.unsqueeze(-1)
+    steps = scales.steps.unsqueeze(-1)
+    offsets = scales.offsets
+    if offsets is None:
+        low = scheme.levels // 2
+    else:
+        low = 0
+    if offsets is None:
+        shifted = grouped
+    else:
+        shifted = grouped + offsets.unsqueeze(-1)
     codes = (
         torch.where(steps == 0, 0, shifted / steps).round_().add_(low).clamp_(0, scheme.levels - 1)
     )
@@ -344,12 +368,12 @@ def concatenated(parts: Sequence[QuantTensor]) -> QuantTensor:
 
     def joined(read: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
         found = [one for one in map(read, parts) if one is not None]
-        return torch.cat(found) if found else None
+        if found:
+            return torch.cat(found)
+        return None
 
-    codes, scale = (
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scale for part in parts]),
-    )
+    codes = torch.cat([part.codes for part in parts])
+    scale = torch.cat([part.scale for part in parts])
     return QuantTensor(
         codes,
         scale,
@@ -390,11 +414,9 @@ def frobenius(matrix: Tensor) -> float:
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
     """Some rows of a weight in float32, dequantized where it is quantized."""
-    return (
-        value.rows(start, stop).dequantize()
-        if isinstance(value, QuantTensor)
-        else value[start:stop].float()
-    )
+    if isinstance(value, QuantTensor):
+        return value.rows(start, stop).dequantize()
+    return value[start:stop].float()
 
 
 def row_chunks(
@@ -442,7 +464,8 @@ def spanning_scales(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dty
     """The scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1 where a
     group is all zeros or too small to scale.
     """
-    high, low = grouped.amax(-1), grouped.amin(-1)
+    high = grouped.amax(-1)
+    low = grouped.amin(-1)
     if scheme.symmetric:
         step = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)
     else:

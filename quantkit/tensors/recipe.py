@@ -133,7 +133,9 @@ class Recipe:
         for override in reversed(self.overrides):
             if override.matches(module) or (on_disk is not None and override.matches(on_disk)):
                 return override.scheme
-        return None if module in kept else self.default
+        if module in kept:
+            return None
+        return self.default
 
     def naming(self, modules: Collection[str], others: Collection[str]) -> Recipe:
         """This recipe for modules that have to be named alone, given all names of them and of the
@@ -175,7 +177,8 @@ class Recipe:
         for override in self.overrides:
             if any(map(override.matches, names)):
                 continue
-            pattern, router = shown(override.pattern), any(map(override.matches, routers))
+            pattern = shown(override.pattern)
+            router = any(map(override.matches, routers))
             if router and override.scheme is not None:
                 raise RequestError(
                     "routers and gates of shared experts keep their floats", found=pattern

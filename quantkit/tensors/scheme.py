@@ -156,10 +156,16 @@ class QuantScheme:
         if self.of_small_floats:
             return _FLOAT_NAMES[self.scales]
         if self.scales is not Scales.FLOATS:
-            kind = "k" if self.scales is Scales.SUPER_BLOCKS else f"{int(not self.symmetric)}"
+            if self.scales is Scales.SUPER_BLOCKS:
+                kind = "k"
+            else:
+                kind = f"{int(not self.symmetric)}"
             other = self.scales is Scales.BLOCKS and self.group_size != _BLOCK
             return f"q{self.bits}_{kind}{f'-g{self.group_size}' if other else ''}"
-        group = "" if self.group_size is None else f"-g{self.group_size}"
+        if self.group_size is None:
+            group = ""
+        else:
+            group = f"-g{self.group_size}"
         return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
 
     @property
@@ -180,7 +186,9 @@ class QuantScheme:
     @property
     def unit(self) -> int:
         """The columns that are stored together, of which rows consist; 1 without groups."""
-        return SUPER_BLOCK if self.scales is Scales.SUPER_BLOCKS else self.group_size or 1
+        if self.scales is Scales.SUPER_BLOCKS:
+            return SUPER_BLOCK
+        return self.group_size or 1
 
     @property
     def of_floats(self) -> QuantScheme:
@@ -238,9 +246,13 @@ class QuantScheme:
         if columns % self.unit == 0:
             return self
         if self.of_small_floats:
-            return FP8 if self.bits == 8 else QuantScheme(8, None)
+            if self.bits == 8:
+                return FP8
+            return QuantScheme(8, None)
         if self.scales is not Scales.FLOATS:
-            return _K_FALLBACKS.get(self.bits, self) if columns % 32 == 0 else QuantScheme(8, None)
+            if columns % 32 == 0:
+                return _K_FALLBACKS.get(self.bits, self)
+            return QuantScheme(8, None)
         assert self.group_size is not None
         for size in _FALLBACK_GROUP_SIZES:
             if size < self.group_size and columns % size == 0:
@@ -261,7 +273,10 @@ class QuantScheme:
             return FP8
         assert self.group_size is not None
         size = math.gcd(self.group_size, columns)
-        scales = Scales.BLOCKS if self.scales is Scales.SUPER_BLOCKS else self.scales
+        if self.scales is Scales.SUPER_BLOCKS:
+            scales = Scales.BLOCKS
+        else:
+            scales = self.scales
         return replace(self, group_size=None if size % 8 else size, scales=scales)
 
 
@@ -272,7 +287,8 @@ SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)
 """The schemes that a user may request, by name: those that the gate lets through and that
 kernels serve.
 """
-Q4_0, Q8_0 = QuantScheme(4, 32), QuantScheme(8, 32)
+Q4_0 = QuantScheme(4, 32)
+Q8_0 = QuantScheme(8, 32)
 Q4_1, Q5_1 = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (4, 5))
 Q5_0 = QuantScheme(5, 32, True, Scales.BLOCKS)
 Q3_K, Q6_K = (QuantScheme(bits, 16, True, Scales.SUPER_BLOCKS) for bits in (3, 6))

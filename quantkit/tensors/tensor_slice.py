@@ -27,9 +27,11 @@ class TensorSlice:
 
     def rows(self, start: int, stop: int) -> TensorSlice:
         """Some of the rows that this part of rows has, counted from its first."""
-        found, before = [], 0
+        found = []
+        before = 0
         for first, last in self.ranges:
-            low, high = max(first, first + start - before), min(last, first + stop - before)
+            low = max(first, first + start - before)
+            high = min(last, first + stop - before)
             if low < high:
                 found.append((low, high))
             before += last - first
@@ -37,8 +39,12 @@ class TensorSlice:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """That part of a tensor; a view where it is one range."""
-        pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
+        pieces = []
+        for start, stop in self.ranges:
+            pieces.append(tensor.narrow(self.axis, start, stop - start))
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, self.axis)
 
     def of_weight(
         self, value: torch.Tensor | qtensor.QuantTensor

@@ -19,7 +19,9 @@ from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.token_bytes import BYTE_LETTERS, spelled_bytes
 
 _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
-_NO_BYTE, _SEPARATOR = "\ud800", "\udfff"  # surrogates, which no spelling contains
+# surrogates, which no spelling contains
+_NO_BYTE = "\ud800"
+_SEPARATOR = "\udfff"
 _LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(letter): chr(value) for value, letter in BYTE_LETTERS.items()
 }
@@ -112,7 +114,9 @@ class CanonicalVocabulary:
     def token(self, number: int) -> Token | None:
         """The token of an id; None if there is none."""
         content = self.contents.get(number)
-        return None if content is None else Token(content, self.kinds.get(number, Kind.TEXT))
+        if content is None:
+            return None
+        return Token(content, self.kinds.get(number, Kind.TEXT))
 
 
 def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
@@ -148,11 +152,10 @@ def of_sentencepiece(
     """
     spellings = [spelling for spelling, _, _ in model.pieces]
     contents = dict(enumerate(_unspaced(spellings)))
-    kinds = {
-        number: _PIECE_KINDS[kind]
-        for number, (_, _, kind) in enumerate(model.pieces)
-        if kind is not PieceType.NORMAL
-    }
+    kinds = {}
+    for number, (_, _, kind) in enumerate(model.pieces):
+        if kind is not PieceType.NORMAL:
+            kinds[number] = _PIECE_KINDS[kind]
     contents |= {
         number: _BYTE_TOKENS.get(spellings[number], b"")
         for number in kinds
@@ -207,20 +210,29 @@ def of_json(
         algorithm: the model's type.
     """
     model = raw["model"]
-    listed, merges = model["vocab"], model.get("merges")
-    scores = dict(listed) if isinstance(listed, list) else None
-    ids = listed if scores is None else {piece: number for number, (piece, _) in enumerate(listed)}
+    listed = model["vocab"]
+    merges = model.get("merges")
+    if isinstance(listed, list):
+        scores = dict(listed)
+    else:
+        scores = None
+    if scores is None:
+        ids = listed
+    else:
+        ids = {piece: number for number, (piece, _) in enumerate(listed)}
     letters = any(
         step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part)
     )
     contents = _by_id(ids, _letters(ids) if letters else _unspaced(ids))
-    kinds = {
-        number: Kind.UNUSED
-        for piece, number in ids.items()
-        if piece[:4] == "[PAD" and piece == filler(number)
-    }
+    kinds = {}
+    for piece, number in ids.items():
+        if piece[:4] == "[PAD" and piece == filler(number):
+            kinds[number] = Kind.UNUSED
     if model.get("byte_fallback"):
-        found = {ids[piece]: content for piece, content in _BYTE_TOKENS.items() if piece in ids}
+        found = {}
+        for piece, content in _BYTE_TOKENS.items():
+            if piece in ids:
+                found[ids[piece]] = content
         contents |= found
         kinds |= dict.fromkeys(found, Kind.BYTE)
     contents |= dict(zip(added, _unspaced(one.content for one in added.values()), strict=True))
@@ -266,8 +278,14 @@ def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalV
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}
-    settings = {name: value for name, value in found.settings.items() if name not in left_out}
-    added = found.added if unstated.pipeline else None
+    settings = {}
+    for name, value in found.settings.items():
+        if name not in left_out:
+            settings[name] = value
+    if unstated.pipeline:
+        added = found.added
+    else:
+        added = None
     return replace(found, kinds=kinds, added=added, settings=settings, converted=True)
 
 
@@ -281,7 +299,9 @@ def _model_settings(
             }
         }
     found = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
-    spelled = [BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>" for byte in _UTF8_BYTES]
+    spelled = []
+    for byte in _UTF8_BYTES:
+        spelled.append(BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>")
     if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
         del found["unk_token"], found["fuse_unk"]  # no character is unknown
     return found
@@ -319,9 +339,11 @@ def _letters(spellings: Collection[str]) -> list[bytes]:
     translated = (
         _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)
     )  # one call is faster
-    return [
-        spelling.encode()
-        if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff")
-        else one.encode("latin-1")
-        for spelling, one in zip(spellings, translated, strict=True)
-    ]
+    letters: list[bytes] = []
+    for spelling, one in zip(spellings, translated, strict=True):
+        letters.append(
+            spelling.encode()
+            if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff")
+            else one.encode("latin-1")
+        )
+    return letters

@@ -82,7 +82,9 @@ class TemplateChat:
             tokenizer: of the model.
             names: spellings of special tokens by their names in templates.
         """
-        self._choose, self._tokenizer, self._names = choose, tokenizer, names or {}
+        self._choose = choose
+        self._tokenizer = tokenizer
+        self._names = names or {}
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -102,9 +104,9 @@ class TemplateChat:
         """The spelling of what a prompt begins with; empty if the tokenizer adds nothing, or no
         text spells it.
         """
-        spellings = {
-            number: spelling for spelling, number in (self._tokenizer.special_tokens or {}).items()
-        }
+        spellings = {}
+        for spelling, number in (self._tokenizer.special_tokens or {}).items():
+            spellings[number] = spelling
         return "".join(spellings.get(number, "") for number in prompt_start(self._tokenizer))
 
     def source(self, *, with_tools: bool) -> str:
@@ -253,7 +255,10 @@ class Llama2Chat:
         """Encode a turn, which begins with BOS in this format, whether or not the tokenizer adds
         it to other text.
         """
-        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        if self._tokenizer.bos_id is None:
+            bos = []
+        else:
+            bos = [self._tokenizer.bos_id]
         return [*bos, *self._tokenizer.encode(text, bos=False)]
 
 
@@ -298,7 +303,10 @@ class Llama3Chat:
             raise RequestError(
                 "a chat needs messages", expected='[{"role": "user", "content": "..."}]'
             )
-        ids = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        if self._tokenizer.bos_id is None:
+            ids = []
+        else:
+            ids = [self._tokenizer.bos_id]
         for message in messages:
             content = message_text(message).strip()
             ids += [*self._started(_plain_role(message)), *self._plain(content), self._end]
@@ -351,11 +359,10 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
     known = tokenizer.special_tokens or {}
     spelled = {number: name for name, number in known.items()}
     ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    own = {
-        name: spelled[number]
-        for name, number in ends.items()
-        if number is not None and number in spelled
-    }
+    own = {}
+    for name, number in ends.items():
+        if number is not None and number in spelled:
+            own[name] = spelled[number]
     tokens = {**own, **special_tokens(folder, known)}
     if template is not None and template.endswith(".jinja"):
         chosen = ChatTemplate(requested_template(template), tokens=tokens, path=Path(template))
@@ -368,10 +375,9 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
             hint="use a prompt with a base model",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )
-    found = {
-        with_tools: templates.choose(template, with_tools=with_tools)
-        for with_tools in (False, True)
-    }
+    found = {}
+    for with_tools in (False, True):
+        found[with_tools] = templates.choose(template, with_tools=with_tools)
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder), tokens)
 
 
@@ -399,7 +405,10 @@ def message_text(message: Message) -> str:
                     f"this format has no tools, and a message has '{key}'",
                     found=shown(message[key]),
                 )
-    content = _with_text(message).get("content") if isinstance(message, Mapping) else None
+    if isinstance(message, Mapping):
+        content = _with_text(message).get("content")
+    else:
+        content = None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a content",
@@ -419,7 +428,8 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
     """
     if not isinstance(message, Mapping) or "content" not in message:
         return message
-    content, role = message["content"], message.get("role")
+    content = message["content"]
+    role = message.get("role")
     if content is None and role == "assistant" and not message.get("tool_calls"):
         return {**message, "content": ""}
     if not isinstance(content, list | tuple):
@@ -429,7 +439,9 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
     ):
         return message  # a tool's result in JSON
     texts = [_part_text(part) for part in content]
-    return message if keep_parts else {**message, "content": "\n".join(texts)}
+    if keep_parts:
+        return message
+    return {**message, "content": "\n".join(texts)}
 
 
 def _with_system_role(message: Message) -> Message:
@@ -472,7 +484,10 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
     Raises:
         RequestError: if it does, since the prompt ends before it.
     """
-    field = continued if isinstance(continued, str) else "content"
+    if isinstance(continued, str):
+        field = continued
+    else:
+        field = "content"
     later = ["tool_calls", "function_call"]
     if field != "content":
         later.append("content")
@@ -493,12 +508,18 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
 
 def _with_json_arguments(message: Message) -> Message:
     """Write the arguments of a message's calls as JSON."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if isinstance(message, Mapping):
+        calls = message.get("tool_calls")
+    else:
+        calls = None
     if not isinstance(calls, list | tuple):
         return message
     respelled = []
     for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping):
+            function = call.get("function")
+        else:
+            function = None
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": arguments}}
@@ -528,7 +549,8 @@ def _part_text(part: object) -> str:
             f"a message has a part of type {shown(kind)}", expected="only parts of type 'text'"
         )
     if not isinstance(text, str):
-        problem, expected = "a part of a message has no text", '{"type": "text", "text": "..."}'
+        problem = "a part of a message has no text"
+        expected = '{"type": "text", "text": "..."}'
         raise RequestError(problem, found=shown(part), expected=expected)
     return text
 

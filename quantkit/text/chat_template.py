@@ -103,11 +103,17 @@ class ChatTemplate:
             raise wrong_type("tools", tools, "a list of JSON schemas")
         partial = None
         if continue_final_message:
-            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            if isinstance(continue_final_message, str):
+                field = continue_final_message
+            else:
+                field = "content"
             partial = _PartialMessage(chat, field, self.source)
             add_generation_prompt = False
         budget = budget or Budget()
-        schemas = None if tools is None else [dict(one) for one in tools]
+        if tools is None:
+            schemas = None
+        else:
+            schemas = [dict(one) for one in tools]
         variables = {"tools": schemas, **variables, "add_generation_prompt": add_generation_prompt}
         answer = self._answer(chat, budget, variables)
         if "error" in answer:
@@ -116,7 +122,9 @@ class ChatTemplate:
                 "conversation" if only_this else answer["error"], _short(answer["reason"])
             )
         text = str(answer["text"])
-        return text if partial is None else partial.cut(text)
+        if partial is None:
+            return text
+        return partial.cut(text)
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -152,7 +160,10 @@ class ChatTemplate:
     def _answer(
         self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
+        tokens = {}
+        for name, spelling in self._tokens.items():
+            if spelling is not None:
+                tokens[name] = spelling
         unknown = tuple(
             name for name in _REQUIRED if name not in self._tokens and name not in variables
         )
@@ -276,7 +287,10 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
         folder / _CONFIG,
         folder / OLD_TEMPLATE_FILE,
     ):  # the latter is an old file of multimodal processors
-        value = read_json(path).get("chat_template") if path.is_file() else None
+        if path.is_file():
+            value = read_json(path).get("chat_template")
+        else:
+            value = None
         if isinstance(value, str):
             value = [{"name": "default", "template": value}]
         if value is not None and not isinstance(value, list):
@@ -334,9 +348,10 @@ def _checked_chat(messages: Any) -> list[dict[str, Any]]:
                 expected='{"role": "user", "content": "..."}',
             )
         try:
-            fields = {
-                name: copy.deepcopy(value) for name, value in message.items() if value is not None
-            }
+            fields = {}
+            for name, value in message.items():
+                if value is not None:
+                    fields[name] = copy.deepcopy(value)
         except RecursionError as error:
             raise RequestError(
                 "a message is nested too deep", found=f"role {shown(message['role'])}"
@@ -358,10 +373,12 @@ class _PartialMessage:
         """Mark the end of a field of the last message of `chat`. Raises `RequestError` if the field
         is not a string, or the template, `source`, does not read it.
         """
-        whole, message = repr(chat), chat[-1]
+        whole = repr(chat)
+        message = chat[-1]
         self._mark = next(f"GOES_ON_{n}" for n in itertools.count() if f"GOES_ON_{n}" not in whole)
         value = message.get(field)
-        holder, name = message, field
+        holder = message
+        name = field
         if isinstance(value, (list, tuple)):
             parts = [one for one in value if isinstance(one, dict) and "text" in one]
             holder, name = (parts[-1], "text") if parts else ({}, "text")
@@ -371,11 +388,10 @@ class _PartialMessage:
                 "the last message has no string to continue", expected=f'a string as its "{field}"'
             )
         self._text = text
-        same = (
-            [one for one in _REASONING if message.get(one) == value]
-            if field in _REASONING
-            else [field]
-        )
+        if field in _REASONING:
+            same = [one for one in _REASONING if message.get(one) == value]
+        else:
+            same = [field]
         if not any(one in source for one in same):
             raise RequestError(
                 f'the chat template does not read "{field}"; the last message cannot be continued'
@@ -393,4 +409,6 @@ class _PartialMessage:
                 "the chat template does not print the last message once and unchanged; it cannot be"
                 " continued"
             )
-        return text[:place] if text.startswith(f"{self._mark} ", place) else text[:place].rstrip()
+        if text.startswith(f"{self._mark} ", place):
+            return text[:place]
+        return text[:place].rstrip()

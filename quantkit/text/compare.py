@@ -45,7 +45,8 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
     Raises:
         CheckpointError: if a file is damaged.
     """
-    own, others = first.canonical(), second.canonical()
+    own = first.canonical()
+    others = second.canonical()
     # Whether both come from a tokenizer.json whose files state BOS and EOS.
     stated = all(
         one.added is not None and one.merges is not None and not one.converted
@@ -81,20 +82,25 @@ def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
     if first.contents == second.contents and first.kinds == second.kinds:
         return None
     numbers = first.contents.keys() | second.contents.keys()
-    differing = [
-        number for number in numbers if not _same(first.token(number), second.token(number))
-    ]
+    differing = []
+    for number in numbers:
+        if not _same(first.token(number), second.token(number)):
+            differing.append(number)
     if not differing:
         return None
     at = min(differing)
-    one, other = first.token(at), second.token(at)
+    one = first.token(at)
+    other = second.token(at)
     kinds = one is not None and other is not None and one.kind is not other.kind
     shown = []
     for token in (one, other):
         if token is None:
             shown.append("no token")
         else:
-            name = f"{token.kind.value} " if kinds or token.kind is not Kind.TEXT else ""
+            if kinds or token.kind is not Kind.TEXT:
+                name = f"{token.kind.value} "
+            else:
+                name = ""
             shown.append(f"{name}{token.content[:_MAX_SHOWN]!r}")
     return (
         f"{len(differing)} of {len(numbers)} token ids; the first is {at}:"
@@ -108,9 +114,10 @@ def _same(first: Token | None, second: Token | None) -> bool:
     """
     if first == second:
         return True
-    used = [
-        token for token in (first, second) if token is not None and token.kind is not Kind.UNUSED
-    ]
+    used = []
+    for token in (first, second):
+        if token is not None and token.kind is not Kind.UNUSED:
+            used.append(token)
     if first is None or second is None or not used:
         return not used
     return first.content == second.content and any(
@@ -126,7 +133,10 @@ def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
         one, other = ((side.added or {}).get(number) for side in (first, second))
         own = (one or AddedToken(number))._asdict()
         others = (other or AddedToken(number))._asdict()
-        names = list(own) if one is not None and other is not None else ["id"]
+        if one is not None and other is not None:
+            names = list(own)
+        else:
+            names = ["id"]
         if "spelling" in names and "space prefix" in first.settings:
             names.remove("spelling")  # there a space and U+2581 are the same
         name = next((name for name in names if own[name] != others[name]), None)
@@ -156,11 +166,10 @@ def _merges_make_all(vocabulary: CanonicalVocabulary) -> bool:
     if vocabulary.merges is None:
         return False
     ordinary = (None, Kind.UNUSED)
-    pieces = [
-        piece
-        for piece, number in vocabulary.spellings.items()
-        if vocabulary.kinds.get(number) in ordinary
-    ]
+    pieces = []
+    for piece, number in vocabulary.spellings.items():
+        if vocabulary.kinds.get(number) in ordinary:
+            pieces.append(piece)
     return merges_make_all(pieces, vocabulary.spellings, vocabulary.merges)
 
 
@@ -171,8 +180,9 @@ def _shown(first: object, second: object) -> str:
         (at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0
     )
     start = max(common - _NUM_SHOWN_BEFORE, 0)
-    shown = [
-        (
+    shown = []
+    for text in texts:
+        shown.append(
             (
                 "..." * (start > 0)
                 + text[start : start + _MAX_SHOWN]
@@ -181,8 +191,6 @@ def _shown(first: object, second: object) -> str:
             if len(text) > _MAX_SHOWN
             else text
         )
-        for text in texts
-    ]
     return " against ".join(shown)
 
 
@@ -217,7 +225,9 @@ def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str
     """A difference in BOS and EOS. Formats other than tokenizer.json may lack them, and Meta's
     tiktoken files have several EOS tokens.
     """
-    begins = [set[int]() if one.bos_id is None else {one.bos_id} for one in (first, second)]
+    begins = []
+    for one in (first, second):
+        begins.append(set[int]() if one.bos_id is None else {one.bos_id})
     ends = [set(one.eos_ids) for one in (first, second)]
     for name, (own, others) in (("BOS", begins), ("EOS", ends)):
         if own != others and (stated or not (own <= others or others <= own)):
@@ -232,9 +242,11 @@ def _text_difference(
         ids = first.encode(text)
         if ids != second.encode(text):
             return f"the text {text[:40]!r}"
-        known = [
-            one for one in ids if kinds.get(one) is not Kind.SPECIAL
-        ]  # some formats decode <unk> to a symbol
+        # some formats decode <unk> to a symbol
+        known = []
+        for one in ids:
+            if kinds.get(one) is not Kind.SPECIAL:
+                known.append(one)
         if first.decode(known) != second.decode(known):
             return f"what the tokens of {text[:40]!r} are decoded to"
     return None

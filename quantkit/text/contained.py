@@ -32,7 +32,10 @@ def contained(path: Path, problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
-        library = "" if isinstance(error, Exception) else "its library failed: "
+        if isinstance(error, Exception):
+            library = ""
+        else:
+            library = "its library failed: "
         raise CheckpointError(f"{problem}: {library}{reason}", path=path) from error
 
 

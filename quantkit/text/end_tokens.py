@@ -67,7 +67,10 @@ def _eos_of_json(folder: Path) -> int | None:
     path = folder / "tokenizer.json"
     raw = Settings(read_json(path), path)
     vocabulary = raw.inside("model").values.get("vocab")
-    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    if isinstance(vocabulary, dict):
+        ids: dict[str, int] = dict(vocabulary)
+    else:
+        ids = {}
     added = raw.values.get("added_tokens")
     for token in added if isinstance(added, list) else []:
         if (
@@ -77,7 +80,9 @@ def _eos_of_json(folder: Path) -> int | None:
         ):
             ids[token["content"]] = token["id"]
     eos = special_tokens(folder, ids, ("eos_token",)).get("eos_token")
-    return None if eos is None else ids.get(eos)
+    if eos is None:
+        return None
+    return ids.get(eos)
 
 
 def find_answer_end(
@@ -96,9 +101,10 @@ def find_answer_end(
         ends: the tokens at which the model ends anyway. If the template spells one of them, it is
             not run.
     """
-    spelled = [
-        spelling for spelling, number in specials.items() if number in ends and spelling in source
-    ]
+    spelled = []
+    for spelling, number in specials.items():
+        if number in ends and spelling in source:
+            spelled.append(spelling)
     if spelled or "eos_token" in source:
         return None
     variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
@@ -108,7 +114,10 @@ def find_answer_end(
     _, answered, rest = str(answer["text"]).rpartition(_ANSWER)
     if not answered:
         return None
-    following = [
-        spelling for spelling in specials if spelling and rest.lstrip().startswith(spelling)
-    ]
-    return specials[max(following, key=len)] if following else None
+    following = []
+    for spelling in specials:
+        if spelling and rest.lstrip().startswith(spelling):
+            following.append(spelling)
+    if following:
+        return specials[max(following, key=len)]
+    return None

@@ -67,7 +67,8 @@ def tokenizer_metadata(
             rows.
         UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
     """
-    model, folder = folder, text_folder(folder)
+    model = folder
+    folder = text_folder(folder)
     tokenizer = load_tokenizer(folder)
     found = folder_vocabulary(folder)
     vocabulary = _filled(found.vocabulary, rows, folder)
@@ -98,12 +99,14 @@ def tokenizer_metadata(
     metadata |= {keys.ADD_BOS: adds[0], keys.ADD_EOS: adds[1]}
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
-    plain = tokenizer_json(found.vocabulary, ids, adds) if found.pipeline else {}
-    own = {
-        part: value
-        for part, value in found.pipeline.items()
-        if part not in plain or plain[part] != value
-    }
+    if found.pipeline:
+        plain = tokenizer_json(found.vocabulary, ids, adds)
+    else:
+        plain = {}
+    own = {}
+    for part, value in found.pipeline.items():
+        if part not in plain or plain[part] != value:
+            own[part] = value
     if found.run_merges and found.run_merges != run_merges(plain["model"]["merges"]):
         own[keys.RUN_MERGES] = found.run_merges
     if found.pipeline and found.ignore_merges != plain["model"]["ignore_merges"]:
@@ -171,7 +174,9 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
     for name, content in files.items():
         (scratch / name).write_bytes(content)
     written = JsonTokenizer(scratch / "tokenizer.json")
-    return files if first_difference(original, written, ()) is None else None
+    if first_difference(original, written, ()) is None:
+        return files
+    return None
 
 
 def _filled(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
@@ -205,12 +210,19 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> d
         read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder
     )
     own = dict(found.ids)
-    own |= {"bos_token": tokenizer.bos_id} if tokenizer.bos_id is not None else {}
-    own |= {"eos_token": tokenizer.eos_ids[0]} if tokenizer.eos_ids else {}
+    if tokenizer.bos_id is not None:
+        own |= {"bos_token": tokenizer.bos_id}
+    else:
+        own |= {}
+    if tokenizer.eos_ids:
+        own |= {"eos_token": tokenizer.eos_ids[0]}
+    else:
+        own |= {}
     spelled = special_tokens(folder, numbers)
     ids: dict[str, int] = {}
     for name in keys.ID_KEYS:
-        spelling, numbered = spelled.get(name), config.values.get(f"{name}_id")
+        spelling = spelled.get(name)
+        numbered = config.values.get(f"{name}_id")
         if spelling is not None and spelling in numbers:
             ids[name] = numbers[spelling]
         elif name in own:
@@ -246,10 +258,14 @@ def _end_keys(
     """
     numbers = vocabulary.ids()
     known = keys.eos_by_spelling(numbers)
-    others = [
-        one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")
-    ]
-    turns = [numbers[spelling] for spelling in keys.TURN_ENDS if numbers.get(spelling) in stated]
+    others = []
+    for one in dict.fromkeys(stated):
+        if one not in known and one != ids.get("eos_token"):
+            others.append(one)
+    turns = []
+    for spelling in keys.TURN_ENDS:
+        if numbers.get(spelling) in stated:
+            turns.append(numbers[spelling])
     if len(others) > 1:
         # llama.cpp ends at these by their spelling, so both keys are free for the others
         turns = []
@@ -270,12 +286,16 @@ def _end_keys(
 
 def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
     """The keys for chat templates, spelled as by llama.cpp's converter."""
-    found: dict[str, Any] = {keys.TEMPLATE: templates["default"]} if "default" in templates else {}
-    named = {
-        "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name): source
-        for name, source in templates.items()
-        if name != "default"
-    }
+    if "default" in templates:
+        found: dict[str, Any] = {keys.TEMPLATE: templates["default"]}
+    else:
+        found = {}
+    named = {}
+    for name, source in templates.items():
+        if name != "default":
+            named[
+                "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)
+            ] = source
     if named:
         found[keys.TEMPLATES] = list(named)
     return found | {f"{keys.TEMPLATE}.{name}": source for name, source in named.items()}
@@ -286,12 +306,13 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     settings = Settings(read_settings(path) if path.is_file() else {}, path)
     do_sample = settings.flag("do_sample", False)
-    names = [
-        name
-        for name in SAMPLING
-        if settings.has(name) and (do_sample or name == "repetition_penalty")
-    ]
-    found: dict[str, Any] = {SAMPLING[name]: settings.number(name, -1e9, 1e9) for name in names}
+    names = []
+    for name in SAMPLING:
+        if settings.has(name) and (do_sample or name == "repetition_penalty"):
+            names.append(name)
+    found: dict[str, Any] = {}
+    for name in names:
+        found[SAMPLING[name]] = settings.number(name, -1e9, 1e9)
     if do_sample:
         found.setdefault(SAMPLING["temperature"], 1.0)
     if "top_k" in names:
@@ -330,4 +351,6 @@ def _require_equal(
     controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
     guessed = keys.eos_by_spelling(vocabulary.ids()) - controls
     spellings = ", ".join(vocabulary.tokens[number] for number in sorted(guessed))
-    return [f"llama.cpp treats {spellings} as special tokens, by their spelling"] if guessed else []
+    if guessed:
+        return [f"llama.cpp treats {spellings} as special tokens, by their spelling"]
+    return []

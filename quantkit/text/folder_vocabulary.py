@@ -66,7 +66,10 @@ def folder_vocabulary(folder: Path) -> FoundTokenizer:
         return tiktoken_vocabulary(path)
     model = read_sentencepiece(path)
     if not model.byte_pair or not model.plain:
-        what = "that changes text" if model.byte_pair else "of another algorithm"
+        if model.byte_pair:
+            what = "that changes text"
+        else:
+            what = "of another algorithm"
         _refuse(path, f"a sentencepiece model {what}")
     _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
     return sentencepiece_vocabulary(model, added_tokens(folder))
@@ -117,18 +120,19 @@ def exportable_vocabulary(path: Path) -> FoundTokenizer | None:
     model = read_sentencepiece(path)
     added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
     usual = model.byte_pair and model.plain and model.space_prefix and not added
-    return sentencepiece_vocabulary(model) if usual else None
+    if usual:
+        return sentencepiece_vocabulary(model)
+    return None
 
 
 def _from_json(folder: Path) -> FoundTokenizer:
     path = folder / "tokenizer.json"
     raw = read_json(path)
     model = Settings(raw, path).inside("model")
-    other = [
-        name
-        for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
-        if model.values.get(name)
-    ]
+    other = []
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.values.get(name):
+            other.append(name)
     if model.values.get("type") != "BPE" or other:
         _refuse(
             path,
@@ -143,15 +147,13 @@ def _from_json(folder: Path) -> FoundTokenizer:
     by_number = {number: token for token, number in vocabulary.items()} | {
         one["id"]: one["content"] for one in added
     }
-    tokens = [
-        by_number.get(number, keys.filler(number))
-        for number in range(max(by_number, default=-1) + 1)
-    ]
+    tokens = []
+    for number in range(max(by_number, default=-1) + 1):
+        tokens.append(by_number.get(number, keys.filler(number)))
     merges = pairs_of(model.values.get("merges", []))
-    types = [
-        PieceType.NORMAL if number in by_number else PieceType.UNUSED
-        for number in range(len(tokens))
-    ]
+    types = []
+    for number in range(len(tokens)):
+        types.append(PieceType.NORMAL if number in by_number else PieceType.UNUSED)
     for one in added:
         types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
     parts = {part: raw.get(part) for part in PIPELINE_PARTS}
@@ -218,15 +220,22 @@ def _byte_level(
     found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path
 ) -> FoundTokenizer:
     """A byte-level tokenizer, with llama.cpp's name for its patterns."""
-    path, normalizer = folder / "tokenizer.json", found.pipeline["normalizer"]
-    steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
+    path = folder / "tokenizer.json"
+    normalizer = found.pipeline["normalizer"]
+    if isinstance(normalizer, dict):
+        steps = normalizer.get("normalizers", [normalizer])
+    else:
+        steps = []
     if any(step.get("type") != "NFC" for step in steps):
         _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
     if steps:
         found.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
     patterns = pipeline.patterns_of(found.pipeline["pre_tokenizer"])
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
-    names = pipeline.names_of(patterns, has_bos=has_bos) if patterns is not None else {}
+    if patterns is not None:
+        names = pipeline.names_of(patterns, has_bos=has_bos)
+    else:
+        names = {}
     name = names.get(found.ignore_merges)
     if name is None and names:
         normal = (
@@ -249,14 +258,18 @@ def _scored(
 ) -> FoundTokenizer:
     """A tokenizer like sentencepiece's, whose list of pairs becomes scores."""
     _require_bytes(vocabulary, path)
-    splitter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
+    splitter = found.pipeline["pre_tokenizer"]
+    normalizer = found.pipeline["normalizer"]
     if isinstance(splitter, dict) and splitter.get("type") == "Metaspace":
         scheme = splitter.get("prepend_scheme", "always")
         known = splitter.get("replacement") == pipeline.SPACE and splitter.get("split") is False
         known = known and normalizer in (None, pipeline.REPLACE_SPACES)
         prefix = scheme != "never"
         if prefix:
-            where = "all of it" if scheme == "first" else "pieces that do not begin with one"
+            if scheme == "first":
+                where = "all of it"
+            else:
+                where = "pieces that do not begin with one"
             found.notes.append(
                 "llama.cpp adds a space before each piece of text between special tokens, the"
                 f" tokenizer before {where}"
@@ -281,7 +294,9 @@ def _scored(
     ranks = ranks_of_merges(old.merges, vocabulary, apart)
     if ranks is None:
         _refuse(path, "a tokenizer whose merges have no equivalent scores")
-    tokens, types, scores = list(old.tokens), list(old.types), []
+    tokens = list(old.tokens)
+    types = list(old.types)
+    scores = []
     for number, (token, kind) in enumerate(zip(old.tokens, old.types, strict=True)):
         if token == unknown:
             types[number] = PieceType.UNKNOWN

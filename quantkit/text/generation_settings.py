@@ -73,9 +73,10 @@ def select_other_settings(values: Mapping[str, object]) -> dict[str, object]:
     """Return those of the keys in the contents of a file whose values are not transformers'
     defaults.
     """
-    stated = {
-        key: value for key, value in values.items() if key in _OTHER_DEFAULTS and value is not None
-    }
+    stated = {}
+    for key, value in values.items():
+        if key in _OTHER_DEFAULTS and value is not None:
+            stated[key] = value
     return {key: value for key, value in stated.items() if value != _OTHER_DEFAULTS[key]}
 
 

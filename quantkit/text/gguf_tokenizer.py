@@ -43,7 +43,8 @@ SAMPLING = {
 """Keys by the names in generation_config.json."""
 PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-_MIN, _MAX = 1e-6, 1e9
+_MIN = 1e-6
+_MAX = 1e9
 _MAX_RUN_MERGES = 1 << 14  # Gemma, with runs of up to 31 spaces, has 465
 _RANGES = {
     "temperature": (-_MAX, _MAX),
@@ -67,7 +68,10 @@ def text_folder(path: str | Path) -> Path:
         UnsupportedError: if its tokenizer cannot be rebuilt exactly.
     """
     found = located(path)
-    file = None if any((found / name).is_file() for name in _TOKENIZERS) else gguf_file(found)
+    if any((found / name).is_file() for name in _TOKENIZERS):
+        file = None
+    else:
+        file = gguf_file(found)
     if file is None:
         return found
     state = file.stat()
@@ -80,7 +84,8 @@ def text_folder(path: str | Path) -> Path:
 
 def written_folder(metadata: Mapping[str, Any], path: Path) -> Path:
     """A temporary folder with `folder_files`, which exists at most until the process ends."""
-    files, unstated = folder_files(metadata, path), gguf_unstated(metadata, path)
+    files = folder_files(metadata, path)
+    unstated = gguf_unstated(metadata, path)
     folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if unstated is not None:
@@ -135,9 +140,10 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
                 "added_tokens"
             ]:  # in quantkit's files the types say which tokens are special
                 token["special"] = token["id"] in controls
-            flags = (
-                own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
-            )
+            if own.has("added_tokens"):
+                flags = own.inside("added_tokens")
+            else:
+                flags = Settings({}, own.path)
             for token in raw["added_tokens"]:
                 if flags.has(number := str(token["id"])):
                     token.update(
@@ -204,7 +210,8 @@ def tokenizer_json(
     spellings = json_spellings(vocabulary)
     vocab = {spelling: number for number, spelling in enumerate(spellings)}
     if spm:
-        merges, ignore_merges = _scored_merges(vocabulary, ids, vocab), False
+        merges = _scored_merges(vocabulary, ids, vocab)
+        ignore_merges = False
         normalizer: dict[str, Any] | None = REPLACE_SPACES
         steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
         if vocabulary.space_prefix:
@@ -214,18 +221,19 @@ def tokenizer_json(
         splitter = None
     else:
         patterns, ignore_merges = patterns_by_name(vocabulary.pre) or ((), False)
-        merges, normalizer, splitter = (
-            list(vocabulary.merges),
-            normalizer_of(vocabulary.pre),
-            pre_tokenizer(patterns),
-        )
+        merges = list(vocabulary.merges)
+        normalizer = normalizer_of(vocabulary.pre)
+        splitter = pre_tokenizer(patterns)
         decoder = {
             "type": "ByteLevel",
             "add_prefix_space": True,
             "trim_offsets": True,
             "use_regex": True,
         }
-    unknown = spellings[ids["unk_token"]] if spm and "unk_token" in ids else None
+    if spm and "unk_token" in ids:
+        unknown = spellings[ids["unk_token"]]
+    else:
+        unknown = None
     model = {
         "type": "BPE",
         "dropout": None,
@@ -238,15 +246,16 @@ def tokenizer_json(
         "vocab": vocab,
         "merges": merges,
     }
-    added: list[dict[str, Any]] = [
-        {
-            "id": number,
-            "content": spellings[number],
-            **dict.fromkeys(TOKEN_FLAGS, False),
-            "special": number in special,
-        }
-        for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | special)
-    ]
+    added: list[dict[str, Any]] = []
+    for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | special):
+        added.append(
+            {
+                "id": number,
+                "content": spellings[number],
+                **dict.fromkeys(TOKEN_FLAGS, False),
+                "special": number in special,
+            }
+        )
     return {
         "version": "1.0",
         "truncation": None,
@@ -270,10 +279,10 @@ def json_spellings(vocabulary: Vocabulary) -> list[str]:
     if vocabulary.model != keys.SPM:
         return list(vocabulary.tokens)
     runs = keys.space_runs(vocabulary)
-    return [
-        SPACE * len(token) if number in runs else token
-        for number, token in enumerate(vocabulary.tokens)
-    ]
+    result: list[str] = []
+    for number, token in enumerate(vocabulary.tokens):
+        result.append(SPACE * len(token) if number in runs else token)
+    return result
 
 
 def _scored_merges(
@@ -285,17 +294,23 @@ def _scored_merges(
     The scores of added tokens say nothing about the order of merges. transformers takes runs in the
     order of their ids, and of each run the pairs with the longest first part first.
     """
-    runs = [
-        SPACE * len(vocabulary.tokens[number]) for number in sorted(keys.space_runs(vocabulary))
-    ]
-    merges = [pair for run in runs for pair in reversed(list(splits(run, vocab)))]
+    runs = []
+    for number in sorted(keys.space_runs(vocabulary)):
+        runs.append(SPACE * len(vocabulary.tokens[number]))
+    merges = []
+    for run in runs:
+        for pair in reversed(list(splits(run, vocab))):
+            merges.append(pair)
     order = {token: -score for token, score in _mergeable(vocabulary, ids).items()}
     return merges + merges_by_rank(order, vocab)
 
 
 def _templates(settings: Settings) -> dict[str, str]:
     """A file's chat templates by name."""
-    found = {"default": settings.string(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
+    if settings.has(keys.TEMPLATE):
+        found = {"default": settings.string(keys.TEMPLATE)}
+    else:
+        found = {}
     for name in settings.strings(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
         found[name] = settings.string(f"{keys.TEMPLATE}.{name}")
     return {
@@ -334,21 +349,25 @@ def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, floa
     numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(
         vocabulary, ids
     )
-    return {vocabulary.tokens[number]: vocabulary.scores[number] for number in sorted(numbers)}
+    result: dict[str, float] = {}
+    for number in sorted(numbers):
+        result[vocabulary.tokens[number]] = vocabulary.scores[number]
+    return result
 
 
 def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
     kinds = {PieceType.UNUSED: PieceType.NORMAL}  # llama.cpp merges them like others
-    pieces = [
-        (
-            token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token,
-            score,
-            kinds.get(kind, kind),
+    pieces = []
+    for token, score, kind in zip(
+        vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
+    ):
+        pieces.append(
+            (
+                token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token,
+                score,
+                kinds.get(kind, kind),
+            )
         )
-        for token, score, kind in zip(
-            vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
-        )
-    ]
     numbers = {"unk": vocabulary.types.index(PieceType.UNKNOWN)}
     numbers |= {name: ids.get(f"{name}_token", -1) for name in ("bos", "eos", "pad")}
     return sentencepiece_bytes(
@@ -365,7 +384,11 @@ def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list
             them do not count.
     """
     kept = [pair for pair in merges if "".join(pair) not in apart]
-    return [[place, *pair] for place, pair in enumerate(kept) if not "".join(pair).strip(SPACE)]
+    result: list[list[Any]] = []
+    for place, pair in enumerate(kept):
+        if not "".join(pair).strip(SPACE):
+            result.append([place, *pair])
+    return result
 
 
 def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: set[str]) -> list[Pair]:
@@ -429,27 +452,33 @@ def _generation(
         names: spellings of special tokens by their names in templates.
         template: the default chat template.
     """
-    found: dict[str, Any] = {
-        f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids
-    }
+    found: dict[str, Any] = {}
+    for name in ("bos_token", "pad_token"):
+        if name in ids:
+            found[f"{name}_id"] = ids[name]
     ends = keys.read_ends(settings, vocabulary, ids)
     if template is not None and not settings.has(keys.ENDS):
-        specials = {
-            vocabulary.tokens[number]: number for number in keys.special_ids(vocabulary, ids)
-        }
+        specials = {}
+        for number in keys.special_ids(vocabulary, ids):
+            specials[vocabulary.tokens[number]] = number
         answer_end = find_answer_end(template, names=names, specials=specials, ends=ends)
-        ends += [] if answer_end is None else [answer_end]
+        if answer_end is None:
+            ends += []
+        else:
+            ends += [answer_end]
     found["eos_token_id"] = ends
-    sampling = {
-        name: shortest(settings.number(key, *_RANGES[name]))
-        for name, key in SAMPLING.items()
-        if settings.has(key)
-    }
+    sampling = {}
+    for name, key in SAMPLING.items():
+        if settings.has(key):
+            sampling[name] = shortest(settings.number(key, *_RANGES[name]))
     if sampling.get("top_k", 1) <= 0:  # all tokens, 0 in transformers
         sampling["top_k"] = 0
     if "top_k" in sampling:
         sampling["top_k"] = int(sampling["top_k"])
-    random = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
+    random = {}
+    for name, value in sampling.items():
+        if name != "repetition_penalty":
+            random[name] = value
     if random and random.get("temperature", 1.0) <= 0:  # greedy
         penalty = {name: value for name, value in sampling.items() if name not in random}
         return {**found, "do_sample": False, **penalty}

@@ -17,12 +17,17 @@ from quantkit.text.pipeline import ADDS_BOS, SPACE, patterns_by_name
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.tiktoken_file import LONGEST_TOKEN
 
-MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-SCORES, MERGES = "tokenizer.ggml.scores", "tokenizer.ggml.merges"
-ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
+MODEL = "tokenizer.ggml.model"
+PRE = "tokenizer.ggml.pre"
+TOKENS = "tokenizer.ggml.tokens"
+TYPES = "tokenizer.ggml.token_type"
+SCORES = "tokenizer.ggml.scores"
+MERGES = "tokenizer.ggml.merges"
+ADD_BOS = "tokenizer.ggml.add_bos_token"
+ADD_EOS = "tokenizer.ggml.add_eos_token"
 SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
-TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+TEMPLATE = "tokenizer.chat_template"
+TEMPLATES = "tokenizer.chat_templates"
 PIPELINE = "quantkit.tokenizer_json"
 """quantkit's key: JSON with parts of a tokenizer.json that GGUF has no keys for and llama.cpp
 does not use.
@@ -40,7 +45,8 @@ RUN_MERGES = "run_merges"
 runs without merges.
 """
 
-SPM, BPE = "llama", "gpt2"
+SPM = "llama"
+BPE = "gpt2"
 ID_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -50,7 +56,8 @@ ID_KEYS = {
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
 """By transformers' names; the misspelling is GGUF's."""
-EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
+EOT = "tokenizer.ggml.eot_token_id"
+EOM = "tokenizer.ggml.eom_token_id"
 DEFAULT_EOS = {SPM: 2, BPE: 11}
 """The EOS id that llama.cpp uses by the kind of tokenizer if a file names none
 (``llama_vocab::impl::load``).
@@ -202,7 +209,11 @@ def space_runs(vocabulary: Vocabulary) -> set[int]:
     known = set(vocabulary.tokens)
     added = vocabulary.tokens_of(PieceType.USER_DEFINED)
     runs = {number for number in added if not vocabulary.tokens[number].strip(" ")}
-    return {number for number in runs if SPACE * len(vocabulary.tokens[number]) not in known}
+    result: set[int] = set()
+    for number in runs:
+        if SPACE * len(vocabulary.tokens[number]) not in known:
+            result.add(number)
+    return result
 
 
 def filler(number: int) -> str:
@@ -232,7 +243,10 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         UnsupportedError: for another kind of tokenizer, or an unknown way to split text.
     """
     settings = Settings(metadata, path)
-    model = settings.string(MODEL) if settings.has(MODEL) else _NO_TOKENIZER[0]
+    if settings.has(MODEL):
+        model = settings.string(MODEL)
+    else:
+        model = _NO_TOKENIZER[0]
     if model in _NO_TOKENIZER:
         return None
     if model not in (SPM, BPE):
@@ -274,7 +288,10 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             )
         floats = [float(one) for one in scores[: len(types)]]
         return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
-    pre = settings.string(PRE) if settings.has(PRE) else ""
+    if settings.has(PRE):
+        pre = settings.string(PRE)
+    else:
+        pre = ""
     if patterns_by_name(pre) is None:
         raise UnsupportedError(
             "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}",
@@ -361,11 +378,15 @@ def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
     if not settings.has(key):
         return None
     number = settings.integer(key, 0, len(settings.strings(TOKENS)) - 1)
-    return number if number < len(vocabulary.tokens) else None
+    if number < len(vocabulary.tokens):
+        return number
+    return None
 
 
 def _tokens(settings: Settings) -> list[str]:
-    found = [token or f"[EMPTY_{number}]" for number, token in enumerate(settings.strings(TOKENS))]
+    found = []
+    for number, token in enumerate(settings.strings(TOKENS)):
+        found.append(token or f"[EMPTY_{number}]")
     if len(numbers := set(found)) < len(found):
         twice = next(token for number, token in enumerate(found) if token in found[:number])
         raise CheckpointError(

@@ -62,11 +62,10 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
     """
     long = [piece for piece in scores if len(piece) > 1]
     counts = Counter(scores[piece] for piece in long)
-    merged = [
-        scores[piece]
-        for piece in long
-        if counts[scores[piece]] > 1 and any(splits(piece, vocabulary))
-    ]
+    merged = []
+    for piece in long:
+        if counts[scores[piece]] > 1 and any(splits(piece, vocabulary)):
+            merged.append(scores[piece])
     if len(set(merged)) < len(merged):
         return False
     return not any(
@@ -90,10 +89,10 @@ def merges_make_all(
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
     """The merges of a tokenizer.json, which lists each pair as one string or as two."""
-    return [
-        (first, second)
-        for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges)
-    ]
+    pairs: list[Pair] = []
+    for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges):
+        pairs.append((first, second))
+    return pairs
 
 
 def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
@@ -150,7 +149,8 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
         last = piece, scores[piece]
         listed.setdefault(piece, set()).add(pair)
     for piece in scores:
-        found, expected = listed.get(piece, set()), list(splits(piece, scores))
+        found = listed.get(piece, set())
+        expected = list(splits(piece, scores))
         if len(found) != len(expected):
             return (
                 f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
@@ -162,11 +162,10 @@ def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str,
     """Consecutive pairs that make up the same piece, with the piece."""
     kept = merges
     if ignored:
-        kept = [
-            (a, b)
-            for a, b in merges
-            if a not in ignored and b not in ignored and a + b not in ignored
-        ]
+        kept = []
+        for a, b in merges:
+            if a not in ignored and b not in ignored and a + b not in ignored:
+                kept.append((a, b))
     return [(piece, list(pairs)) for piece, pairs in itertools.groupby(kept, "".join)]
 
 

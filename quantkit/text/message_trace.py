@@ -63,7 +63,9 @@ class _Statement:
     @property
     def name(self) -> str:
         """Its place in a request, such as ``messages[0].content``."""
-        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path]
+        keys = []
+        for key in self.path:
+            keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
         return "".join(keys).removeprefix(".")
 
     @property
@@ -121,10 +123,9 @@ def _require_printed(
     if rendered is None:
         # The template requires something of the contents. Most statements can be found as they are.
         roles = [message["role"] for message in conversation["messages"]]
-        said = [
-            str(value).casefold()
-            for value in (*roles, *(statement.value for statement in statements))
-        ]
+        said = []
+        for value in (*roles, *(statement.value for statement in statements)):
+            said.append(str(value).casefold())
         missing = [
             statement
             for statement in statements
@@ -137,11 +138,10 @@ def _require_printed(
         missing = [statement for statement in statements if statement.mark not in printed]
         are_tools_missing = bool(tool_marks) and printed.isdisjoint(tool_marks)
         # Without any mark, the template prints tools without their descriptions.
-        missing_tools = (
-            []
-            if are_tools_missing
-            else [i for i, mark in enumerate(tool_marks) if mark not in printed]
-        )
+        if are_tools_missing:
+            missing_tools = []
+        else:
+            missing_tools = [i for i, mark in enumerate(tool_marks) if mark not in printed]
     if not missing and not are_tools_missing and not missing_tools:
         return
     original = render(conversation, checks)  # `text` may have the time in it
@@ -300,7 +300,10 @@ def _with_marks(
             holder[last] = str(holder[last]).replace(str(statement.value), statement.mark)
     for tool, mark in zip(copied["tools"] or [], tool_marks, strict=False):
         function = tool.get("function")
-        described = function if isinstance(function, dict) else tool
+        if isinstance(function, dict):
+            described = function
+        else:
+            described = tool
         described["description"] = mark
     return copied
 

@@ -34,7 +34,8 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 _DIGIT = r"\p{N}"
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", _DIGIT)
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -118,7 +119,9 @@ def normalizer_of(name: str) -> dict[str, Any] | None:
     """Return the normalizer of the models that llama.cpp's name stands for; llama.cpp itself
     does not normalize.
     """
-    return {"type": "NFC"} if name in _NORMALIZED_TO_NFC else None
+    if name in _NORMALIZED_TO_NFC:
+        return {"type": "NFC"}
+    return None
 
 
 def pre_tokenizer_of(steps: Mapping[str, Any]) -> Any:
@@ -139,10 +142,16 @@ def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
         "behavior": "Isolated",
         "invert": False,
     }
-    steps = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
+    if isinstance(pre_tokenizer, dict):
+        steps = pre_tokenizer
+    else:
+        steps = {}
     if steps.get("type") == "Sequence":
         return {**steps, "pretokenizers": [split, *steps["pretokenizers"][1:]]}
-    rest = _BYTE_LEVEL if steps.get("type") == "Metaspace" else steps
+    if steps.get("type") == "Metaspace":
+        rest = _BYTE_LEVEL
+    else:
+        rest = steps
     return {"type": "Sequence", "pretokenizers": [split, rest]}
 
 
@@ -150,19 +159,28 @@ def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
     """The names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
     patterns.
     """
-    found = {ignore_merges: names for known, ignore_merges, names in _KINDS if known == patterns}
-    return {
-        ignore_merges: _WITHOUT_BOS if _WITHOUT_BOS in names and not has_bos else names[0]
-        for ignore_merges, names in found.items()
-    }
+    found = {}
+    for known, ignore_merges, names in _KINDS:
+        if known == patterns:
+            found[ignore_merges] = names
+    result: dict[bool, str] = {}
+    for ignore_merges, names in found.items():
+        result[ignore_merges] = _WITHOUT_BOS if _WITHOUT_BOS in names and not has_bos else names[0]
+    return result
 
 
 def patterns_of(pre_tokenizer: Any) -> Patterns | None:
     """The patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does
     something else.
     """
-    steps: Any = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
-    steps = steps.get("pretokenizers") if steps.get("type") == "Sequence" else [steps]
+    if isinstance(pre_tokenizer, dict):
+        steps: Any = pre_tokenizer
+    else:
+        steps = {}
+    if steps.get("type") == "Sequence":
+        steps = steps.get("pretokenizers")
+    else:
+        steps = [steps]
     if not isinstance(steps, list) or not steps or not all(isinstance(one, dict) for one in steps):
         return None
     last = steps[-1]
@@ -172,7 +190,9 @@ def patterns_of(pre_tokenizer: Any) -> Patterns | None:
     patterns = tuple(one for one in found if one is not None)
     if len(patterns) < len(found):
         return None
-    return (*patterns, GPT2_PATTERN) if last.get("use_regex", True) else patterns
+    if last.get("use_regex", True):
+        return (*patterns, GPT2_PATTERN)
+    return patterns
 
 
 def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
@@ -181,8 +201,9 @@ def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
     """
     *before, last = patterns
     own = last == GPT2_PATTERN
-    steps = [
-        (
+    steps = []
+    for pattern in before if own else patterns:
+        steps.append(
             {"type": "Digits", "individual_digits": True}
             if pattern == _DIGIT
             else {
@@ -192,10 +213,10 @@ def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
                 "invert": False,
             }
         )
-        for pattern in (before if own else patterns)
-    ]
     bytes_last = {**_BYTE_LEVEL, "use_regex": own}
-    return {"type": "Sequence", "pretokenizers": [*steps, bytes_last]} if steps else bytes_last
+    if steps:
+        return {"type": "Sequence", "pretokenizers": [*steps, bytes_last]}
+    return bytes_last
 
 
 def canonical_steps(part: Any) -> list[dict[str, Any]]:
@@ -205,9 +226,12 @@ def canonical_steps(part: Any) -> list[dict[str, Any]]:
     if not isinstance(part, dict):
         return []
     if part.get("type") == "Sequence":
-        return [
-            step for key in _SEQUENCES for one in part.get(key, []) for step in canonical_steps(one)
-        ]
+        result: list[dict[str, Any]] = []
+        for key in _SEQUENCES:
+            for one in part.get(key, []):
+                for step in canonical_steps(one):
+                    result.append(step)
+        return result
     return [
         {key: value for key, value in part.items() if key != "trim_offsets"}
     ]  # offsets are not compared
@@ -221,10 +245,9 @@ def decoder_settings(decoder: Any) -> dict[str, object]:
         that do more than to restore bytes and spaces, which is all that formats without such steps
         do.
     """
-    steps = [
-        {"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one
-        for one in canonical_steps(decoder)
-    ]
+    steps = []
+    for one in canonical_steps(decoder):
+        steps.append({"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one)
     return {"decoder": steps, "decoder beyond bytes": _steps_beyond_bytes(steps)}
 
 
@@ -236,7 +259,11 @@ def text_changing_steps(decoder: Any) -> list[str]:
 
 
 def _steps_beyond_bytes(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [step for step in steps if step != RESTORE_SPACES and step.get("type") not in _DECODED]
+    steps_beyond_bytes: list[dict[str, Any]] = []
+    for step in steps:
+        if step != RESTORE_SPACES and step.get("type") not in _DECODED:
+            steps_beyond_bytes.append(step)
+    return steps_beyond_bytes
 
 
 def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
@@ -248,7 +275,8 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
         space before it, and `prepend_scheme`: `each` for all pieces between special tokens,
         otherwise that of Metaspace.
     """
-    before, splits = canonical_steps(normalizer), canonical_steps(pre_tokenizer)
+    before = canonical_steps(normalizer)
+    splits = canonical_steps(pre_tokenizer)
     scheme = None
     if before[-1:] == [REPLACE_SPACES]:
         before.pop()
@@ -267,11 +295,9 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
         "normalizer": before,
         "pre_tokenizer": splits if patterns is None else list(patterns),
     }
-    return (
-        found
-        if scheme is None
-        else {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
-    )
+    if scheme is None:
+        return found
+    return {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
@@ -280,7 +306,9 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
     Removing all that does not match a pattern without gaps leaves the matches.
     """
     if step.get("type") == "Digits":
-        return _DIGIT if step.get("individual_digits") is True else None
+        if step.get("individual_digits") is True:
+            return _DIGIT
+        return None
     if step.get("type") != "Split" or not isinstance(step.get("pattern"), dict):
         return None
     pattern = step["pattern"].get("Regex")
@@ -291,4 +319,6 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
         and step.get("invert") is True
         and pattern.endswith(r"|\s+")
     )
-    return pattern.replace("\r", r"\r").replace("\n", r"\n") if matched else None
+    if matched:
+        return pattern.replace("\r", r"\r").replace("\n", r"\n")
+    return None

@@ -15,7 +15,11 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+# wire types
+_VARINT = 0
+_FIXED64 = 1
+_BYTES = 2
+_FIXED32 = 5
 _BPE = 2  # the model type
 _LONGEST_VARINT = 10
 _SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}  # by default
@@ -82,7 +86,9 @@ def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
 
 
 def _parsed(data: bytes) -> SentencePieceFile:
-    pieces, trainer, normalizer = [], b"", b""
+    pieces = []
+    trainer = b""
+    normalizer = b""
     for number, value in _fields(data):
         if number == 1:
             pieces.append(_piece(_bytes(value)))
@@ -90,21 +96,23 @@ def _parsed(data: bytes) -> SentencePieceFile:
             trainer = _bytes(value)
         elif number == 3:
             normalizer = _bytes(value)
-    training, normal = dict(_fields(trainer)), dict(_fields(normalizer))
-    special = {
-        spelling: index
-        for index, (spelling, _, kind) in enumerate(pieces)
-        if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
-    }
-    spelled = {
-        name: _bytes(training.get(_PIECE_FIELDS[name], text.encode()))
-        for name, text in _SPELLED.items()
-    }
+    training = dict(_fields(trainer))
+    normal = dict(_fields(normalizer))
+    special = {}
+    for index, (spelling, _, kind) in enumerate(pieces):
+        if kind in (PieceType.CONTROL, PieceType.UNKNOWN):
+            special[spelling] = index
+    spelled = {}
+    for name, text in _SPELLED.items():
+        spelled[name] = _bytes(training.get(_PIECE_FIELDS[name], text.encode()))
     ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
     # rules, trimming, U+2581 for a space, spaces at the ends of words
     normalization = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
     plain = normalization == (b"", 0, 1, 0)
-    rules = "" if plain else sha256(repr(normalization).encode()).hexdigest()
+    if plain:
+        rules = ""
+    else:
+        rules = sha256(repr(normalization).encode()).hexdigest()
     return SentencePieceFile(
         pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules
     )

@@ -24,7 +24,8 @@ TOKEN_NAMES = (
 )
 """Their names in transformers and in chat templates."""
 
-_CONFIG, _OLD_FILE = "tokenizer_config.json", "special_tokens_map.json"
+_CONFIG = "tokenizer_config.json"
+_OLD_FILE = "special_tokens_map.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "special")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -79,7 +80,8 @@ def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
     if not path.is_file():
         return False
     config = read_json(path)
-    version, family = config.get("transformers_version"), config.get("model_type")
+    version = config.get("transformers_version")
+    family = config.get("model_type")
     if (
         isinstance(version, str)
         and version.split(".")[0].isdecimal()
@@ -108,7 +110,10 @@ def special_tokens(
         Settings(read_json(path) if path.is_file() else {}, path)
         for path in (folder / _CONFIG, folder / "config.json", folder / _OLD_FILE)
     )
-    sources = [stated] if "added_tokens_decoder" in stated.values else [older, stated]
+    if "added_tokens_decoder" in stated.values:
+        sources = [stated]
+    else:
+        sources = [older, stated]
     defaults = _defaults(stated, config)
     found: dict[str, str | None] = {}
     for name in names:
@@ -116,7 +121,10 @@ def special_tokens(
         number = config.values.get(f"{name}_id")
         if source is not None:
             is_object = isinstance(source.values[name], dict)
-            spelled = (source.inside(name), "content") if is_object else (source, name)
+            if is_object:
+                spelled = (source.inside(name), "content")
+            else:
+                spelled = (source, name)
             found[name] = spelled[0].string(spelled[1]) if source.has(name) else None
         elif name in defaults and (defaults[name] is None or defaults[name] in known):
             found[name] = defaults[name]
@@ -155,11 +163,10 @@ def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
         found |= {added.integer(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
     if (path := folder / _CONFIG).is_file():
         config = Settings(read_json(path), path)
-        decoder = (
-            config.inside("added_tokens_decoder")
-            if config.has("added_tokens_decoder")
-            else Settings({}, path)
-        )
+        if config.has("added_tokens_decoder"):
+            decoder = config.inside("added_tokens_decoder")
+        else:
+            decoder = Settings({}, path)
         for number in decoder.values:
             token = decoder.inside(number)
             if not number.isdecimal():
@@ -176,48 +183,42 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
     tokenizer.json, and for damaged files.
     """
     try:
-        added, config = (
-            read_json(folder / "tokenizer.json").get("added_tokens"),
-            read_json(folder / _CONFIG),
-        )
+        added = read_json(folder / "tokenizer.json").get("added_tokens")
+        config = read_json(folder / _CONFIG)
     except CheckpointError:  # reported by the reader of the file
         return {}
     if not isinstance(added, list):
         return {}
-    own = {
-        one["content"]: one
-        for one in added
-        if isinstance(one, dict) and isinstance(one.get("content"), str)
-    }
+    own = {}
+    for one in added:
+        if isinstance(one, dict) and isinstance(one.get("content"), str):
+            own[one["content"]] = one
     found: dict[str, object] = {}
     decoder = config.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if not isinstance(token, dict) or not isinstance(content := token.get("content"), str):
             continue
         other = own.get(content, {})
-        differing = {
-            flag: token[flag]
-            for flag in _FLAGS
-            if flag in token and other.get(flag, False) != token[flag]
-        }
+        differing = {}
+        for flag in _FLAGS:
+            if flag in token and other.get(flag, False) != token[flag]:
+                differing[flag] = token[flag]
         if content not in own or str(other.get("id")) != str(number):
             found[f"added_tokens_decoder.{number}"] = content
         elif differing:
             found[f"added_tokens_decoder.{number}"] = {"content": content, **differing}
     for key in _LISTS:
         listed = config.get(key)
-        values = (
-            list(listed.values())
-            if isinstance(listed, dict)
-            else listed
-            if isinstance(listed, list)
-            else []
-        )
-        spelled: set[Any] = {
-            one.get("content") if isinstance(one, dict) else one
-            for one in values
-            if isinstance(one, dict | str)
-        }
+        if isinstance(listed, dict):
+            values = list(listed.values())
+        elif isinstance(listed, list):
+            values = listed
+        else:
+            values = []
+        spelled: set[Any] = set()
+        for one in values:
+            if isinstance(one, dict | str):
+                spelled.add(one.get("content") if isinstance(one, dict) else one)
         if more := sorted(
             one for one in spelled if isinstance(one, str) and not own.get(one, {}).get("special")
         ):
@@ -237,5 +238,8 @@ def _defaults(stated: Settings, config: Settings) -> Mapping[str, str | None]:
     of_family = next(
         (_CLASS_OF_FAMILY[one] for one in _CLASS_OF_FAMILY if str(family).startswith(one)), None
     )
-    chosen = of_family if named is None or family == _FAMILY_OVER_CLASS else named
+    if named is None or family == _FAMILY_OVER_CLASS:
+        chosen = of_family
+    else:
+        chosen = named
     return _CLASSES.get(str(chosen).removesuffix("Fast"), {})

@@ -52,7 +52,8 @@ def missing_added_tokens(
     ]
     if not differing:
         return []
-    vocabulary, rows = read_vocabulary(), _embedding_rows(folder)
+    vocabulary = read_vocabulary()
+    rows = _embedding_rows(folder)
     next_id = max([len(vocabulary), *(token["id"] + 1 for token in listed.values())])
     missing = []
     for token in differing:
@@ -63,7 +64,8 @@ def missing_added_tokens(
             number = vocabulary[content]
         elif rows is None or next_id < rows:
             # The library ignores the stated id, and so does transformers.
-            number, next_id = next_id, next_id + 1
+            number = next_id
+            next_id = next_id + 1
         else:
             continue
         missing.append({"id": number, "content": content, **_flags_of(token)})
@@ -73,7 +75,10 @@ def missing_added_tokens(
 def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
     """Read the tokens that the files next to tokenizer.json list, in the order of their ids."""
     config = read_tokenizer_config(folder)
-    named = {spelling for spelling in special_tokens(folder, {}).values() if spelling is not None}
+    named = set()
+    for spelling in special_tokens(folder, {}).values():
+        if spelling is not None:
+            named.add(spelling)
     tokens: dict[int, dict[str, Any]] = {}
     if config.has(_DECODER):
         decoder = config.inside(_DECODER)
@@ -81,7 +86,9 @@ def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
             token = decoder.inside(number)
             content = token.string("content")
             special = token.flag("special", False)
-            flags = {flag: token.flag(flag, False) for flag in ("single_word", "lstrip", "rstrip")}
+            flags = {}
+            for flag in ("single_word", "lstrip", "rstrip"):
+                flags[flag] = token.flag(flag, False)
             flags["normalized"] = token.flag("normalized", not special)
             tokens[int(number)] = {
                 "content": content,
@@ -102,15 +109,22 @@ def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
 
 def _flags_of(token: Mapping[str, Any] | None) -> dict[str, bool]:
     """Return a token's flags; none for a token that is not there."""
-    return {} if token is None else {flag: bool(token.get(flag, False)) for flag in FLAGS}
+    if token is None:
+        return {}
+    return {flag: bool(token.get(flag, False)) for flag in FLAGS}
 
 
 def _embedding_rows(folder: Path) -> int | None:
     """Read the number of rows that config.json states for the embedding."""
     path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    if path.is_file():
+        config = read_json(path)
+    else:
+        config = {}
     text_config = config.get("text_config")
     if "vocab_size" not in config and isinstance(text_config, dict):
         config = text_config
     rows = config.get("vocab_size")
-    return rows if type(rows) is int else None
+    if type(rows) is int:
+        return rows
+    return None

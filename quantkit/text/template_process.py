@@ -187,11 +187,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return (
-            type(value)(map(_plain, value))
-            if type(value) in (list, tuple)
-            else list(map(_plain, value))
-        )
+        if type(value) in (list, tuple):
+            return type(value)(map(_plain, value))
+        return list(map(_plain, value))
     raise RequestError(
         "a template variable must be a plain value",
         found=shown(value),

@@ -95,8 +95,12 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
             return {}
         random.seed(0 if request["repeatable"] else None)  # Jinja's own choices use this generator
         unknown = {name: _Unknown(name=name) for name in request["unknown"]}
-        now = _FIXED_DATE if request["repeatable"] else datetime.datetime.now()
-        pieces, length = [], 0
+        if request["repeatable"]:
+            now = _FIXED_DATE
+        else:
+            now = datetime.datetime.now()
+        pieces = []
+        length = 0
         for piece in template.generate(
             {"strftime_now": now.strftime, **unknown, **request["variables"]}
         ):
@@ -114,9 +118,11 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
     except (
         Exception
     ) as error:  # raised by Jinja, by Python's compiler behind it, and by whatever a template calls
-        reason = (
-            error.msg if isinstance(error, SyntaxError) else str(error)
-        )  # without the line of the generated code
+        # without the line of the generated code
+        if isinstance(error, SyntaxError):
+            reason = error.msg
+        else:
+            reason = str(error)
         return {
             "error": "failure",
             "reason": reason[:_MAX_REASON] or f"it raises {type(error).__name__}",

@@ -65,11 +65,9 @@ def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
 
     def read(token: int) -> bytes:
         text = spelled(token) or ""
-        return (
-            bytes(values[letter] for letter in text)
-            if all(letter in values for letter in text)
-            else text.encode()
-        )
+        if all(letter in values for letter in text):
+            return bytes(values[letter] for letter in text)
+        return text.encode()
 
     return TokenBytes(read, bytewise=False)
 

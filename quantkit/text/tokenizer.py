@@ -163,8 +163,14 @@ class _LibraryTokenizer(Tokenizer):
             return self._decode([one for one in row if one < self.vocab_size], specials)
 
     def canonical(self) -> CanonicalVocabulary:
-        found, unstated = self._canonical(), None if self._alone else unstated_in(self._path.parent)
-        return found if unstated is None else canonical_vocabulary.as_in_gguf(found, unstated)
+        found = self._canonical()
+        if self._alone:
+            unstated = None
+        else:
+            unstated = unstated_in(self._path.parent)
+        if unstated is None:
+            return found
+        return canonical_vocabulary.as_in_gguf(found, unstated)
 
     @abstractmethod
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]: ...
@@ -219,8 +225,12 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         """
         from sentencepiece import SentencePieceProcessor
 
-        self._path, self._alone = path, alone
-        settings = Settings({}, path) if alone else read_tokenizer_config(path.parent)
+        self._path = path
+        self._alone = alone
+        if alone:
+            settings = Settings({}, path)
+        else:
+            settings = read_tokenizer_config(path.parent)
         self._add_bos, self._add_eos = (
             settings.flag("add_bos_token", True),
             settings.flag("add_eos_token", False),
@@ -240,7 +250,10 @@ class SentencePieceTokenizer(_LibraryTokenizer):
                 pieces = {self._model.id_to_piece(index): index for index in indices}
                 named = named_piece_ids(path.parent, pieces)
                 self.bos_id = named.get("bos_token", self.bos_id)
-                self.eos_ids = (named["eos_token"],) if "eos_token" in named else self.eos_ids
+                if "eos_token" in named:
+                    self.eos_ids = (named["eos_token"],)
+                else:
+                    self.eos_ids = self.eos_ids
             self._try_out()
             pieces = {
                 self._model.id_to_piece(index): index
@@ -254,15 +267,24 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         ids: list[int] = self._model.encode(text)
         if not bos:
             return ids
-        before = [self.bos_id] if self._add_bos and self.bos_id is not None else []
-        after = self.eos_ids[:1] if self._add_eos else ()
+        if self._add_bos and self.bos_id is not None:
+            before = [self.bos_id]
+        else:
+            before = []
+        if self._add_eos:
+            after = self.eos_ids[:1]
+        else:
+            after = ()
         return [*before, *ids, *after]
 
     def _decode(self, ids: list[int], specials: bool) -> str:
         return str(self._model.decode(ids))
 
     def _canonical(self) -> CanonicalVocabulary:
-        added = [] if self._alone else added_tokens(self._path.parent)
+        if self._alone:
+            added = []
+        else:
+            added = added_tokens(self._path.parent)
         return canonical_vocabulary.of_sentencepiece(read_sentencepiece(self._path), added)
 
 
@@ -299,10 +321,15 @@ class TiktokenTokenizer(_LibraryTokenizer):
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         allowed: Any = "all" if specials else set()
         ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        return [self._specials["<|begin_of_text|>"], *ids] if bos else ids
+        if bos:
+            return [self._specials["<|begin_of_text|>"], *ids]
+        return ids
 
     def _decode(self, ids: list[int], specials: bool) -> str:
-        skipped = set() if specials else set(self._specials.values())
+        if specials:
+            skipped = set()
+        else:
+            skipped = set(self._specials.values())
         return self._encoding.decode([one for one in ids if one not in skipped])
 
     def _canonical(self) -> CanonicalVocabulary:
@@ -340,11 +367,10 @@ class JsonTokenizer(_LibraryTokenizer):
                 str(token): number for number, token in added
             }
             named = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
-            numbers = {
-                name: vocabulary[one]
-                for name, one in named.items()
-                if one is not None and one in vocabulary
-            }
+            numbers = {}
+            for name, one in named.items():
+                if one is not None and one in vocabulary:
+                    numbers[name] = vocabulary[one]
             self.bos_id: int | None = numbers.get("bos_token")
             self.eos_ids: tuple[int, ...] = (
                 (numbers["eos_token"],) if "eos_token" in numbers else ()
@@ -388,7 +414,9 @@ class JsonTokenizer(_LibraryTokenizer):
     def _canonical(self) -> CanonicalVocabulary:
         with contained(self._path, "is not a tokenizer"):
             raw = json.loads(self._path.read_bytes())
-            parts = {name: self._part(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+            parts = {}
+            for name in ("normalizer", "pre_tokenizer", "decoder"):
+                parts[name] = self._part(name)
             added = self._engine.get_added_tokens_decoder()
             return canonical_vocabulary.of_json(
                 raw, added, parts, type(self._engine.model).__name__
@@ -399,7 +427,9 @@ class JsonTokenizer(_LibraryTokenizer):
         state.
         """
         part = getattr(self._engine, name)
-        return None if part is None else json.loads(part.__getstate__())
+        if part is None:
+            return None
+        return json.loads(part.__getstate__())
 
     def _token_bytes(self, vocabulary: Mapping[str, int]) -> TokenBytes | None:
         decoder = self._part("decoder") or {}
@@ -461,6 +491,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
     """The tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as for
     `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged."""
-    return (
-        TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=alone)
-    )
+    if is_tiktoken(path):
+        return TiktokenTokenizer(path)
+    return SentencePieceTokenizer(path, alone=alone)

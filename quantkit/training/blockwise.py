@@ -42,13 +42,19 @@ class Blockwise:
         self._passes = Passes(model, reference, samples.tokens.shape[1], device, self._shares)
         self._optimizer = Optimizer(model, schedule, self._shares)
         self.moments = self._optimizer.moments
-        layers = [model.names_trained.in_layer(layer) for layer in range(model.config.num_layers)]
+        layers = []
+        for layer in range(model.config.num_layers):
+            layers.append(model.names_trained.in_layer(layer))
         self._names = [[*own.weights, *own.norms] for own in layers]
-        named = {name for own in self._names for name in own}
+        named = set()
+        for own in self._names:
+            for name in own:
+                named.add(name)
         self._names.append([name for name in model.factors if name not in named])
 
     def step(self, step: int, numbers: Tensor) -> float:
-        own, samples = self._shares.samples(numbers), self._samples
+        own = self._shares.samples(numbers)
+        samples = self._samples
         found = self._passes.gradients(
             samples.tokens[own],
             samples.targets(own),
@@ -59,7 +65,8 @@ class Blockwise:
         return self._shares.sum_over_samples(found)
 
     def loss(self, numbers: Tensor) -> float:
-        samples, total = self._samples, 0.0
+        samples = self._samples
+        total = 0.0
         for part in torch.split(self._shares.samples(numbers), samples.batch):
             if len(part):
                 total += self._passes.loss(samples.tokens[part], samples.targets(part))
@@ -78,9 +85,10 @@ def float_states(reference: Checkpoint, batch: int, mesh: Mesh = ALONE) -> Hidde
     def hidden(tokens: Tensor, progress: Progress) -> Tensor:
         own = torch.split(tokens[mesh.data.share(len(tokens))], batch)
         batches = [Batch.from_start(one) for one in own if len(one)]
-        found = (
-            final_hidden(reference, batches, group=mesh.model, progress=progress) if batches else []
-        )
+        if batches:
+            found = final_hidden(reference, batches, group=mesh.model, progress=progress)
+        else:
+            found = []
         none = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
         return mesh.data.join(
             torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(tokens)

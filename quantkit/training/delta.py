@@ -35,7 +35,9 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.training import Evaluation
 
 FORMAT = "quantkit delta 1"
-SCALE, MINIMUM, CODES = ".scale", ".minimum", ".codes"
+SCALE = ".scale"
+MINIMUM = ".minimum"
+CODES = ".codes"
 _ENDS = (SCALE, MINIMUM, CODES)
 _DAMAGED = "the file is damaged; download it again"
 
@@ -56,7 +58,8 @@ def delta_bytes(
     """
     tensors: dict[str, Tensor] = {}
     for name in changed:
-        old, new = before.load(name), after.load(name)
+        old = before.load(name)
+        new = after.load(name)
         if isinstance(old, QuantTensor) and isinstance(new, QuantTensor):
             tensors[name + SCALE] = new.scale.contiguous()
             if new.minimum is not None:
@@ -128,7 +131,8 @@ class Delta:
                 str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()
             }
             self.curve = [_evaluation(one) for one in stated["details"][REFINED]["curve"]]
-            recorded, _ = stated["details"]["quality"], dict(stated["details"]["modules"])
+            recorded = stated["details"]["quality"]
+            _ = dict(stated["details"]["modules"])
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "does not state what it changes", path=path, hint=_DAMAGED
@@ -165,7 +169,10 @@ class Delta:
         differing = sorted(
             name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name)
         )
-        other = "another" if differing[0] in hashes else "no"
+        if differing[0] in hashes:
+            other = "another"
+        else:
+            other = "no"
         raise CheckpointError(
             f"the delta {self.path} belongs to another model, or one of its files has changed",
             path=model,
@@ -194,7 +201,9 @@ class DeltaCheckpoint(CheckpointView):
             raise self._damaged(name) from error
         if tensor_hash(found) != change.after:
             raise self._damaged(name)
-        return found if part is None else part.of_weight(found)
+        if part is None:
+            return found
+        return part.of_weight(found)
 
     def _changed(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
         """A tensor as the delta changes it.
@@ -207,10 +216,11 @@ class DeltaCheckpoint(CheckpointView):
             if (found.shape, found.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
             return found
-        scale, minimum = (
-            tensors[name + SCALE],
-            None if value.minimum is None else tensors[name + MINIMUM],
-        )
+        scale = tensors[name + SCALE]
+        if value.minimum is None:
+            minimum = None
+        else:
+            minimum = tensors[name + MINIMUM]
         if scale.dtype != value.scale.dtype:
             raise ValueError("another type of scales")
         value = replace(value, scale=scale, minimum=minimum)

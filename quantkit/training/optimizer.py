@@ -24,10 +24,13 @@ _LEVELS = 16
 _CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
 _MAX_CODE_STEP = 5e-4  # so that few steps do not move many codes by the noise of their gradients
 _WARMUP_STEPS = 20  # at most; a tenth of a short training
-_BETAS, _EPSILON = (0.9, 0.999), 1e-15  # gradients of an accurate model are tiny
+# gradients of an accurate model are tiny
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-15
 FACTOR_BYTES = 12
 """Of a factor and its moments."""
-FIRST, SECOND = ".first", ".second"
+FIRST = ".first"
+SECOND = ".second"
 """What the names of a tensor's moments end in."""
 
 
@@ -84,7 +87,9 @@ class Optimizer:
     """
 
     def __init__(self, model: TrainedCheckpoint, schedule: Schedule, shares: Shares) -> None:
-        self._model, self._schedule, self._shares = model, schedule, shares
+        self._model = model
+        self._schedule = schedule
+        self._shares = shares
         self.moments = {
             name + end: torch.zeros_like(factor)
             for name, factor in model.factors.items()
@@ -95,9 +100,12 @@ class Optimizer:
         """Change one tensor's values at a step, given the gradient by this process's part of the
         tensor, float32; None if its samples had none. All processes call this in the same order.
         """
-        model, part, own = self._model, self._shares.part(name), None
+        model = self._model
+        part = self._shares.part(name)
+        own = None
         if gradient is not None:
-            value, gradient = model.load(name, part), gradient.cpu()
+            value = model.load(name, part)
+            gradient = gradient.cpu()
             if isinstance(value, QuantTensor):
                 own = factor_gradient(value, model.start(name, part), gradient)
             else:

@@ -51,7 +51,9 @@ class Passes:
             reference: the model whose logits are the target.
             length: the tokens of each sample.
         """
-        self._model, self._device, self._shares = shares.model.checkpoint, device, shares
+        self._model = shares.model.checkpoint
+        self._device = device
+        self._shares = shares
         self._config = self._model.config
         self._step = step_of_samples(self._config, length, device)
         self._together = batch_samples(model.config, length)
@@ -88,7 +90,8 @@ class Passes:
                 layer.
             count: of all tokens of a step, those of other processes too.
         """
-        states, inputs = self._embedded(tokens), []
+        states = self._embedded(tokens)
+        inputs = []
         with torch.no_grad():
             for layer in range(self._config.num_layers):
                 block = self._block(layer)
@@ -127,7 +130,8 @@ class Passes:
         """Gradients by a block's inputs, given those by its outputs; none where no block
         follows.
         """
-        block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
+        block = self._block(layer)
+        prefix = BLOCK_PREFIX.format(layer)
         parameters = {name: own_parameter(block, name.removeprefix(prefix)) for name in trained}
         for parameter in parameters.values():
             parameter.requires_grad_()
@@ -143,7 +147,8 @@ class Passes:
 
     def _embedded(self, tokens: Tensor) -> list[Tensor]:
         """The first block's inputs, float32, some samples at a time."""
-        multiplier, embedding = self._config.embedding_multiplier, self._embedding
+        multiplier = self._config.embedding_multiplier
+        embedding = self._embedding
         look_up = partial(self._shares.model.embed, rows=embedding)
         rows = (
             look_up(one).float().to(self._device) for one in torch.split(tokens, self._together)
@@ -174,11 +179,13 @@ class Passes:
                 self._logits(one[rows].to(self._device), head)
                 for one, head in zip((hidden, targets), self._heads, strict=True)
             )
-            log_q, log_p = logits.log_softmax(-1), expected.log_softmax(-1)
+            log_q = logits.log_softmax(-1)
+            log_p = expected.log_softmax(-1)
             p = log_p.exp()
             total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
             if gradient is not None:
-                by_logits, own = log_q.exp_().sub_(p), self._shares.model.own_logits
+                by_logits = log_q.exp_().sub_(p)
+                own = self._shares.model.own_logits
                 found = through_logits(own(by_logits), own(logits), self._heads[0], self._config)
                 gradient[rows] = self._shares.model.add_up(found)
         return total
@@ -205,7 +212,9 @@ class _Float32(CheckpointView):
 
 
 def _floats(value: Tensor | QuantTensor) -> Tensor:
-    return value.dequantize() if isinstance(value, QuantTensor) else value
+    if isinstance(value, QuantTensor):
+        return value.dequantize()
+    return value
 
 
 def _rows(head: Tensor) -> list[tuple[int, int]]:

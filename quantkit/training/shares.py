@@ -54,7 +54,10 @@ class Shares:
         if self.mesh.data.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
-        total = total.to(self.mesh.data.device) if self.mesh.data.device is not None else total
+        if self.mesh.data.device is not None:
+            total = total.to(self.mesh.data.device)
+        else:
+            total = total
         self.mesh.data.sum_(total)
         return total.item()
 
@@ -90,7 +93,9 @@ class Shares:
         on_device = flat.to(self.mesh.world.device)
         self.mesh.world.sum_(on_device)
         flat = on_device.cpu()
-        return flat[1:].view(shape) if flat[0] else None
+        if flat[0]:
+            return flat[1:].view(shape)
+        return None
 
 
 class SharedBlock(Block):

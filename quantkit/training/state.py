@@ -26,16 +26,19 @@ SECONDS = 300.0
 """Between two states, if no evaluation comes first."""
 STATES = 3
 """On disk at a time: the last one, the best one, and one that is being written."""
-_FACTOR, _OFFSETS = ".factor", ".offsets"
+_FACTOR = ".factor"
+_OFFSETS = ".offsets"
 _REST = "rest"
-_LAST, _BEST = "last", "best"
+_LAST = "last"
+_BEST = "best"
 
 
 class SavedTraining:
     """Saves a training to the folder of an unfinished output, and restores it from there."""
 
     def __init__(self, training: Training, staging: Staging) -> None:
-        self._training, self._staging = training, staging
+        self._training = training
+        self._staging = staging
         self._saved = time.monotonic()
 
     def restore(self) -> None:
@@ -66,12 +69,17 @@ class SavedTraining:
 
     @property
     def _entry(self) -> dict[str, Any] | None:
-        return self._staging.entries[-1] if self._staging.entries else None
+        if self._staging.entries:
+            return self._staging.entries[-1]
+        return None
 
     def _save(self, state: State) -> None:
         before = self._entry
         last = self._write(state.step)
-        best = last if before is None or state.best.step == state.step else before[_BEST]
+        if before is None or state.best.step == state.step:
+            best = last
+        else:
+            best = before[_BEST]
         entry = {"state": asdict(state), _LAST: last, _BEST: best}
         self._staging.record(entry)
         self._staging.entries.append(entry)
@@ -105,7 +113,8 @@ class SavedTraining:
                 raise not_ours(self._staging.path / file) from error
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        model, moments = self._training.model, self._training.engine.moments
+        model = self._training.model
+        moments = self._training.engine.moments
         for key, value in values.items():
             name, _, kind = key.rpartition(".")
             if f".{kind}" == _FACTOR:
@@ -117,7 +126,8 @@ class SavedTraining:
 
     def _values(self, name: str) -> dict[str, Tensor]:
         """What a tensor's training consists of."""
-        model, moments = self._training.model, self._training.engine.moments
+        model = self._training.model
+        moments = self._training.engine.moments
         found = {
             name + _FACTOR: model.factors[name],
             **{name + end: moments[name + end] for end in (FIRST, SECOND)},

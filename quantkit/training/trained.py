@@ -50,7 +50,8 @@ class TrainedNames:
 
         Raises `UnsupportedError` if no weight of its layers has scales that can be trained.
         """
-        weights, found = [], []
+        weights = []
+        found = []
         for parameter in parameters(quantized.config):
             if parameter.layer is not None and has_trained_scales(
                 quantized.info(parameter.name).scheme
@@ -103,7 +104,8 @@ class TrainedCheckpoint(CheckpointView):
         for name in (*names.weights, *names.norms):
             self.factors[name] = torch.zeros(factor_shape(quantized.info(name)))
         self._trained = frozenset(self.factors)
-        self._store, self._free = store, memory_bytes
+        self._store = store
+        self._free = memory_bytes
         self._held: dict[tuple[str, TensorSlice | None], QuantTensor] = {}
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
@@ -112,7 +114,9 @@ class TrainedCheckpoint(CheckpointView):
         if self._source.info(name).scheme is not None and not self.names_trained.codes:
             return self.quantized(name, part)
         value = self._norm(name) if self._source.info(name).scheme is None else self.quantized(name)
-        return value if part is None else part.of_weight(value)
+        if part is None:
+            return value
+        return part.of_weight(value)
 
     def start(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
         """A weight, or a part of it, as it was before."""
@@ -128,7 +132,8 @@ class TrainedCheckpoint(CheckpointView):
 
     def quantized(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
         """A weight as it is now, or, if codes are not trained, a part of it."""
-        value, factors = self.start(name, part), self.factors[name]
+        value = self.start(name, part)
+        factors = self.factors[name]
         if part is not None:
             factors = factors.index_select(
                 *factor_places(part, self._source.info(name), value.scale.shape[1])
@@ -158,7 +163,8 @@ class TrainedCheckpoint(CheckpointView):
             self._store.put(name, first_offsets(self.start(name), floats_of(source.load(name))))
 
     def _norm(self, name: str) -> Tensor:
-        value, offset = floats_of(self._source.load(name)), self.config.norm_offset
+        value = floats_of(self._source.load(name))
+        offset = self.config.norm_offset
         return ((value.float() + offset) * (1 + self.factors[name]) - offset).to(value.dtype)
 
 
@@ -175,7 +181,9 @@ def factor_shape(info: TensorSpec) -> tuple[int, ...]:
     if info.scheme is None:
         return info.shape
     groups = info.shape[0], info.scheme.groups(info.shape[1])
-    return (2, *groups) if info.scheme.has_minima else groups
+    if info.scheme.has_minima:
+        return (2, *groups)
+    return groups
 
 
 def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tuple[int, Tensor]:
@@ -201,12 +209,11 @@ def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
     """
     if value.minimum is None:
         return replace(value, scale=scaled(value.scale, factors))
-    before, middle = value.scale.float(), value.scheme.levels // 2
+    before = value.scale.float()
+    middle = value.scheme.levels // 2
     scale = scaled(value.scale, factors[0])
-    wider, moved_by = (
-        middle * (scale.float() - before),
-        factors[1] * (before * _minimum_unit(value)),
-    )
+    wider = middle * (scale.float() - before)
+    moved_by = factors[1] * (before * _minimum_unit(value))
     minimum = (value.minimum.float() + wider - moved_by).to(value.minimum.dtype)
     return replace(
         value, scale=scale, minimum=torch.where(minimum.isfinite(), minimum, value.minimum)
@@ -238,7 +245,9 @@ def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | N
     has other channels.
     """
     error = relative_error(value, floats_of(weight))
-    return error if error <= _SAME_WEIGHTS else None
+    if error <= _SAME_WEIGHTS:
+        return error
+    return None
 
 
 def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) -> Tensor:
@@ -248,7 +257,8 @@ def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) ->
         start: the weight before any step.
     """
     rows, groups = value.scale.shape
-    units, scale = value.codes.float(), start.scale.float()
+    units = value.codes.float()
+    scale = start.scale.float()
     if value.zero is not None:
         units.sub_(value.zero.float().repeat_interleave(value.shape[1] // groups, 1))
     else:

@@ -24,7 +24,8 @@ from quantkit.training.trained import TrainedCheckpoint
 
 HELD_BACK = 8
 """One of this many samples is held back."""
-TARGETS, TRAINING = "float model", "training"
+TARGETS = "float model"
+TRAINING = "training"
 """The phases of progress."""
 _TOKENS_AT_ONCE = 1 << 15  # of the float model, whose states are in memory
 _DIGITS = 4
@@ -83,7 +84,9 @@ class Samples:
     """
 
     def __init__(self, tokens: Tensor, store: ActivationStore, batch: int) -> None:
-        self.tokens, self.batch, self._store = tokens, batch, store
+        self.tokens = tokens
+        self.batch = batch
+        self._store = store
         self.held_back = held_back(len(tokens))
         self.training = len(tokens) - self.held_back
 
@@ -152,7 +155,10 @@ class Training:
     def __init__(
         self, model: TrainedCheckpoint, samples: Samples, engine: Engine, *, epochs: int, seed: int
     ) -> None:
-        self.model, self.samples, self.engine, self._seed = model, samples, engine, seed
+        self.model = model
+        self.samples = samples
+        self.engine = engine
+        self._seed = seed
         self.steps = epochs * samples.steps
         self.state = State()
 
@@ -194,7 +200,8 @@ class Training:
         return state
 
     def _evaluate(self, evaluated: Callable[[State], None]) -> None:
-        samples, state = self.samples, self.state
+        samples = self.samples
+        state = self.state
         mean = self.engine.loss(torch.arange(samples.training, len(samples.tokens)))
         if not math.isfinite(mean):
             raise NonFiniteError(
@@ -203,9 +210,13 @@ class Training:
                 found=f"after {state.step} steps",
                 hint="check both models with quantkit doctor",
             )
-        training = state.sum / state.count if state.count else None
+        if state.count:
+            training = state.sum / state.count
+        else:
+            training = None
         state.curve.append(Evaluation(state.step, mean, training))
-        state.sum, state.count = 0.0, 0
+        state.sum = 0.0
+        state.count = 0
         evaluated(state)
 
     def _report(self, progress: Progress) -> None:

@@ -48,7 +48,10 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
 def has_tied_head(lazy: LazyModel) -> bool:
     """Whether the embedding is the output head too."""
     head = lazy.model.get_output_embeddings()
-    names = {name for name, one in lazy.model.named_modules() if head is not None and one is head}
+    names = set()
+    for name, one in lazy.model.named_modules():
+        if head is not None and one is head:
+            names.add(name)
     found = lazy.embedding
     return found is not None and not names.isdisjoint(
         name.rpartition(".")[0] for name in _names(lazy, found[0])
@@ -58,11 +61,9 @@ def has_tied_head(lazy: LazyModel) -> bool:
 def _names(lazy: LazyModel, module: str) -> list[str]:
     """The parameters that are one with the weight of an embedding."""
     name = f"{module}.weight"
-    return (
-        lazy.same_as(name)
-        if name in dict(lazy.model.named_parameters(remove_duplicate=False))
-        else []
-    )
+    if name in dict(lazy.model.named_parameters(remove_duplicate=False)):
+        return lazy.same_as(name)
+    return []
 
 
 def _unfit(config: ModelConfig, lazy: LazyModel) -> str | None:
@@ -71,7 +72,10 @@ def _unfit(config: ModelConfig, lazy: LazyModel) -> str | None:
     if found is None or not isinstance(found[1], nn.Embedding):
         return "none that looks up the rows of a matrix"
     names = _names(lazy, found[0])
-    stored = {name: merged for name, (target, merged) in lazy.targets.items() if target in names}
+    stored = {}
+    for name, (target, merged) in lazy.targets.items():
+        if target in names:
+            stored[name] = merged
     if not stored or any(merged is not None for merged in stored.values()):
         return "one that is made of other tensors"
     if len(stored) > 1:
@@ -79,4 +83,6 @@ def _unfit(config: ModelConfig, lazy: LazyModel) -> str | None:
     if _STORED not in stored:
         return f"'{next(iter(stored))}'"
     tensor = next(one for one in config.tensors or () if one.name == _STORED)
-    return None if may_be_linear(tensor) else f"values in {tensor.dtype}"
+    if may_be_linear(tensor):
+        return None
+    return f"values in {tensor.dtype}"

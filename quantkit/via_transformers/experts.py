@@ -111,8 +111,14 @@ def _forward(
     weights, [N, K]; an index beyond the experts is none.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    inner = self._apply_gate if self.has_gate else self.act_fn
+    if self.has_gate:
+        up = "gate_up_proj"
+    else:
+        up = "up_proj"
+    if self.has_gate:
+        inner = self._apply_gate
+    else:
+        inner = self.act_fn
     places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(self.num_experts)]
     if visitor is not None:
         visitor.routed(self, [len(tokens) for tokens, _ in places])
@@ -121,7 +127,9 @@ def _forward(
         shares = top_k_weights[tokens, chosen]
 
         def states(some: Tensor | None) -> Tensor:
-            return hidden_states if some is None else hidden_states[some]
+            if some is None:
+                return hidden_states
+            return hidden_states[some]
 
         def inner_states(some: Tensor | None, expert: int = expert) -> Tensor:
             found: Tensor = inner(_product(self, up, expert, states(some)))
@@ -162,5 +170,8 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _product(experts: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
     weight = getattr(experts, leaf)[expert]
-    bias = getattr(experts, f"{leaf}_bias")[expert] if experts.has_bias else None
+    if experts.has_bias:
+        bias = getattr(experts, f"{leaf}_bias")[expert]
+    else:
+        bias = None
     return nn.functional.linear(states, weight.t() if experts.is_transposed else weight, bias)

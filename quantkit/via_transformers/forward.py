@@ -119,10 +119,8 @@ def final_logits(
     """
     if checkpoint.config.runnable:
         return head_logits(checkpoint, hidden, group=group)
-    logits, size = (
-        passage_of(checkpoint).logits(torch.cat(list(hidden))),
-        checkpoint.config.vocab_size,
-    )
+    logits = passage_of(checkpoint).logits(torch.cat(list(hidden)))
+    size = checkpoint.config.vocab_size
     if logits.shape[-1] < size:
         raise UnsupportedError(
             "the model has no output head",
@@ -148,7 +146,11 @@ def require_installed() -> None:
 
 
 def _missing() -> list[str]:
-    return [name for name in ("transformers", "greenlet") if importlib.util.find_spec(name) is None]
+    result: list[str] = []
+    for name in ("transformers", "greenlet"):
+        if importlib.util.find_spec(name) is None:
+            result.append(name)
+    return result
 
 
 def run_by_transformers(
@@ -179,7 +181,8 @@ def run_by_transformers(
         raise untrusted(raw, source.path)
     source.config = replace(source.config, code=code)
     unstack(source)
-    lazy, config = passage_of(source).lazy, source.config
+    lazy = passage_of(source).lazy
+    config = source.config
     model = lazy.model
     if is_headless(model):
         raise UnsupportedError(
@@ -243,7 +246,10 @@ def open_to_run(
     try:
         source = open_checkpoint(path, weights)
     except UnsupportedError:
-        found = None if via is not None else _by_tensors(path, weights)
+        if via is not None:
+            found = None
+        else:
+            found = _by_tensors(path, weights)
         if found is None:
             raise
         if not is_known_family(found.extra_config):
@@ -252,11 +258,9 @@ def open_to_run(
             raise
         source = found
     by_transformers = via is None and not source.config.runnable and _runs(source)
-    return (
-        run_by_transformers(source, trust_remote_code=trust_remote_code)
-        if by_transformers
-        else source
-    )
+    if by_transformers:
+        return run_by_transformers(source, trust_remote_code=trust_remote_code)
+    return source
 
 
 def open_to_look_at(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
@@ -278,7 +282,8 @@ def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint
     try:
         pair = open_pair(a, b)
     except UnsupportedError:
-        first, second = _by_tensors(a), _by_tensors(b)
+        first = _by_tensors(a)
+        second = _by_tensors(b)
         if first is None or second is None or not (_runs(first) and _runs(second)):
             raise
         pair = first, second
@@ -324,11 +329,9 @@ def _require_installed_for(source: StoredCheckpoint) -> None:
 
 def why_not_run(error: QuantkitError) -> str:
     """Why transformers does not run a model, in words."""
-    return (
-        f"{error.problem}; {error.hint}"
-        if error.hint and isinstance(error, RequestError)
-        else error.problem
-    )
+    if error.hint and isinstance(error, RequestError):
+        return f"{error.problem}; {error.hint}"
+    return error.problem
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage:

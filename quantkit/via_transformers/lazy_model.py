@@ -101,7 +101,10 @@ class LazyModel:
     @property
     def first_parts(self) -> list[str]:
         """The parts that tokens enter first: models look at their devices before."""
-        part = None if self.embedding is None else self.part_of(self.embedding[0])
+        if self.embedding is None:
+            part = None
+        else:
+            part = self.part_of(self.embedding[0])
         return [] if part is None else [part]
 
     @property
@@ -110,18 +113,21 @@ class LazyModel:
         others.
         """
         stated = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return (
-            tuple(stated) if isinstance(stated, list) else () if stated is None else (int(stated),)
-        )
+        if isinstance(stated, list):
+            return tuple(stated)
+        if stated is None:
+            return ()
+        return (int(stated),)
 
     @property
     def body(self) -> nn.Module:
         """The model without its head."""
         body: nn.Module = self.model.base_model
         children = dict(body.named_children())
-        return (
-            children["decoder"] if list(children) == ["decoder"] else body
-        )  # a wrapper that is not called itself
+        # a wrapper that is not called itself
+        if list(children) == ["decoder"]:
+            return children["decoder"]
+        return body
 
     def same_as(self, name: str) -> list[str]:
         """The names of all parameters that are one with a parameter, its own among them."""
@@ -136,10 +142,9 @@ class LazyModel:
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""
         self.loaded.add(part)
-        tensors = {
-            name: _OnDisk(self._source, name, self._stacked.get(name, ()))
-            for name in self._tensors[part]
-        }
+        tensors = {}
+        for name in self._tensors[part]:
+            tensors[name] = _OnDisk(self._source, name, self._stacked.get(name, ()))
         self._convert(tensors, "cpu")
         self._share(part)
 
@@ -147,18 +152,19 @@ class LazyModel:
         """Free the weights of a part, except those that are tied to a part that is loaded."""
         self.loaded.discard(part)
         for name, own in self._parts.items():
-            names = self._shared.get(name, []) if own == part else []
+            if own == part:
+                names = self._shared.get(name, [])
+            else:
+                names = []
             if all(self._parts[one] not in self.loaded for one in names):
                 for one in names:
                     set_parameter(self.model, one, self.model.get_parameter(one).to("meta"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor on disk."""
-        return (
-            self._stacked[name][0][1].shape
-            if name in self._stacked
-            else self._source.info(name).shape
-        )
+        if name in self._stacked:
+            return self._stacked[name][0][1].shape
+        return self._source.info(name).shape
 
     def stacked(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
         """The linears in a tensor on disk that holds all experts, and their places; none in any
@@ -238,16 +244,16 @@ class LazyModel:
             mismatch: the shapes that they make, and that the parameter has; None if they make none,
                 for the `reason`.
         """
-        shapes = {
-            name: self.shape(name)
-            for name, (parameter, _) in self.targets.items()
-            if parameter == target
-        }
+        shapes = {}
+        for name, (parameter, _) in self.targets.items():
+            if parameter == target:
+                shapes[name] = self.shape(name)
         first = next(iter(shapes), target)
         if mismatch is not None and list(shapes.values()) == [mismatch[0]]:
             problem = f"tensor '{first}' has another shape"
         elif (odd := _odd(shapes)) is not None:
-            problem, mismatch = f"tensor '{odd[0]}' has another shape", (shapes[odd[0]], odd[1])
+            problem = f"tensor '{odd[0]}' has another shape"
+            mismatch = (shapes[odd[0]], odd[1])
         elif len(shapes) > 1:
             problem = (
                 f"tensors '{first}' and {len(shapes) - 1} more do not make '{target}' of the model"
@@ -282,7 +288,9 @@ class _OnDisk:
     def __init__(
         self, source: Checkpoint, name: str, parts: Sequence[tuple[OpaqueTensor, Stack]]
     ) -> None:
-        self._source, self._name, self._parts = source, name, parts
+        self._source = source
+        self._name = name
+        self._parts = parts
 
     def __getitem__(self, _: object) -> Tensor:
         if not self._parts:
@@ -290,19 +298,27 @@ class _OnDisk:
         whole: Tensor | None = None
         for part, stack in self._parts:
             value = self._floats(part.name)
-            whole = torch.empty(stack.shape, dtype=value.dtype) if whole is None else whole
+            if whole is None:
+                whole = torch.empty(stack.shape, dtype=value.dtype)
+            else:
+                whole = whole
             rows_of(whole, stack, part.shape[0]).copy_(value)
         assert whole is not None
         return whole
 
     def _floats(self, name: str) -> Tensor:
         value = self._source.load(name)
-        return value.dequantize() if isinstance(value, QuantTensor) else value
+        if isinstance(value, QuantTensor):
+            return value.dequantize()
+        return value
 
 
 def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
     """The weight [O, I] of a linear of an expert in the tensor for all, not copied."""
-    matrix = whole[stack.expert].t() if stack.transposed else whole[stack.expert]
+    if stack.transposed:
+        matrix = whole[stack.expert].t()
+    else:
+        matrix = whole[stack.expert]
     return matrix[stack.first :: stack.step][:rows]
 
 
@@ -321,16 +337,20 @@ def merged(
     for name, (pattern, value) in tensors.items():
         converter.add_tensor(target, name, pattern, lambda value=value: value)
     made = converter.convert(target, model=model, config=model.config)[target]
-    whole: Tensor = made[0] if isinstance(made, list) else made
+    if isinstance(made, list):
+        whole: Tensor = made[0]
+    else:
+        whole = made
     return whole
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     """Give a model a parameter that is not trained."""
     owner, _, leaf = name.rpartition(".")
-    parameter = (
-        value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-    )
+    if isinstance(value, nn.Parameter):
+        parameter = value
+    else:
+        parameter = nn.Parameter(value, requires_grad=False)
     setattr(model.get_submodule(owner), leaf, parameter)
 
 
@@ -359,7 +379,10 @@ def _built(source: Checkpoint) -> Any:
             use_experts(model)
     except NotKnown as reason:
         by = source.extra_config.get("transformers_version")
-        saved = f"; the folder was saved by {shown(by)}" if isinstance(by, str) else ""
+        if isinstance(by, str):
+            saved = f"; the folder was saved by {shown(by)}"
+        else:
+            saved = ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
         raise UnsupportedError(
             problem, path=source.path, hint="`tensors_only=True` copies or rounds it"

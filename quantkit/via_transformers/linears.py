@@ -63,7 +63,10 @@ def with_linears(
     except NotKnown as reason:
         why = f"{path}: {reason}; linear layers are recognized by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
-    whose = "transformers'" if config.code is None else "the folder's"
+    if config.code is None:
+        whose = "transformers'"
+    else:
+        whose = "the folder's"
     return with_roles(config, roles, unstored), f"the modules of {whose} {name}", []
 
 
@@ -132,17 +135,16 @@ def auto_class(raw: Mapping[str, Any]) -> str:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    kind, classes = str(raw.get("model_type")), raw.get("architectures")
+    kind = str(raw.get("model_type"))
+    classes = raw.get("architectures")
     causal, with_images = (
         one.get(kind)
         for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     )
     named = isinstance(classes, list) and with_images in classes
-    return (
-        "AutoModelForImageTextToText"
-        if with_images and (named or not causal)
-        else "AutoModelForCausalLM"
-    )
+    if with_images and (named or not causal):
+        return "AutoModelForImageTextToText"
+    return "AutoModelForCausalLM"
 
 
 def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
@@ -158,7 +160,8 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    kind, classes = raw.get("model_type"), raw.get("architectures")
+    kind = raw.get("model_type")
+    classes = raw.get("architectures")
     if code is not None:
         _require_sane(raw)
         found, known = own_classes(raw, code)
@@ -200,13 +203,12 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
     for part in within(dict(raw)):
         for key, value in part.items() if isinstance(part, dict) else ():
             counted = _COUNTED.fullmatch(key)
-            max_count = (
-                2**40
-                if counted is None
-                else Limits.experts
-                if counted[2] == "experts"
-                else Limits.layers
-            )
+            if counted is None:
+                max_count = 2**40
+            elif counted[2] == "experts":
+                max_count = Limits.experts
+            else:
+                max_count = Limits.layers
             if type(value) is int and not -Limits.width <= value <= max_count:
                 raise NotKnown(f"its config's '{key}' is {shown(value)}")
 
@@ -230,7 +232,10 @@ def targets(
         rename_source_key,
     )
 
-    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model)
+    else:
+        mapping = mapping
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known = dict(model.state_dict())
@@ -255,9 +260,10 @@ def _with_linears(
     """Role and alias of each tensor that is the weight of a linear, by its name."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
-    inside = (
-        None if model.base_model is model else {id(module) for module in model.base_model.modules()}
-    )
+    if model.base_model is model:
+        inside = None
+    else:
+        inside = {id(module) for module in model.base_model.modules()}
     tied = (
         is_tied(raw)
         or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
@@ -280,7 +286,10 @@ def _with_linears(
         called = name.rpartition(".")[0]
         module = modules.get(called)
         hinted = hints.role(tensor, called)
-        alias = None if called == tensor.module else called
+        if called == tensor.module:
+            alias = None
+        else:
+            alias = called
         if not isinstance(module, nn.Linear):
             if merged and hinted is None and _is_expert(tensor):
                 found[tensor.name] = "linear", None  # one of those that the loader stacks
@@ -294,7 +303,10 @@ def _with_linears(
         else:
             role = hinted or "linear"
             if role == "linear" and not called.startswith(of_text):
-                role = "tower" if inside is None or id(module) in inside else "head"
+                if inside is None or id(module) in inside:
+                    role = "tower"
+                else:
+                    role = "head"
         found[tensor.name] = role, alias
     return found
 
@@ -319,7 +331,10 @@ def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    classes = {cls for cls in {type(module) for module in modules.values()} if _updates_state(cls)}
+    classes = set()
+    for cls in {type(module) for module in modules.values()}:
+        if _updates_state(cls):
+            classes.add(cls)
     by_code = {name for name, module in modules.items() if name and type(module) in classes}
     return recurrent_modules({name: tuple(tensor.shape) for name, tensor in held.items()}) | by_code
 
@@ -358,7 +373,8 @@ def quiet() -> Iterator[None]:
     """Without what transformers logs, warns of and shows the progress of."""
     bars_of: Any = importlib.import_module("transformers.utils.logging")
     log = logging.getLogger("transformers")
-    before, bars = log.level, bars_of.is_progress_bar_enabled()
+    before = log.level
+    bars = bars_of.is_progress_bar_enabled()
     log.setLevel(logging.CRITICAL)
     bars_of.disable_progress_bar()
     try:

@@ -62,7 +62,8 @@ class Lockstep:
         """
         self._batches = [_Batch(forward) for forward in forwards]
         self._trackers = [_Tracker() for _ in self._batches]
-        self._module, self._spill = module, spill
+        self._module = module
+        self._spill = spill
 
     def rounds(
         self,
@@ -96,7 +97,9 @@ class Lockstep:
             with torch.no_grad(), quiet(), self._trackers[index]:
                 found = batch.switch()
             stops.append(None if batch.dead else found)
-            keys = [None if one is None else one.key for one in (stops[0], stops[-1])]
+            keys = []
+            for one in (stops[0], stops[-1]):
+                keys.append(None if one is None else one.key)
             if keys[0] != keys[1]:
                 raise UnsupportedError(
                     "samples take different ways through the model",
@@ -166,7 +169,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def written(self) -> set[int]:
         """The storages that were written to since this was last called."""
-        found, self._written = self._written, set()
+        found = self._written
+        self._written = set()
         return found
 
 
@@ -174,11 +178,16 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     """The storages of the arguments that an operator writes to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            if index < len(args):
+                given = args[index]
+            else:
+                given = kwargs.get(argument.name)
             for one in given if isinstance(given, tuple | list) else (given,):
                 if isinstance(one, Tensor):
                     yield one.untyped_storage()._cdata
 
 
 def _place(key: Hashable) -> str:
-    return "the end" if key is None else str(key)
+    if key is None:
+        return "the end"
+    return str(key)

@@ -16,7 +16,8 @@ from quantkit.base.json_values import read_json, shown
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 
 TRUST = "`trust_remote_code=True`"
-_CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
+_CONFIG = "AutoConfig"
+_MODEL = "AutoModelForCausalLM"
 _COPY = "copy all *.py files of the model's repository"
 _ELSEWHERE = "--"  # between a repository and what it has
 
@@ -27,14 +28,21 @@ def code_file(raw: Mapping[str, Any]) -> str | None:
     """
     named = _references(raw)
     reference = named.get(_MODEL, named.get(_CONFIG))
-    return None if reference is None else f"{reference.rpartition('.')[0]}.py"
+    if reference is None:
+        return None
+    return f"{reference.rpartition('.')[0]}.py"
 
 
 def named_code(folder: Path) -> str | None:
     """As `code_file`, of a folder; None also if it has no config.json."""
     path = folder / "config.json"
-    raw = read_json(path) if path.is_file() else None
-    return code_file(raw) if isinstance(raw, dict) else None
+    if path.is_file():
+        raw = read_json(path)
+    else:
+        raw = None
+    if isinstance(raw, dict):
+        return code_file(raw)
+    return None
 
 
 def require_here(raw: Mapping[str, Any], folder: Path) -> None:
@@ -89,7 +97,10 @@ def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
     transformers: Any = importlib.import_module("transformers")
     names = raw.get("architectures")
     for name in names if isinstance(names, list) else ():
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(name, str):
+            found = getattr(transformers, name, None)
+        else:
+            found = None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             yield found
 
@@ -106,17 +117,20 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     require_here(raw, folder)
-    named, kind = _references(raw), shown(raw.get("model_type"))
-    config = _imported(named[_CONFIG], folder) if _CONFIG in named else _known_config(raw)
+    named = _references(raw)
+    kind = shown(raw.get("model_type"))
+    if _CONFIG in named:
+        config = _imported(named[_CONFIG], folder)
+    else:
+        config = _known_config(raw)
     if config is None:
         raise UnsupportedError(
             f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder
         )
-    found = (
-        _imported(named[_MODEL], folder)
-        if _MODEL in named
-        else MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
-    )
+    if _MODEL in named:
+        found = _imported(named[_MODEL], folder)
+    else:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
     if not isinstance(found, type):
         raise UnsupportedError(
             f"transformers has no class for {kind}, and 'auto_map' has no '{_MODEL}'", path=folder
@@ -141,7 +155,10 @@ def _references(raw: Mapping[str, Any]) -> dict[str, str]:
     transformers' class for it.
     """
     named = raw.get("auto_map")
-    found = {key: named.get(key) for key in (_CONFIG, _MODEL)} if isinstance(named, dict) else {}
+    if isinstance(named, dict):
+        found = {key: named.get(key) for key in (_CONFIG, _MODEL)}
+    else:
+        found = {}
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
@@ -166,7 +183,9 @@ def _known_config(raw: Mapping[str, Any]) -> Any:
         "transformers.models.auto.configuration_auto"
     ).CONFIG_MAPPING
     kind = raw.get("model_type")
-    return mapping[kind] if isinstance(kind, str) and kind in mapping else None
+    if isinstance(kind, str) and kind in mapping:
+        return mapping[kind]
+    return None
 
 
 def _imported(reference: str, folder: Path) -> Any:
@@ -199,5 +218,6 @@ def _imported(reference: str, folder: Path) -> Any:
 
 def _is_around(path: object, folder: str) -> bool:
     """Whether a path of an error is in a folder, or has it in itself."""
-    one, other = Path(str(path)), Path(folder)
+    one = Path(str(path))
+    other = Path(folder)
     return one.is_relative_to(other) or other.is_relative_to(one)

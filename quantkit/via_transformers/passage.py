@@ -114,7 +114,9 @@ class _Returned(tuple[Tensor, ...]):
         return super().__new__(cls, (states,))
 
     def __getattr__(self, name: str) -> Tensor | None:
-        return self[0] if name == "last_hidden_state" else None
+        if name == "last_hidden_state":
+            return self[0]
+        return None
 
 
 class Passage:
@@ -125,12 +127,14 @@ class Passage:
         Args:
             path: of the model, for errors.
         """
-        self.lazy, self._path = lazy, path
+        self.lazy = lazy
+        self._path = path
         self._open: Counter[str] = Counter()
         self._at = ""  # the module that was entered last
-        modules = {
-            part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)
-        }
+        modules = {}
+        for part in lazy.parts:
+            if not lazy.is_listed(part):
+                modules[part] = lazy.model.get_submodule(part)
         self._resident = {part for part, module in modules.items() if not _is_large(module)}
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
@@ -335,7 +339,8 @@ class Passage:
         experts = {site.module for site in sites if site.expert is not None}
 
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self._at, part = names[module], parts[module]
+            self._at = names[module]
+            part = parts[module]
             if part is not None:
                 if part not in self.lazy.loaded:
                     stop(Part(part))

@@ -42,15 +42,24 @@ class Site:
 
     def of(self, parameter: Tensor) -> Tensor:
         """The weight [O, I] in its parameter, not copied."""
-        weight = parameter if self.expert is None else parameter[self.expert]
-        return weight.t() if self.transposed else weight
+        if self.expert is None:
+            weight = parameter
+        else:
+            weight = parameter[self.expert]
+        if self.transposed:
+            return weight.t()
+        return weight
 
 
 def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dict[str, str]]:
     """The sites of linears, given by their modules on disk; and why others have none."""
-    found, reasons = [], dict[str, str]()
+    found = []
+    reasons = dict[str, str]()
     stacked: dict[str, list[str]] = defaultdict(list)
-    in_stacks = {part.module: name for name in lazy.targets for part, _ in lazy.stacked(name)}
+    in_stacks = {}
+    for name in lazy.targets:
+        for part, _ in lazy.stacked(name):
+            in_stacks[part.module] = name
     for linear in linears:
         target, merged = lazy.targets[in_stacks.get(linear, f"{linear}.{WEIGHT}")]
         if merged is None and linear not in in_stacks:
@@ -74,20 +83,24 @@ def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
     names = [name for name, (own, _) in lazy.targets.items() if own == target]
     if lazy.model.get_parameter(target).dim() != 3:
         return
-    numbers, ends, total = dict[str, Tensor](), dict[int, tuple[str, int]](), 0
+    numbers = dict[str, Tensor]()
+    ends = dict[int, tuple[str, int]]()
+    total = 0
     for name in names:
         numbers[name] = torch.full(lazy.shape(name), -1, dtype=torch.int32)
-        own = [
-            (part.name, rows_of(numbers[name], stack, part.shape[0]))
-            for part, stack in lazy.stacked(name)
-        ]
+        own = []
+        for part, stack in lazy.stacked(name):
+            own.append((part.name, rows_of(numbers[name], stack, part.shape[0])))
         for linear, rows in own or [(name, numbers[name])]:
             if rows.dim() != 2:
                 return
             rows.copy_(torch.arange(total, total + len(rows)).unsqueeze(1))
             ends[total] = linear, len(rows)
             total += len(rows)
-    made = numbers[names[0]] if lazy.targets[names[0]][1] is None else lazy.merged(target, numbers)
+    if lazy.targets[names[0]][1] is None:
+        made = numbers[names[0]]
+    else:
+        made = lazy.merged(target, numbers)
     module, _, leaf = target.rpartition(".")
     for expert, weight in enumerate(made):
         for transposed in (False, True):
@@ -101,7 +114,8 @@ def _parts(numbers: list[int], ends: Mapping[int, tuple[str, int]]) -> list[tupl
     """The linears whose rows follow each other; none if rows of one are not together, or in
     another order.
     """
-    found, at = [], 0
+    found = []
+    at = 0
     while at < len(numbers):
         name, count = ends.get(numbers[at], ("", 0))
         if not count or numbers[at : at + count] != list(range(numbers[at], numbers[at] + count)):

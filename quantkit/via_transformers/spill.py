@@ -50,7 +50,8 @@ class Spill:
                 memory.
             memory_bytes: the budget.
         """
-        self._folder, self._budget = folder, memory_bytes
+        self._folder = folder
+        self._budget = memory_bytes
         self._held: dict[int, int] = {}  # bytes by batch
         self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
         self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)

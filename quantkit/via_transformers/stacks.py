@@ -72,7 +72,8 @@ def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
 
 def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     """The linears in each tensor that holds all experts, by its name."""
-    mapping, there = mapping_of(model), {tensor.name for tensor in tensors}
+    mapping = mapping_of(model)
+    there = {tensor.name for tensor in tensors}
     found: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
         if len(tensor.shape) == 3 and tensor.dtype in _FLOATS:
@@ -106,12 +107,13 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
         if not _holds_experts(model, target) or (saved := _saved(model, target)) is None:
             continue
         whole, numbers = saved
-        parts = [(there.get(part.name), part) for part in _split(model, whole, target, numbers)]
-        own = [
-            replace(one, stack=part.stack)
-            for one, part in parts
-            if one is not None and one.shape == part.shape
-        ]
+        parts = []
+        for part in _split(model, whole, target, numbers):
+            parts.append((there.get(part.name), part))
+        own = []
+        for one, part in parts:
+            if one is not None and one.shape == part.shape:
+                own.append(replace(one, stack=part.stack))
         if own and len(own) == len(parts) and not targets(model, [own[0].name]):
             found |= {one.name: [one] for one in own}
     return found
@@ -180,7 +182,11 @@ def _split(
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
     assert experts is not None
-    weight, linears = (numbers.t() if experts.is_transposed else numbers), _LINEARS[leaf]
+    if experts.is_transposed:
+        weight = numbers.t()
+    else:
+        weight = numbers
+    linears = _LINEARS[leaf]
     rows = (
         weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
     )
@@ -191,7 +197,10 @@ def _split(
             if place is None:
                 return
             stack = Stack(tensor.name, tensor.shape, expert, *place, experts.are_apart)
-            alias = None if named == module else f"{module}.{expert}.{linear}"
+            if named == module:
+                alias = None
+            else:
+                alias = f"{module}.{expert}.{linear}"
             name = f"{named}.{expert}.{linear}.weight"
             yield replace(tensor, name=name, shape=tuple(own.shape), stack=stack, alias=alias)
 
@@ -205,10 +214,15 @@ def _place(numbers: Tensor, width: int) -> tuple[int, int, bool] | None:
     whether rows are columns there; from the numbers of its elements there. None if it is none of
     this.
     """
-    rows, columns = numbers // width, numbers % width
+    rows = numbers // width
+    columns = numbers % width
     for at, along, transposed in ((rows, columns, False), (columns, rows, True)):
         order = at[:, 0]
-        first, step = int(order[0]), int(order[1] - order[0]) if len(order) > 1 else 1
+        first = int(order[0])
+        if len(order) > 1:
+            step = int(order[1] - order[0])
+        else:
+            step = 1
         expected = torch.arange(len(order), dtype=at.dtype) * step + first
         whole = torch.arange(numbers.shape[1], dtype=along.dtype)
         if step > 0 and bool((at == expected.unsqueeze(1)).all()) and bool((along == whole).all()):

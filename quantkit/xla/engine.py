@@ -59,7 +59,9 @@ from quantkit.xla.weights import device_mesh, jax_dtype, load_state, zeros
 
 _log = logging.getLogger(__name__)
 
-_MIN, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
+# buckets are powers of two from the one to the other, then multiples of it
+_MIN = 32
+_STEP = 512
 
 Array = np.ndarray[Any, Any]
 
@@ -340,10 +342,8 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
         tokens[row, : len(one.request.prompt)] = one.request.prompt
     counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
     params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
-    penalized, counted = (
-        any(one.needs_seen_tokens for one in params),
-        any(one.needs_counts for one in params),
-    )
+    penalized = any(one.needs_seen_tokens for one in params)
+    counted = any(one.needs_counts for one in params)
     sampling = None
     if not all(one.likeliest_only for one in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
@@ -365,11 +365,18 @@ def bucket(length: int) -> int:
     """A length that many share, so that what is compiled for one serves all: no shorter, at most
     twice as long.
     """
-    return power_of_two(length, _MIN) if length <= _STEP else -(-length // _STEP) * _STEP
+    if length <= _STEP:
+        return power_of_two(length, _MIN)
+    return -(-length // _STEP) * _STEP
 
 
 def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
     """A seed in 64 bits for each sequence, the same for the processes of all hosts."""
-    seeds = [secrets.randbits(64) if one.seed is None else one.seed % 2**64 for one in params]
+    seeds = []
+    for one in params:
+        seeds.append(secrets.randbits(64) if one.seed is None else one.seed % 2**64)
     words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
-    return [high << 32 | low for high, low in multihost_utils.broadcast_one_to_all(words).tolist()]
+    shared_seeds: list[int] = []
+    for high, low in multihost_utils.broadcast_one_to_all(words).tolist():
+        shared_seeds.append(high << 32 | low)
+    return shared_seeds

@@ -119,12 +119,16 @@ def estimate_slice(
     """
     config = checkpoint.config
     slice_ = Slice.parse(target)
-    chips, memory = slice_.chips, slice_.chip.memory
+    chips = slice_.chips
+    memory = slice_.chip.memory
     if slice_.count > 1:
         raise RequestError(
             "generation runs on one slice", found=target, expected=target.partition("x")[2]
         )
-    context = config.max_unscaled_context if context is None else context
+    if context is None:
+        context = config.max_unscaled_context
+    else:
+        context = context
     if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
             "batch or context can't be",
@@ -133,7 +137,8 @@ def estimate_slice(
         )
     split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = topologies.make_mesh(slice_.topology(), (chips,), (AXIS,))
-    decoder, dtype = sharded_decoder(split), dtype or DType(config.dtype).torch
+    decoder = sharded_decoder(split)
+    dtype = dtype or DType(config.dtype).torch
     state = abstract_state(
         {name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype
     )
@@ -146,9 +151,12 @@ def estimate_slice(
     def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
 
-    numbers, logits = whole((batch,), np.int32), whole((batch, config.vocab_size), jax_dtype(dtype))
-    rows, ends = Rows(numbers, numbers), whole((len(config.eos_token_ids),), np.int32)
-    step, prompt = chunk_program(decoder, mesh), prefill_program(decoder, mesh)
+    numbers = whole((batch,), np.int32)
+    logits = whole((batch, config.vocab_size), jax_dtype(dtype))
+    rows = Rows(numbers, numbers)
+    ends = whole((len(config.eos_token_ids),), np.int32)
+    step = chunk_program(decoder, mesh)
+    prompt = prefill_program(decoder, mesh)
     tokens = whole((batch, context), np.int32)
     phases = [
         _phase("a step of decoding", target, step.lower(state, cache, logits, rows, ends, None)),

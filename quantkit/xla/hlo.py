@@ -54,7 +54,9 @@ class Collective:
     def bytes(self) -> int:
         """Of the values on one device."""
         count = math.prod(self.shape)
-        return -(-count // 2) if self.dtype in _HALF else count * _width(self.dtype)
+        if self.dtype in _HALF:
+            return -(-count // 2)
+        return count * _width(self.dtype)
 
 
 def exchanges(program: str) -> Counter[Collective]:
@@ -94,9 +96,15 @@ def _run(
     """The collectives of a computation that is run so often; in a fusion with their channel."""
     for line in computations.get(name, ()):
         if (match := _COLLECTIVE.search(line)) is not None:
-            channel = _CHANNEL.search(line) if fused else None
+            if fused:
+                channel = _CHANNEL.search(line)
+            else:
+                channel = None
             for one in _collectives(line, match):
-                one = replace(one, kind="reduce-scatter") if _SCATTERED in name else one
+                if _SCATTERED in name:
+                    one = replace(one, kind="reduce-scatter")
+                else:
+                    one = one
                 yield one, times, None if channel is None else channel[1]
             continue  # what it applies is an addition
         rounds = _rounds(computations, line)
@@ -115,29 +123,35 @@ def _rounds(computations: dict[str, list[str]], line: str) -> int:
         return int(trips[1])
     if (condition := _CONDITION.search(line)) is None:
         return 1
-    limits = [
-        int(one[1])
-        for inside in computations.get(condition[1], ())
-        for one in _LIMIT.finditer(inside)
-    ]
+    limits = []
+    for inside in computations.get(condition[1], ()):
+        for one in _LIMIT.finditer(inside):
+            limits.append(int(one[1]))
     return max(limits, default=1)
 
 
 def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
     """Those of one instruction; several arrays may be exchanged together."""
-    kind, devices = match[2], _devices(line)
-    operands = [
-        (one[1], _shape(one[2])) for one in _ARRAY.finditer(line[match.end() :].partition("), ")[0])
-    ]
+    kind = match[2]
+    devices = _devices(line)
+    operands = []
+    for one in _ARRAY.finditer(line[match.end() :].partition("), ")[0]):
+        operands.append((one[1], _shape(one[2])))
     results = [(one[1], _shape(one[2])) for one in _ARRAY.finditer(match[1])]
     if match[3] and len(results) > len(operands):  # a start has its operands among its results
-        results = results[len(results) // 2 :] if len(results) % 2 == 0 else results[-1:]
+        if len(results) % 2 == 0:
+            results = results[len(results) // 2 :]
+        else:
+            results = results[-1:]
     if len(operands) == len(results):
         for before, after in zip(operands, results, strict=True):
             dtype, shape = max(before, after, key=lambda one: math.prod(one[1]))
             yield Collective(kind, devices, dtype, shape)
     else:  # operands are printed without their shapes
-        times = len(devices) if kind == "reduce-scatter" else 1
+        if kind == "reduce-scatter":
+            times = len(devices)
+        else:
+            times = 1
         for dtype, shape in results:
             yield Collective(
                 kind, devices, dtype, (times * shape[0], *shape[1:]) if shape else shape
@@ -157,7 +171,10 @@ def _devices(line: str) -> tuple[int, ...]:
         return ()
     sizes = [(one[1], int(one[2])) for one in _SIZE.finditer(mesh[1])]
     count = math.prod(size for _, size in sizes)
-    order = _order(mesh[2], mesh[3]) if mesh[2] else list(range(count))
+    if mesh[2]:
+        order = _order(mesh[2], mesh[3])
+    else:
+        order = list(range(count))
     places = [0]
     for axis, before, size in _AXIS.findall(mesh[4]):
         place = next(place for place, (name, _) in enumerate(sizes) if name == axis)
@@ -172,7 +189,10 @@ def _devices(line: str) -> tuple[int, ...]:
 def _order(sizes: str, transposed: str | None) -> list[int]:
     """Numbers that count through axes of some sizes, in the order of the transposed axes."""
     shape = [int(one) for one in sizes.split(",")]
-    axes = [int(one) for one in transposed.split(",")] if transposed else list(range(len(shape)))
+    if transposed:
+        axes = [int(one) for one in transposed.split(",")]
+    else:
+        axes = list(range(len(shape)))
     found = [0]
     for axis in axes:
         stride = math.prod(shape[axis + 1 :])

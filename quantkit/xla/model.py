@@ -126,11 +126,10 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
     attend_by(attention)
     with meta_init():
         model = Decoder(split.local)
-    linears = {
-        parameter.module: parameter.linear
-        for parameter in parameters(split.config)
-        if parameter.linear
-    }
+    linears = {}
+    for parameter in parameters(split.config):
+        if parameter.linear:
+            linears[parameter.module] = parameter.linear
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             finish = _finish(linears[name], split.config.vocab_size)
@@ -149,7 +148,9 @@ def _arrays(scheme: QuantScheme | None) -> list[str]:
     """The names of a weight's arrays."""
     if scheme is None:
         return ["weight"]
-    return ["codes", "scale"] if scheme.symmetric else ["codes", "scale", "zero"]
+    if scheme.symmetric:
+        return ["codes", "scale"]
+    return ["codes", "scale", "zero"]
 
 
 def _finish(linear: Linear, vocabulary: int) -> Finish:
@@ -190,7 +191,10 @@ def quantized_product(
     grouped = x.reshape(x.shape[0], groups, -1)
     steps = scale.astype(jnp.float32)
     if groups > 1 and x.shape[0] > _FEW_ROWS:
-        offset = 0.0 if zero is None else zero.astype(jnp.float32)[..., None]
+        if zero is None:
+            offset = 0.0
+        else:
+            offset = zero.astype(jnp.float32)[..., None]
         weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(
             x.dtype
         )  # in passing
@@ -247,10 +251,17 @@ def attention(
             own.
         scale: what products are multiplied by; None is one over the root of Dh.
     """
-    length, span = queries.shape[2], keys.shape[2]
-    scale = queries.shape[3] ** -0.5 if scale is None else scale
+    length = queries.shape[2]
+    span = keys.shape[2]
+    if scale is None:
+        scale = queries.shape[3] ** -0.5
+    else:
+        scale = scale
     if length <= _BLOCK or length % _BLOCK:
-        seen = jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask
+        if mask is None:
+            seen = jnp.tril(jnp.ones((length, span), bool))
+        else:
+            seen = mask
         return _attend(queries, keys, values, seen, scale)
 
     def block(start: jax.Array) -> jax.Array:
@@ -274,7 +285,10 @@ def _attend(
     scores = jnp.einsum(
         "bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32
     )
-    seen = seen if seen.ndim == 2 else seen[:, :, None]
+    if seen.ndim == 2:
+        seen = seen
+    else:
+        seen = seen[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1).astype(
         values.dtype
     )

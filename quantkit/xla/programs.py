@@ -202,7 +202,9 @@ def _next(
         likeliest, top = lax.top_k(all_, logprobs)
         drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
     ended = (tokens[:, None] == ends).any(-1)
-    seen, counts, places = rows.seen, rows.counts, (jnp.arange(len(tokens)), tokens)
+    seen = rows.seen
+    counts = rows.counts
+    places = (jnp.arange(len(tokens)), tokens)
     if seen is not None:
         seen = seen.at[places].set(True)
     if counts is not None:
@@ -248,7 +250,10 @@ def _sample_one(
     """A token of one sequence, from logits [V]; `past` is as `Option` describes it."""
     for option in OPTIONS:
         if option.adjust is not None and option.name in values:
-            needed = None if option.past is None else past[option.past]
+            if option.past is None:
+                needed = None
+            else:
+                needed = past[option.past]
             if option.past is None or needed is not None:
                 logits = option.adjust(jnp, logits, values[option.name], needed)
     temperature = values["temperature"]
@@ -304,10 +309,8 @@ def _spmd(
         cache, *results = program(*own, *arguments)
         return jax.tree.map(lambda array: array[None], cache), *results
 
-    before, after = (
-        (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2)),
-        (SHARDED, *[_REPLICATED] * (outputs - 1)),
-    )
+    before = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2))
+    after = (SHARDED, *[_REPLICATED] * (outputs - 1))
     mapped = jax.shard_map(one, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
     shardings = tuple(
         NamedSharding(mesh, spec) for spec in before

@@ -117,7 +117,10 @@ class Slice:
         """Its description by the compiler. Raises as `devices` does."""
         os.environ.update(_COMPILER_ONLY)
         jax.config.update("jax_platforms", "cpu")
-        more: dict[str, Any] = {"chip_config_name": "megacore"} if self.chip.cores > 1 else {}
+        if self.chip.cores > 1:
+            more: dict[str, Any] = {"chip_config_name": "megacore"}
+        else:
+            more = {}
         if self.count > 1:
             more["num_slices"] = self.count
         name = f"{self.kind}:{self.chip.shapes[self.chips]}"

@@ -66,7 +66,10 @@ def require_trainable(checkpoint: Checkpoint) -> None:
     require_served(checkpoint.config)
     found = schemes(checkpoint)
     for parameter in parameters(checkpoint.config):
-        scheme = found.get(parameter.module) if parameter.layer is not None else None
+        if parameter.layer is not None:
+            scheme = found.get(parameter.module)
+        else:
+            scheme = None
         if scheme is not None and (scheme.has_minima or not has_trained_scales(scheme)):
             raise UnsupportedError(
                 f"XLA does not train a model with weights like '{parameter.name}'",
@@ -121,7 +124,8 @@ class DeviceSplit:
 
     def __post_init__(self) -> None:
         require_served(self.config)
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        heads = self.config.num_heads
+        kv_heads = self.config.num_kv_heads
         if (
             self.devices < 1
             or heads % self.devices
@@ -141,7 +145,8 @@ class DeviceSplit:
         """The architecture of what one device computes; vocabulary and feed-forward size are the
         whole ones.
         """
-        config, devices = self.config, self.devices
+        config = self.config
+        devices = self.devices
         return replace(
             config,
             num_heads=config.num_heads // devices,
@@ -155,7 +160,8 @@ class DeviceSplit:
             return Shards(None)
         size = parameter.dims[axis]
         if size == "kv":
-            heads, width = self.config.num_kv_heads, self.config.head_dim
+            heads = self.config.num_kv_heads
+            width = self.config.head_dim
             starts = tuple(rank * heads // self.devices * width for rank in range(self.devices))
             return Shards(axis, starts, max(1, heads // self.devices) * width)
         if (reader := self._readers.get((parameter.layer, parameter.expert, size))) is None:
@@ -199,11 +205,11 @@ class DeviceSplit:
     def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
         """The row-parallel weight of a layer, and of an expert in it, that has inputs of a size."""
         weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
-        return {
-            (p.layer, p.expert, p.dims[1]): p
-            for p in weights
-            if p.linear and p.linear.parallel == "row"
-        }
+        readers: dict[tuple[int | None, int | None, str], Parameter] = {}
+        for p in weights:
+            if p.linear and p.linear.parallel == "row":
+                readers[(p.layer, p.expert, p.dims[1])] = p
+        return readers
 
     def _columns(self, weight: Parameter) -> tuple[int, int]:
         """Group size and number of a row-parallel weight's columns, padding included, that the
@@ -212,8 +218,12 @@ class DeviceSplit:
         The largest group that divides the checkpoint's and takes little padding; a scale that is
         repeated changes nothing. Between heads there is no room for padding.
         """
-        columns, scheme = weight.shape[1], self.schemes.get(weight.module)
-        group = 1 if scheme is None or scheme.group_size is None else scheme.group_size
+        columns = weight.shape[1]
+        scheme = self.schemes.get(weight.module)
+        if scheme is None or scheme.group_size is None:
+            group = 1
+        else:
+            group = scheme.group_size
         padding = 0 if weight.dims[1] == "query" else columns * _MAX_PADDING
         for size in range(group, 0, -1):
             unit = size * self.devices
@@ -227,7 +237,10 @@ def _cut(tensor: Tensor, shards: Shards, axis: int | None, rank: int, unit: int 
     """One device's shard along an axis that counts in units of `unit` columns."""
     if axis is None:
         return tensor
-    start, count = min(shards.starts[rank] // unit, tensor.shape[axis]), shards.count // unit
+    start = min(shards.starts[rank] // unit, tensor.shape[axis])
+    count = shards.count // unit
     kept = tensor.narrow(axis, start, min(count, tensor.shape[axis] - start))
     missing = count - kept.shape[axis]
-    return F.pad(kept, (0, 0) * (kept.dim() - 1 - axis) + (0, missing)) if missing else kept
+    if missing:
+        return F.pad(kept, (0, 0) * (kept.dim() - 1 - axis) + (0, missing))
+    return kept

@@ -93,7 +93,9 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
 
 def _number(variable: str) -> int | None:
     value = os.environ.get(variable)
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    return int(value)
 
 
 def load_state(
@@ -108,11 +110,10 @@ def load_state(
     floats become `dtype`.
     """
     state: dict[str, jax.Array] = {}
-    ranks = [
-        rank
-        for rank, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    ]
+    ranks = []
+    for rank, device in enumerate(mesh.devices.flat):
+        if device.process_index == jax.process_index():
+            ranks.append(rank)
     found = parameters(split.config)
     for index, parameter in enumerate(found):
         progress("load", index, len(found), "tensors")
@@ -135,9 +136,10 @@ def abstract_state(
     leaves = list(_derived(split))
     for parameter in parameters(split.config):
         leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
-    return {
-        leaf.name: abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf)) for leaf in leaves
-    }
+    result: dict[str, jax.ShapeDtypeStruct] = {}
+    for leaf in leaves:
+        result[leaf.name] = abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf))
+    return result
 
 
 def abstract(
@@ -159,11 +161,16 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 def _derived(split: DeviceSplit) -> list[Leaf]:
     """What the model has besides the checkpoint's tensors."""
-    return [Leaf(f"rotary.{name}", values) for name, values in Rotary(split.config).named_buffers()]
+    result: list[Leaf] = []
+    for name, values in Rotary(split.config).named_buffers():
+        result.append(Leaf(f"rotary.{name}", values))
+    return result
 
 
 def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTensor:
-    return value.to(dtype) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return value
 
 
 def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
@@ -178,7 +185,9 @@ def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
 
 
 def _dtype(leaf: Leaf) -> Any:
-    return jnp.int4 if leaf.nibbles else jax_dtype(leaf.value.dtype)
+    if leaf.nibbles:
+        return jnp.int4
+    return jax_dtype(leaf.value.dtype)
 
 
 def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
@@ -196,4 +205,6 @@ def _numpy(leaf: Leaf) -> np.ndarray[Any, Any]:
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array = value.numpy()
-    return array.astype(ml_dtypes.int4) if leaf.nibbles else array
+    if leaf.nibbles:
+        return array.astype(ml_dtypes.int4)
+    return array

@@ -17,22 +17,20 @@ from quantkit.base.json_values import Settings, shown
 from quantkit.errors import UnsupportedError
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
-_THETA, _ORIGINAL, _PARTIAL = (
-    "rope_theta",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-)
+_THETA = "rope_theta"
+_ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
 _WITH_ORIGINAL = ("yarn", "llama3", "longrope")
-_NEW, _OLD = "rope_parameters", "rope_scaling"
+_NEW = "rope_parameters"
+_OLD = "rope_scaling"
 
 
 @functools.cache
 def families() -> dict[str, Family]:
     """Every family by its ``model_type``."""
-    modules = [
-        importlib.import_module(f"{__name__}.{module.name}")
-        for module in pkgutil.iter_modules(__path__)
-    ]
+    modules = []
+    for module in pkgutil.iter_modules(__path__):
+        modules.append(importlib.import_module(f"{__name__}.{module.name}"))
     return {
         family.model_type: family
         for module in modules
@@ -45,7 +43,10 @@ def is_known_family(raw: Mapping[str, Any]) -> bool:
     all.
     """
     kind = raw.get("model_type")
-    family = families().get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str):
+        family = families().get(kind)
+    else:
+        family = None
     return not isinstance(kind, str) or (family is not None and family.runs)
 
 
@@ -111,7 +112,8 @@ def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     Readers differ in their order of precedence: what one ignores another uses. Values of the wrong
     type are ignored here; the reader of `raw` refuses them.
     """
-    new, old = _object(raw, _NEW), _object(raw, _OLD)
+    new = _object(raw, _NEW)
+    old = _object(raw, _OLD)
     family = families().get(str(raw.get("model_type")))
     if not {FULL, SLIDING}.isdisjoint(new) or (
         family is not None and "windowed_theta" in family.options
@@ -136,7 +138,8 @@ def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
 def _by_layer(
     raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> Iterator[str]:
-    full, sliding = _object(new, FULL), _object(new, SLIDING)
+    full = _object(new, FULL)
+    sliding = _object(new, SLIDING)
     places = {FULL: f"{_NEW}.{FULL}", SLIDING: f"{_NEW}.{SLIDING}"}
     merged = {**full, **old}
     yield from _overridden(
@@ -150,7 +153,10 @@ def _by_layer(
         yield from _differing(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
         if settings.get("rope_type", settings.get("type")) in _WITH_ORIGINAL:
             own = settings.get(_ORIGINAL)
-            used = f"{name}.{_ORIGINAL}" if own is not None else "max_position_embeddings"
+            if own is not None:
+                used = f"{name}.{_ORIGINAL}"
+            else:
+                used = "max_position_embeddings"
             yield from _differing(
                 raw.get(_ORIGINAL),
                 _ORIGINAL,
@@ -169,11 +175,10 @@ def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -
     """The settings that ``rope_scaling`` states differently, or not at all."""
     for key, value in settings.items():
         if value is not None and by.get(key) != value and key != "type":
-            found = (
-                f"states {shown(by[key])}"
-                if by.get(key) is not None
-                else "is used and does not have it"
-            )
+            if by.get(key) is not None:
+                found = f"states {shown(by[key])}"
+            else:
+                found = "is used and does not have it"
             yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
 
 
@@ -184,4 +189,6 @@ def _differing(ignored: Any, where: str, used: Any, place: str) -> Iterator[str]
 
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = raw.get(key)
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}

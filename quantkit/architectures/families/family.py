@@ -134,7 +134,11 @@ class Family:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of config.json in addition to those of all families."""
-        return {name: value for keys in self.keys for name, value in keys.write(config).items()}
+        result: dict[str, Any] = {}
+        for keys in self.keys:
+            for name, value in keys.write(config).items():
+                result[name] = value
+        return result
 
 
 def read_config(
@@ -188,20 +192,29 @@ def read_config(
     heads = settings.integer("num_attention_heads", 1, Limits.heads)
     hidden = settings.integer("hidden_size", 1, Limits.width)
     count = layer_count(settings)
-    windows = [None] * count if windows is None else windows
-    rotary = [True] * count if rotary is None else rotary
-    sparse = [features.get("experts") is not None] * count if sparse is None else sparse
+    if windows is None:
+        windows = [None] * count
+    else:
+        windows = windows
+    if rotary is None:
+        rotary = [True] * count
+    else:
+        rotary = rotary
+    if sparse is None:
+        sparse = [features.get("experts") is not None] * count
+    else:
+        sparse = sparse
     layers = tuple(LayerConfig(*one) for one in zip(windows, rotary, sparse, strict=True))
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
     own_head_dim = settings.has("head_dim") or head_dim_required
-    head_dim = (
-        settings.integer("head_dim", 1, Limits.heads)
-        if own_head_dim
-        else head_dim or hidden // heads
-    )
+    if own_head_dim:
+        head_dim = settings.integer("head_dim", 1, Limits.heads)
+    else:
+        head_dim = head_dim or hidden // heads
     own_kv_heads = settings.has("num_key_value_heads")
-    starts, ends = settings.ids("bos_token_id"), settings.ids("eos_token_id")
+    starts = settings.ids("bos_token_id")
+    ends = settings.ids("eos_token_id")
     window_rope = None
     if windowed_theta is None:
         rope = RopeConfig.from_hf(
@@ -228,10 +241,14 @@ def read_config(
             found=rope.type,
             expected=" or ".join(rope_types),
         )
-    dtype_key = "dtype" if settings.has("dtype") else "torch_dtype"
-    dtype = (
-        settings.string(dtype_key).removeprefix("torch.") if settings.has(dtype_key) else "float32"
-    )
+    if settings.has("dtype"):
+        dtype_key = "dtype"
+    else:
+        dtype_key = "torch_dtype"
+    if settings.has(dtype_key):
+        dtype = settings.string(dtype_key).removeprefix("torch.")
+    else:
+        dtype = "float32"
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError("dtype is not supported", path=settings.path, found=dtype)
     return ModelConfig(

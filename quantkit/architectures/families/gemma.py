@@ -15,7 +15,8 @@ from quantkit.errors import UnsupportedError
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256
-_ATTENTION_CAP, _LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+_ATTENTION_CAP = "attn_logit_softcapping"
+_LOGIT_CAP = "final_logit_softcapping"
 _CAPS = (1e-3, 1e6)
 _SCALAR = "query_pre_attn_scalar"
 
@@ -60,10 +61,14 @@ _GEMMA = Family(
 # Gemma 2 (2408.00118): norms before and after attention and feed-forward, soft caps, windows in
 # every other layer.
 def _read(settings: Settings) -> dict[str, Any]:
-    head_dim = (
-        settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else _HEAD_DIM
-    )
-    scalar = settings.integer(_SCALAR, 1, Limits.heads) if settings.has(_SCALAR) else _HEAD_DIM
+    if settings.has("head_dim"):
+        head_dim = settings.integer("head_dim", 1, Limits.heads)
+    else:
+        head_dim = _HEAD_DIM
+    if settings.has(_SCALAR):
+        scalar = settings.integer(_SCALAR, 1, Limits.heads)
+    else:
+        scalar = _HEAD_DIM
     return {
         "activation_key": "hidden_activation",
         "activations": (_ACTIVATION,),
@@ -96,10 +101,9 @@ _DEFAULT_CAPS = {
 
 def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:
     """llama.cpp has its own defaults for caps; it would divide by a cap of 0."""
-    stated = {
-        key: gguf.number(key, *_CAPS) if gguf.has(key) else default
-        for key, default in _DEFAULT_CAPS.items()
-    }
+    stated = {}
+    for key, default in _DEFAULT_CAPS.items():
+        stated[key] = gguf.number(key, *_CAPS) if gguf.has(key) else default
     return {"hidden_activation": _ACTIVATION, **stated}
 
 
@@ -147,7 +151,10 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
     full = [window is None for window in config.windows]
     if not all(full):
         written[_LOCAL[0]] = (config.window_rope or config.rope).theta
-    interval = full.index(True) + 1 if any(full) else config.num_layers + 1
+    if any(full):
+        interval = full.index(True) + 1
+    else:
+        interval = config.num_layers + 1
     if full == [(layer + 1) % interval == 0 for layer in range(config.num_layers)]:
         written[_PATTERN] = interval  # for older readers, without ``layer_types``
     return written

@@ -61,7 +61,10 @@ def number(
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        value = null if key in settings.values else default
+        if key in settings.values:
+            value = null
+        else:
+            value = default
         if settings.has(key):
             value = settings.number(key, low, high)
         return {field: 1 / value if inverse and value else value}
@@ -130,9 +133,16 @@ def experts(
 
 def _read_sparse(settings: Settings) -> dict[str, Any]:
     """Which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
-    step_key, dense_key = "decoder_sparse_step", "mlp_only_layers"
-    step = settings.integer(step_key, 1, Limits.layers) if settings.has(step_key) else 1
-    dense = settings.values[dense_key] if settings.has(dense_key) else []
+    step_key = "decoder_sparse_step"
+    dense_key = "mlp_only_layers"
+    if settings.has(step_key):
+        step = settings.integer(step_key, 1, Limits.layers)
+    else:
+        step = 1
+    if settings.has(dense_key):
+        dense = settings.values[dense_key]
+    else:
+        dense = []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         settings.wrong_type(dense_key, "a list of layers")
     return {
@@ -171,11 +181,10 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
 
     def read(settings: Settings) -> dict[str, Any]:
         count = layer_count(settings)
-        step = (
-            settings.integer(key, 1, Limits.layers)
-            if key is not None and settings.has(key)
-            else interval
-        )
+        if key is not None and settings.has(key):
+            step = settings.integer(key, 1, Limits.layers)
+        else:
+            step = interval
         types = layer_types(settings, count) or [
             SLIDING if (i + 1) % step else FULL for i in range(count)
         ]
@@ -218,12 +227,17 @@ def windows_of(
         raise CheckpointError(
             "some layers have windows, and sliding_window none", path=settings.path
         )
-    return [window if has_window else None for has_window in windowed]
+    windows: list[int | None] = []
+    for has_window in windowed:
+        windows.append(window if has_window else None)
+    return windows
 
 
 def optional_number(settings: Settings, key: str) -> float | None:
     """A multiplier or soft cap; absent, null and 0 are None."""
-    return (settings.number(key, 0, _MAX_MULTIPLIER) or None) if settings.has(key) else None
+    if settings.has(key):
+        return settings.number(key, 0, _MAX_MULTIPLIER) or None
+    return None
 
 
 def layer_count(settings: Settings) -> int:
@@ -236,7 +250,10 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
     `CheckpointError` if the kinds are unknown, or their number is wrong.
     """
     key = "layer_types"
-    types = settings.strings(key) if settings.has(key) else []
+    if settings.has(key):
+        types = settings.strings(key)
+    else:
+        types = []
     if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):
         raise CheckpointError(
             "layer_types does not fit the layers",
@@ -249,18 +266,19 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
 
 def written_layer_types(config: ModelConfig) -> list[str]:
     """The key ``layer_types``."""
-    return [FULL if window is None else SLIDING for window in config.windows]
+    result: list[str] = []
+    for window in config.windows:
+        result.append(FULL if window is None else SLIDING)
+    return result
 
 
 def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> int | None:
     """The window of a config's sliding layers; None if there is none."""
     if "sliding_window" not in settings.values:
         return default
-    return (
-        settings.integer("sliding_window", 1, Limits.context)
-        if settings.has("sliding_window")
-        else None
-    )
+    if settings.has("sliding_window"):
+        return settings.integer("sliding_window", 1, Limits.context)
+    return None
 
 
 def only_window(config: ModelConfig) -> int | None:

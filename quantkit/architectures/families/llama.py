@@ -169,9 +169,9 @@ def _smollm_windows(settings: Settings) -> list[int | None]:
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, count)]
     window = keys.sliding_window(settings, None)
     if not windowed:  # otherwise the flag has no effect, as in transformers
-        windowed = [
-            enabled and window is not None and not rotated for rotated in _rotary(settings, count)
-        ]
+        windowed = []
+        for rotated in _rotary(settings, count):
+            windowed.append(enabled and window is not None and not rotated)
     return keys.windows_of(settings, windowed, window)
 
 
@@ -180,11 +180,10 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
-        interval = (
-            settings.integer(interval_key, 1, Limits.layers)
-            if settings.has(interval_key)
-            else _INTERVAL
-        )
+        if settings.has(interval_key):
+            interval = settings.integer(interval_key, 1, Limits.layers)
+        else:
+            interval = _INTERVAL
         return [(layer + 1) % interval != 0 for layer in range(count)]
     stated = settings.need(key)
     listed = isinstance(stated, list) and all(type(one) is int and one in (0, 1) for one in stated)
@@ -333,7 +332,10 @@ def _olmo_windows(settings: Settings) -> dict[str, Any]:
     all layers, and transformers for those without a window.
     """
     found = _OLMO_WINDOWS.read(settings)
-    kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
+    if settings.has("rope_parameters"):
+        kinds = settings.inside("rope_parameters")
+    else:
+        kinds = settings
     stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
     ambiguous = any(found["windows"]) and settings.has("rope_theta") and not stated
     if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:

@@ -22,7 +22,10 @@ from quantkit.base.json_values import Settings
 # down projection of the published models is square, its shape does not show that. Defaults are
 # those of transformers.
 _EXPERTS = BLOCK + "mlp.experts."
-_HEAD_DIM, _WINDOW, _ALPHA, _LIMIT = 64, 128, 1.702, 7.0
+_HEAD_DIM = 64
+_WINDOW = 128
+_ALPHA = 1.702
+_LIMIT = 7.0
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -167,7 +167,10 @@ def opaque_config(
     found = []
     for name, (shape, dtype) in tensors.items():
         block = _block(name)
-        layer = None if block is None else layers.setdefault(block, len(layers))
+        if block is None:
+            layer = None
+        else:
+            layer = layers.setdefault(block, len(layers))
         found.append(OpaqueTensor(name, shape, str(dtype), layer=layer))
     heads = _size(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(text, "hidden_size", "d_model", "n_embd")
@@ -263,9 +266,9 @@ class Hints:
             return "float" if self.tied else "head"
         if self.is_tower(module):
             return "tower"
-        return (
-            "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
-        )
+        if self.is_recurrent(module) or self.is_recurrent(tensor.module):
+            return "recurrent"
+        return None
 
     def is_tower(self, module: str) -> bool:
         """Whether a module is in a part for images or sound, or leads from one to the language
@@ -308,12 +311,12 @@ def carried_modules(config: ModelConfig) -> list[str]:
     """The modules whose weights are copied although they may be linears in some readers, such as
     layers that predict further tokens, or experts in one tensor; none for a model that runs.
     """
-    return [
-        module
-        for tensor in config.tensors or ()
-        if not tensor.role
-        for module in possible_linears(tensor)
-    ]
+    result: list[str] = []
+    for tensor in config.tensors or ():
+        if not tensor.role:
+            for module in possible_linears(tensor):
+                result.append(module)
+    return result
 
 
 def possible_linears(tensor: OpaqueTensor) -> list[str]:
@@ -322,17 +325,18 @@ def possible_linears(tensor: OpaqueTensor) -> list[str]:
     """
     if may_be_linear(tensor):
         return [tensor.module]
-    stacked = (
-        _STACKED.fullmatch(tensor.name)
-        if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES
-        else None
-    )
+    if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES:
+        stacked = _STACKED.fullmatch(tensor.name)
+    else:
+        stacked = None
     if stacked is None:
         return []
     linears = _SIDE_BY_SIDE.get(stacked[2], (stacked[2],))
-    return [
-        f"{stacked[1]}.{expert}.{linear}" for expert in range(tensor.shape[0]) for linear in linears
-    ]
+    result: list[str] = []
+    for expert in range(tensor.shape[0]):
+        for linear in linears:
+            result.append(f"{stacked[1]}.{expert}.{linear}")
+    return result
 
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
@@ -349,8 +353,12 @@ def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
     """The number of the layer that a tensor is in, if it is beyond those that a config.json
     counts.
     """
-    count, parts = _num_layers(raw), name.split(".")
-    at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
+    count = _num_layers(raw)
+    parts = name.split(".")
+    if "layers" in parts[:-1]:
+        at = parts.index("layers") + 1
+    else:
+        at = 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
     if not (count and at and language and parts[at].isdecimal() and len(parts[at]) <= _MAX_DIGITS):
         return None
@@ -375,9 +383,10 @@ def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]
     patterns: dict[str, None] = {}
     layers: dict[int, None] = {}
     for tensor in tensors:
-        linears = (
-            possible_linears(tensor) if not tensor.role and is_extra_layer(tensor.name, raw) else []
-        )
+        if not tensor.role and is_extra_layer(tensor.name, raw):
+            linears = possible_linears(tensor)
+        else:
+            linears = []
         if not linears:
             continue
         names |= dict.fromkeys(linears)
@@ -442,7 +451,9 @@ def _block(name: str) -> str | None:
     """The name of the block that a tensor is in: up to its first number."""
     parts = name.split(".")
     place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return None if place is None else ".".join(parts[: place + 1])
+    if place is None:
+        return None
+    return ".".join(parts[: place + 1])
 
 
 def _size(values: Mapping[str, Any], *keys: str) -> int:
@@ -464,7 +475,10 @@ def _dtype(
                 return named.removeprefix("torch.")
     counts: Counter[str] = Counter()
     for shape, dtype in tensors.values():
-        counts[dtype] += math.prod(shape) if dtype in _FLOAT_TYPES else 0
+        if dtype in _FLOAT_TYPES:
+            counts[dtype] += math.prod(shape)
+        else:
+            counts[dtype] += 0
     return max(_FLOAT_TYPES, key=lambda dtype: counts[dtype])
 
 

@@ -11,7 +11,9 @@ from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import SLIDING
 from quantkit.base.json_values import Settings
 
-_MAX_KEY, _MAX_WINDOW_LAYERS = "max_window_layers", 28  # of transformers, if the key is absent
+# of transformers, if the key is absent
+_MAX_KEY = "max_window_layers"
+_MAX_WINDOW_LAYERS = 28
 
 
 # Qwen2 and Qwen2.5 (2407.10671): biases of queries, keys and values; windows in some layers.
@@ -23,9 +25,15 @@ def _windows(settings: Settings) -> list[int | None]:
     if window is None or not settings.flag("use_sliding_window", False):
         return [None] * layers
     stated = settings.has(_MAX_KEY) and not types
-    first = settings.integer(_MAX_KEY, 0, Limits.context) if stated else _MAX_WINDOW_LAYERS
+    if stated:
+        first = settings.integer(_MAX_KEY, 0, Limits.context)
+    else:
+        first = _MAX_WINDOW_LAYERS
     windowed = [kind == SLIDING for kind in types] or [layer >= first for layer in range(layers)]
-    return [window if has_window else None for has_window in windowed]
+    windows: list[int | None] = []
+    for has_window in windowed:
+        windows.append(window if has_window else None)
+    return windows
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -53,11 +61,10 @@ def _moe_windows(settings: Settings) -> list[int | None]:
     """
     layers = keys.layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
-    last = (
-        settings.integer(_MAX_KEY, 0, Limits.context)
-        if settings.has(_MAX_KEY)
-        else _MAX_WINDOW_LAYERS
-    )
+    if settings.has(_MAX_KEY):
+        last = settings.integer(_MAX_KEY, 0, Limits.context)
+    else:
+        last = _MAX_WINDOW_LAYERS
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]
@@ -107,7 +114,10 @@ _QWEN3 = Family(
 
 # Qwen3-MoE (2505.09388): Qwen3 with many small experts, in all layers or some.
 def _every_window(settings: Settings) -> list[int | None]:
-    window = keys.sliding_window(settings) if settings.flag("use_sliding_window", False) else None
+    if settings.flag("use_sliding_window", False):
+        window = keys.sliding_window(settings)
+    else:
+        window = None
     return [window] * keys.layer_count(settings)
 
 

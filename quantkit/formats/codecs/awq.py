@@ -44,7 +44,8 @@ from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_BITS, _PER_WORD = 4, 8
+_BITS = 4
+_PER_WORD = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
@@ -54,7 +55,8 @@ _READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
 def _shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
-    packed, groups = words(rows, bits), math.ceil(columns / (group_size or columns))
+    packed = words(rows, bits)
+    groups = math.ceil(columns / (group_size or columns))
     return {QWEIGHT: [(columns, packed)], QZEROS: [(groups, packed)], SCALES: [(groups, rows)]}
 
 
@@ -109,14 +111,16 @@ class AwqLinear(GroupedCodec):
     ) -> qtensor.QuantTensor:
         assert spec.scheme is not None, "all of AWQ has a scheme"
         size = spec.scheme.group_size
-        groups = (0, 1) if size is None else (columns[0] // size, columns[1] // size)
+        if size is None:
+            groups = (0, 1)
+        else:
+            groups = (columns[0] // size, columns[1] // size)
         scale = read_outputs(raw, SCALES, rows, groups)
         codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpacked)
-        zero = (
-            None
-            if spec.scheme.symmetric
-            else read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
-        )
+        if spec.scheme.symmetric:
+            zero = None
+        else:
+            zero = read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
         return qtensor.QuantTensor(codes, scale, zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
@@ -141,11 +145,10 @@ class AwqLinear(GroupedCodec):
         if isinstance(scale, Reason):
             return scale
         groups = self.scheme.groups(columns)
-        zero = (
-            value.zero.t()
-            if value.zero is not None
-            else torch.full((groups, rows), 8, dtype=torch.uint8)
-        )
+        if value.zero is not None:
+            zero = value.zero.t()
+        else:
+            zero = torch.full((groups, rows), 8, dtype=torch.uint8)
         return [_packed(value.codes.t()), _packed(zero), scale.t().contiguous()]
 
     def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
@@ -189,16 +192,20 @@ class Awq(QuantMethod):
         codec = AwqLinear(
             QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True))
         )
-        kept = (
-            settings.strings("modules_to_not_convert")
-            if settings.has("modules_to_not_convert")
-            else []
-        )
-        kept += [] if settings.flag("lm_head", False) else ["lm_head"]
+        if settings.has("modules_to_not_convert"):
+            kept = settings.strings("modules_to_not_convert")
+        else:
+            kept = []
+        if settings.flag("lm_head", False):
+            kept += []
+        else:
+            kept += ["lm_head"]
         found = quantized_modules(modules, stored, settings)
-        return {
-            module: codec for module in found if stored or not any(name in module for name in kept)
-        }
+        result: dict[str, AwqLinear] = {}
+        for module in found:
+            if stored or not any(name in module for name in kept):
+                result[module] = codec
+        return result
 
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
@@ -241,7 +248,9 @@ class Awq(QuantMethod):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
+        sizes = set()
+        for scheme in schemes.values():
+            sizes.add(None if scheme is None else scheme.group_size)
         if not sizes <= _READ_SIZES:
             return "what reads AWQ in such groups"
         readers = ["gptqmodel"]

@@ -28,13 +28,12 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 METHOD = "bitsandbytes"
 _STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
-_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = (
-    ".absmax",
-    ".quant_map",
-    ".nested_absmax",
-    ".nested_quant_map",
-)
-_SCB, _FORMAT = "SCB", "weight_format"
+_ABSMAX = ".absmax"
+_MAP = ".quant_map"
+_NESTED_ABSMAX = ".nested_absmax"
+_NESTED_MAP = ".nested_quant_map"
+_SCB = "SCB"
+_FORMAT = "weight_format"
 FOUR_BITS = Layout(
     "4-bit codes of bitsandbytes",
     "weight",
@@ -108,17 +107,16 @@ class FourBitWeight(DequantizedTensor):
             UnsupportedError: for other types, or a transposed weight.
         """
         self.kind = self.stored_as = kind
-        self._name, self._homes, self.source = weight.name, homes, homes[weight.name].source
+        self._name = weight.name
+        self._homes = homes
+        self.source = homes[weight.name].source
         state = self._state(stored[weight.name + _STATES[kind]])
-        tensor, self._block = (
-            StoredTensor(weight.name, dtype, self._shape(state)),
-            self._even(state, "blocksize"),
-        )
-        self._nested_block, self._offset = 0, 0.0
-        blocks, absmax = (
-            -(-math.prod(tensor.shape) // self._block),
-            stored.get(weight.name + _ABSMAX),
-        )
+        tensor = StoredTensor(weight.name, dtype, self._shape(state))
+        self._block = self._even(state, "blocksize")
+        self._nested_block = 0
+        self._offset = 0.0
+        blocks = -(-math.prod(tensor.shape) // self._block)
+        absmax = stored.get(weight.name + _ABSMAX)
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
             self._nested_block, self._offset = (
@@ -142,10 +140,15 @@ class FourBitWeight(DequantizedTensor):
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         count, columns = self.tensor.shape
-        rows = part if part is not None and part.axis == 0 else TensorSlice(0, ((0, count),))
+        if part is not None and part.axis == 0:
+            rows = part
+        else:
+            rows = TensorSlice(0, ((0, count),))
         left, right = part.ranges[0] if part is not None and part.axis == 1 else (0, columns)
-        absmax, values = self._absmax(), self._part(_MAP)
-        out, filled = self.tensor.dtype.empty((rows.size, right - left)), 0
+        absmax = self._absmax()
+        values = self._part(_MAP)
+        out = self.tensor.dtype.empty((rows.size, right - left))
+        filled = 0
         for first, last in rows.ranges:
             for start, stop in qtensor.row_chunks(last - first, columns):
                 chunk = self._rows(first + start, first + stop, values, absmax)
@@ -157,9 +160,12 @@ class FourBitWeight(DequantizedTensor):
         self, start: int, stop: int, values: torch.Tensor, absmax: torch.Tensor
     ) -> torch.Tensor:
         """Rows in float32, cut out of their blocks."""
-        columns, size = self.tensor.shape[1], self._block
-        first, last = start * columns // size, -(-stop * columns // size)
-        low, high = first * size // 2, min(last * size // 2, self._codes.shape[0])
+        columns = self.tensor.shape[1]
+        size = self._block
+        first = start * columns // size
+        last = -(-stop * columns // size)
+        low = first * size // 2
+        high = min(last * size // 2, self._codes.shape[0])
         codes = self._homes[self._name].read_view(self._codes, TensorSlice(0, ((low, high),)))
         halves = torch.stack((codes >> 4, codes & 0xF), dim=-1).flatten()
         blocks = torch.nn.functional.pad(
@@ -243,7 +249,10 @@ class FourBitWeight(DequantizedTensor):
     ) -> StoredTensor:
         tensor = stored.get(self._name + suffix)
         if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
-            described = "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            if tensor is None:
+                described = "none"
+            else:
+                described = f"{tensor.dtype} {list(tensor.shape)}"
             problem = f"has a '{suffix[1:]}' that does not fit its state"
             self._refuse(problem, described, f"{' or '.join(dtypes)} [{count}]")
         return tensor
@@ -290,13 +299,12 @@ class EightBitWeight(DequantizedTensor):
                 found=f"{scale.dtype} {list(scale.shape)}",
                 expected=f"one a row of {list(weight.shape)}",
             )
-        said = (
-            b""
-            if form is None
-            else homes[form.name].read_bytes(form.name)
-            if form.nbytes <= 8
-            else b"?"
-        )
+        if form is None:
+            said = b""
+        elif form.nbytes <= 8:
+            said = homes[form.name].read_bytes(form.name)
+        else:
+            said = b"?"
         if any(said):
             raise UnsupportedError(
                 f"tensor '{weight.name}' is stored in a layout for one kind of GPU",

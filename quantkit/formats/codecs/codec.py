@@ -119,12 +119,16 @@ class RawModule:
     def find(self, suffix: str) -> StoredTensor | None:
         """A tensor as the header describes it; None if it is missing."""
         name = f"{self.name}.{suffix}"
-        return self._files[name].tensors[name] if name in self._files else None
+        if name in self._files:
+            return self._files[name].tensors[name]
+        return None
 
     def metadata(self, suffix: str, key: str) -> str | None:
         """A value of the metadata in the header of a tensor's file."""
         name = f"{self.name}.{suffix}"
-        return self._files[name].metadata.get(key) if name in self._files else None
+        if name in self._files:
+            return self._files[name].metadata.get(key)
+        return None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> torch.Tensor:
         """A tensor, or a part of it; see `TensorFile.read`."""
@@ -140,11 +144,10 @@ class RawModule:
         """Raise `CheckpointError` if a tensor, by its whole name, does not exist in the type and
         shape of a scheme.
         """
-        found = (
-            self._files[expected.name].tensors[expected.name]
-            if expected.name in self._files
-            else None
-        )
+        if expected.name in self._files:
+            found = self._files[expected.name].tensors[expected.name]
+        else:
+            found = None
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
             raise self.damaged(
                 f"tensor '{expected.name}' does not fit scheme {scheme}",
@@ -226,12 +229,15 @@ class GroupedCodec:
         if part is None or part.axis == 0:
             return self.read(raw, spec, part, (0, columns))
         (start, stop), unit = part.ranges[0], self.unit(raw, spec)
-        first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+        first = start // unit * unit
+        last = min(-(-stop // unit) * unit, columns)
         value = self.read(raw, spec, None, (first, last))
         if (first, last) == (start, stop):
             return value
         inside = TensorSlice(1, ((start - first, stop - first),)).of_weight(value)
-        return inside if spec.scheme is not None else cast("torch.Tensor", inside).contiguous()
+        if spec.scheme is not None:
+            return inside
+        return cast("torch.Tensor", inside).contiguous()
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         """How many columns are stored together: whole words, and whole groups."""
@@ -250,7 +256,9 @@ class GroupedCodec:
         """What to read of a matrix with `count` columns: some rows, or some columns; None for
         all.
         """
-        return rows if (start, stop) == (0, count) else TensorSlice(1, ((start, stop),))
+        if (start, stop) == (0, count):
+            return rows
+        return TensorSlice(1, ((start, stop),))
 
 
 class ReadAsFloats:
@@ -278,7 +286,9 @@ class ReadAsFloats:
         self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
     ) -> torch.Tensor:
         value = self.codec.decode(raw, self._coded or spec, part)
-        return value.floats(spec.dtype.torch) if isinstance(value, qtensor.QuantTensor) else value
+        if isinstance(value, qtensor.QuantTensor):
+            return value.floats(spec.dtype.torch)
+        return value
 
 
 class CodeFormat:

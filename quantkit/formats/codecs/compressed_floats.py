@@ -37,7 +37,9 @@ class SmallFloats(GroupedCodec):
     @property
     def layout(self) -> Layout:
         """Of its tensors."""
-        return FP4 if self.scheme.codes is Codes.E2M1 else FLOAT8
+        if self.scheme.codes is Codes.E2M1:
+            return FP4
+        return FLOAT8
 
     @property
     def form(self) -> str:
@@ -52,7 +54,8 @@ class SmallFloats(GroupedCodec):
         return None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        codes, scale = raw.find(self.layout.codes), raw.find(SCALE)
+        codes = raw.find(self.layout.codes)
+        scale = raw.find(SCALE)
         if codes is None or scale is None:
             raise raw.damaged(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
@@ -72,20 +75,32 @@ class SmallFloats(GroupedCodec):
         (rows, columns), module = spec.shape, spec.name.removesuffix(".weight")
         groups = self.scheme.groups(columns)
         if self.scheme.codes is Codes.E4M3:
-            high = -(-rows // TILE) if self.scheme.scales is Scales.TILES else rows
+            if self.scheme.scales is Scales.TILES:
+                high = -(-rows // TILE)
+            else:
+                high = rows
             found: list[tuple[str, DType, Shape]] = [
                 (PLAIN, DType.FLOAT8_E4M3FN, (rows, columns)),
                 (SCALE, spec.dtype, (high, groups)),
             ]
         else:
             powers = self.scheme.scales is Scales.POWERS
-            of_scales = DType.UINT8 if powers else DType.FLOAT8_E4M3FN
+            if powers:
+                of_scales = DType.UINT8
+            else:
+                of_scales = DType.FLOAT8_E4M3FN
             found = [
                 (PACKED, DType.UINT8, (rows, columns // 2)),
                 (SCALE, of_scales, (rows, groups)),
             ]
-            found += [] if powers else [(GLOBAL_SCALE, DType.FLOAT32, (1,))]
-        return [StoredTensor(f"{module}.{suffix}", dtype, shape) for suffix, dtype, shape in found]
+            if powers:
+                found += []
+            else:
+                found += [(GLOBAL_SCALE, DType.FLOAT32, (1,))]
+        result: list[StoredTensor] = []
+        for suffix, dtype, shape in found:
+            result.append(StoredTensor(f"{module}.{suffix}", dtype, shape))
+        return result
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self.stored(spec)
@@ -103,7 +118,10 @@ class SmallFloats(GroupedCodec):
         if scheme.codes is Codes.E2M1:
             codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
         scale = self.row_scales(raw.read(SCALE), spec.shape[0])
-        scale = scale if rows is None else rows.of(scale)
+        if rows is None:
+            scale = scale
+        else:
+            scale = rows.of(scale)
         if scheme.group_size is not None:
             scale = scale[:, start // scheme.group_size : stop // scheme.group_size].contiguous()
         outer = None
@@ -117,14 +135,13 @@ class SmallFloats(GroupedCodec):
             return (stored.float() - EXPONENT_BIAS).exp2()
         if self.scheme.scales is Scales.NESTED:
             return stored.half()
-        return (
-            stored.repeat_interleave(TILE, 0)[:rows]
-            if self.scheme.scales is Scales.TILES
-            else stored
-        )
+        if self.scheme.scales is Scales.TILES:
+            return stored.repeat_interleave(TILE, 0)[:rows]
+        return stored
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
-        scale, scheme = value.scale, self.scheme
+        scale = value.scale
+        scheme = self.scheme
         if scheme.codes is Codes.E4M3:
             if scheme.scales is Scales.TILES:
                 scale = scale[::TILE].contiguous()

@@ -48,7 +48,10 @@ KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings with the scheme of a quantized key/value cache."""
 
 _MAX_GROUPS = 64
-_PACK, _INT, _DENSE, _MIXED = "pack-quantized", "int-quantized", "dense", "mixed-precision"
+_PACK = "pack-quantized"
+_INT = "int-quantized"
+_DENSE = "dense"
+_MIXED = "mixed-precision"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
@@ -105,13 +108,15 @@ class CompressedTensors(QuantMethod):
         """As `QuantMethod.claims`; `spelled` returns the names that a module may have in
         settings.
         """
-        groups, modules = stated_groups(settings), list(modules)
+        groups = stated_groups(settings)
+        modules = list(modules)
         matches = _matches(settings, groups, modules, spelled)
         stated = {name: group_claim(group, settings) for name, group in groups.items()}
         targets = dict.fromkeys(
             name for group in groups.values() for name in group.strings("targets")
         )
-        found, conflicts = dict[str, Claim](), {}
+        found = dict[str, Claim]()
+        conflicts = {}
         for module, names in matches:
             if (claim := stated[names[0]]) is not None:
                 found[module] = claim
@@ -159,7 +164,9 @@ class CompressedTensors(QuantMethod):
         """The format of linears in a scheme."""
         if scheme.of_small_floats:
             return SmallFloats(scheme).form
-        return _INT if scheme == _INT8 and self.activations is Activations.INT8 else _PACK
+        if scheme == _INT8 and self.activations is Activations.INT8:
+            return _INT
+        return _PACK
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme.of_small_floats and scheme not in FLOAT_SCHEMES.values():
@@ -175,21 +182,31 @@ class CompressedTensors(QuantMethod):
         ):
             return _not_multiplied(scheme, self.activations)
         if scheme.of_small_floats:
-            return _NO_FLOAT_EMBEDDING if embedding else SmallFloats(scheme)
-        return IntQuantized(scheme) if self.form(scheme) == _INT else PackQuantized(scheme)
+            if embedding:
+                return _NO_FLOAT_EMBEDDING
+            return SmallFloats(scheme)
+        if self.form(scheme) == _INT:
+            return IntQuantized(scheme)
+        return PackQuantized(scheme)
 
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
-        vllm = [] if "vllm" in without else [f"vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"]
+        if "vllm" in without:
+            vllm = []
+        else:
+            vllm = [f"vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"]
         if has_embedding(schemes):
             vllm = [f"{one} (not tried)" for one in vllm]
             return "; ".join([", ".join(vllm), "transformers 5.23 reads no packed embedding"])
         if not all(scheme.symmetric for scheme in found):
             readers = ", ".join(["compressed-tensors' own decompressor", *vllm])
             return f"{readers}; transformers refuses packed zero points (seen in 5.23)"
-        transformers = [] if "transformers" in without else ["transformers with compressed-tensors"]
+        if "transformers" in without:
+            transformers = []
+        else:
+            transformers = ["transformers with compressed-tensors"]
         return ", ".join([*transformers, *vllm])
 
     def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
@@ -200,11 +217,9 @@ class CompressedTensors(QuantMethod):
             activations = self.activations or Activations.of(scheme)[0]
             fp8 = Activations.FP8
             if scheme.of_small_floats and (scheme, activations) != (FP8, fp8):
-                return (
-                    f"{scheme}"
-                    if activations in Activations.of(scheme)[:1]
-                    else f"{scheme} with such inputs"
-                )
+                if activations in Activations.of(scheme)[:1]:
+                    return f"{scheme}"
+                return f"{scheme} with such inputs"
             if scheme.bits == 8 and not scheme.of_small_floats and activations is Activations.NONE:
                 return "8-bit weights alone"
             if scheme.bits == 4 and activations is fp8:
@@ -216,7 +231,10 @@ class CompressedTensors(QuantMethod):
         the head too; with `here_alone`, no form that others load can be written.
         """
         if here_alone:
-            vllm = "vLLM 0.32" if tied else "vLLM 0.32 on CPUs"
+            if tied:
+                vllm = "vLLM 0.32"
+            else:
+                vllm = "vLLM 0.32 on CPUs"
             return (
                 f"transformers does not load a packed embedding (seen in 5.23), nor does {vllm};"
                 " quantkit does"
@@ -261,7 +279,10 @@ class Int8Activations(CompressedTensors):
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
         in_vllm = "vllm" not in without and not has_embedding(schemes)
-        transformers = [] if "transformers" in without else ["transformers with compressed-tensors"]
+        if "transformers" in without:
+            transformers = []
+        else:
+            transformers = ["transformers with compressed-tensors"]
         return ", ".join([*transformers, *(["vLLM"] if in_vllm else [])])
 
 
@@ -294,11 +315,10 @@ def _in_layers(module: str) -> str:
 
 
 def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
-    able = [
-        one
-        for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values())
-        if activations in Activations.of(one)
-    ]
+    able = []
+    for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values()):
+        if activations in Activations.of(one):
+            able.append(one)
     own = " or ".join(Activations.of(scheme))
     problem = f"no runtime multiplies it by activations in {activations} (by {own})"
     return Reason(problem, scheme, f"for activations in {activations}: {', '.join(map(str, able))}")
@@ -321,7 +341,10 @@ def _written(
     embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
     for module, scheme in schemes.items():
         if module not in embedding:
-            target = f"re:{_EXPERTS}" if same and module in experts else module
+            if same and module in experts:
+                target = f"re:{_EXPERTS}"
+            else:
+                target = module
             by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
     ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
@@ -349,7 +372,10 @@ def _written(
 def _group(
     form: str, scheme: QuantScheme, targets: list[str], inputs: InputRounding | None
 ) -> dict[str, Any]:
-    grouped = "channel" if scheme.group_size is None else _GROUPED_BY.get(scheme.scales, "group")
+    if scheme.group_size is None:
+        grouped = "channel"
+    else:
+        grouped = _GROUPED_BY.get(scheme.scales, "group")
     weights: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.of_small_floats else "int",
@@ -380,11 +406,9 @@ def _stated(inputs: InputRounding) -> dict[str, Any]:
         "strategy": "token",
         "dynamic": True,
     }
-    return (
-        by_token
-        if inputs.group_size is None
-        else {**by_token, "strategy": "group", "group_size": inputs.group_size}
-    )
+    if inputs.group_size is None:
+        return by_token
+    return {**by_token, "strategy": "group", "group_size": inputs.group_size}
 
 
 def packed_shapes(
@@ -431,7 +455,8 @@ def stated_groups(settings: Settings) -> dict[str, Settings]:
     """The groups by name."""
     named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
-        problem, expected = f"{settings.name} has too many groups", f"at most {_MAX_GROUPS}"
+        problem = f"{settings.name} has too many groups"
+        expected = f"at most {_MAX_GROUPS}"
         raise CheckpointError(
             problem, path=settings.path, found=len(named.values), expected=expected
         )
@@ -456,7 +481,10 @@ def _matches(
         targets[name] = Targets(
             group.strings("targets"), key=f"{group.name}.targets", match_time=match_time
         )
-    ignored_names = settings.strings("ignore") if settings.has("ignore") else []
+    if settings.has("ignore"):
+        ignored_names = settings.strings("ignore")
+    else:
+        ignored_names = []
     ignored = Targets(ignored_names, key=f"{settings.name}.ignore", match_time=match_time)
     found = []
     for module in modules:
@@ -478,7 +506,10 @@ def group_claim(group: Settings, settings: Settings) -> Claim | None:
     stated = group.values.get("format") or settings.values.get("format")
     layout = _LAYOUTS.get(str(stated))
     if layout is None and stated == "naive-quantized":
-        layout = FLOAT8 if weights.values.get("type") == "float" else INT8
+        if weights.values.get("type") == "float":
+            layout = FLOAT8
+        else:
+            layout = INT8
     base = Claim(
         layout,
         symmetric=weights.values.get("symmetric", True) is not False,
@@ -494,8 +525,14 @@ def _codec(
     group: Settings, settings: Settings
 ) -> PackQuantized | IntQuantized | SmallFloats | None:
     """The codec of a group's modules; None if they are read as floats."""
-    layout = group if group.has("format") else settings
-    found = layout.string("format") if layout.has("format") else None
+    if group.has("format"):
+        layout = group
+    else:
+        layout = settings
+    if layout.has("format"):
+        found = layout.string("format")
+    else:
+        found = None
     weights = group.inside("weights")
     if found in _OF_FLOATS and weights.values.get("type") == "float":
         return None
@@ -531,15 +568,21 @@ def _strategy(weights: Settings) -> str:
         return weights.string("strategy")
     if not weights.has("group_size"):
         return "tensor"
-    return "channel" if weights.integer("group_size", -1, MAX_COLUMNS) == -1 else "group"
+    if weights.integer("group_size", -1, MAX_COLUMNS) == -1:
+        return "channel"
+    return "group"
 
 
 def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
         raise unread(weights, "this order of columns is not read", shown(order))
-    strategy, bits = _strategy(weights), weights.integer("num_bits", 1, 64)
-    kind = weights.string("type") if weights.has("type") else "int"
+    strategy = _strategy(weights)
+    bits = weights.integer("num_bits", 1, 64)
+    if weights.has("type"):
+        kind = weights.string("type")
+    else:
+        kind = "int"
     if (
         kind != "int"
         or bits not in (4, 8)
@@ -552,7 +595,10 @@ def _scheme(weights: Settings) -> QuantScheme:
             f"{kind}{bits} per {strategy}",
             "int4 or int8, per group, channel or tensor",
         )
-    group_size = weights.integer("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
+    if strategy == "group":
+        group_size = weights.integer("group_size", 1, MAX_COLUMNS)
+    else:
+        group_size = None
     if group_size is not None and group_size % 8:
         raise unread(weights, "group size is not supported", group_size, "a multiple of 8")
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

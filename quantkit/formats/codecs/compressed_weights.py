@@ -27,8 +27,13 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-PACKED, SHAPE, GLOBAL_SCALE = "weight_packed", "weight_shape", "weight_global_scale"
-PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
+PACKED = "weight_packed"
+SHAPE = "weight_shape"
+GLOBAL_SCALE = "weight_global_scale"
+PLAIN = "weight"
+SCALE = "weight_scale"
+_ZERO = "weight_zero_point"
+_GROUPS = "weight_g_idx"
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
 
 
@@ -36,7 +41,10 @@ def _packed_shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
-    one_scale = [(1,), ()] if group_size is None else []
+    if group_size is None:
+        one_scale = [(1,), ()]
+    else:
+        one_scale = []
     return {
         PACKED: [(rows, words(columns, bits))],
         SCALE: [(rows, groups), *one_scale],
@@ -54,7 +62,10 @@ def _plain_shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
-    one_scale = [(1,), (), (rows,)] if group_size is None else []
+    if group_size is None:
+        one_scale = [(1,), (), (rows,)]
+    else:
+        one_scale = []
     scales = [(rows, groups), *one_scale]
     return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
 
@@ -117,7 +128,9 @@ class CompressedLinear(GroupedCodec):
     code_type: ClassVar[DType]
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        found, scale, scheme = raw.find(self.layout.codes), raw.find(SCALE), self.scheme
+        found = raw.find(self.layout.codes)
+        scale = raw.find(SCALE)
+        scheme = self.scheme
         if found is None or scale is None:
             raise raw.damaged(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
@@ -141,19 +154,27 @@ class CompressedLinear(GroupedCodec):
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         dtypes = {self.layout.codes: self.code_type, SCALE: spec.dtype}
-        dtypes |= {SHAPE: DType.INT64} if self.layout is PACKED_CODES else {}
-        dtypes |= {} if self.scheme.symmetric else {_ZERO: self.code_type}
+        if self.layout is PACKED_CODES:
+            dtypes |= {SHAPE: DType.INT64}
+        else:
+            dtypes |= {}
+        if self.scheme.symmetric:
+            dtypes |= {}
+        else:
+            dtypes |= {_ZERO: self.code_type}
         return self.layout.stored(spec, self.scheme.bits, self.scheme.group_size, dtypes)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         """In one of the forms that are read."""
-        stored, found = self.stored(spec), []
-        shapes = [(1,), (1, 1), ()] if self.one_scale else [stored[1].shape]
+        stored = self.stored(spec)
+        found = []
+        if self.one_scale:
+            shapes = [(1,), (1, 1), ()]
+        else:
+            shapes = [stored[1].shape]
         for tensor in stored:
-            there, forms = (
-                raw.find(tensor.name.removeprefix(f"{raw.name}.")),
-                [(tensor.dtype, tensor.shape)],
-            )
+            there = raw.find(tensor.name.removeprefix(f"{raw.name}."))
+            forms = [(tensor.dtype, tensor.shape)]
             if tensor.name.endswith(SCALE) and there is not None:
                 tensor = StoredTensor(tensor.name, there.dtype, shapes[0])
                 forms = [(there.dtype, shape) for shape in shapes]
@@ -168,7 +189,8 @@ class CompressedLinear(GroupedCodec):
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        codes, (start, stop) = self.codes(raw, spec, rows, columns), columns
+        codes = self.codes(raw, spec, rows, columns)
+        (start, stop) = columns
         scale = self.whole_rows(raw.read(SCALE), spec, rows)
         zero = None
         if not self.scheme.symmetric and raw.find(_ZERO) is not None:
@@ -177,7 +199,8 @@ class CompressedLinear(GroupedCodec):
             return self._by_index(raw, spec, codes, scale, zero, start)
         if (size := self.scheme.group_size) is not None:
             groups = slice(start // size, -(-stop // size))
-            scale, zero = scale[:, groups], None if zero is None else zero[:, groups]
+            scale = scale[:, groups]
+            zero = None if zero is None else zero[:, groups]
         return qtensor.QuantTensor(codes, scale, zero, self.scheme)
 
     def codes(
@@ -196,12 +219,12 @@ class CompressedLinear(GroupedCodec):
         self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None
     ) -> torch.Tensor:
         """One value for each group [O, G] of some rows; a single value is repeated."""
-        rows, groups = spec.shape[0], self.scheme.groups(spec.shape[1])
-        found = (
-            value.reshape(1, 1).expand(rows, 1)
-            if value.numel() == 1
-            else value.reshape(rows, groups)
-        )
+        rows = spec.shape[0]
+        groups = self.scheme.groups(spec.shape[1])
+        if value.numel() == 1:
+            found = value.reshape(1, 1).expand(rows, 1)
+        else:
+            found = value.reshape(rows, groups)
         return (found if part is None else part.of(found)).contiguous()
 
     def unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
@@ -220,7 +243,8 @@ class CompressedLinear(GroupedCodec):
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
         """Whether groups are of adjacent columns, by a tensor if there is one."""
-        index, groups = raw.find(_GROUPS), self.scheme.groups(columns)
+        index = raw.find(_GROUPS)
+        groups = self.scheme.groups(columns)
         if index is None and self.by_index:
             raise raw.damaged(
                 f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is"
@@ -267,7 +291,8 @@ class CompressedLinear(GroupedCodec):
 class PackQuantized(CompressedLinear):
     """Codes packed into words."""
 
-    layout, code_type = PACKED_CODES, DType.INT32
+    layout = PACKED_CODES
+    code_type = DType.INT32
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.group_size or 32 // self.scheme.bits  # groups are whole words
@@ -309,10 +334,13 @@ class PackQuantized(CompressedLinear):
 class IntQuantized(CompressedLinear):
     """Codes as signed bytes."""
 
-    layout, code_type = INT8, DType.INT8
+    layout = INT8
+    code_type = DType.INT8
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        return 1 if spec.scheme is None else self.scheme.group_size or 1
+        if spec.scheme is None:
+            return 1
+        return self.scheme.group_size or 1
 
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
@@ -323,6 +351,9 @@ class IntQuantized(CompressedLinear):
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         half = self.scheme.levels // 2
-        stored = [value.codes] if value.zero is None else [value.codes, value.zero]
+        if value.zero is None:
+            stored = [value.codes]
+        else:
+            stored = [value.codes, value.zero]
         codes, *zero = ((one.to(torch.int16) - half).to(torch.int8).contiguous() for one in stored)
         return [codes, value.scale.contiguous(), *zero]

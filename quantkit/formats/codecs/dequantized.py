@@ -36,12 +36,10 @@ class SmallFloats(QuantMethod):
     def __init__(
         self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = ""
     ) -> None:
-        self.name, self.layouts, self.runtimes, self.settings_file = (
-            name,
-            layouts,
-            runtimes,
-            settings_file,
-        )
+        self.name = name
+        self.layouts = layouts
+        self.runtimes = runtimes
+        self.settings_file = settings_file
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         if self.name not in _STATED_FOR_ALL:
@@ -95,8 +93,12 @@ def dequantized(
         UnsupportedError: if scales do not go with their tensor, or are named as DeepSeek V4's.
         CheckpointError: for settings of the wrong kind.
     """
-    method = None if settings is None else method_in(settings)
-    tensors, found = dict(stored), dict[str, TensorFile](homes)
+    if settings is None:
+        method = None
+    else:
+        method = method_in(settings)
+    tensors = dict(stored)
+    found = dict[str, TensorFile](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
     _require_known_scales(stored, homes)
@@ -105,7 +107,8 @@ def dequantized(
         stated.append(
             block_size(Settings(weights, settings.path, settings.name), "block_structure")
         )
-    block, left_out = next((one for one in stated if one is not None), None), 0
+    block = next((one for one in stated if one is not None), None)
+    left_out = 0
     kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
         weight: DequantizedTensor | None
@@ -119,10 +122,22 @@ def dequantized(
         coded = leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
         if weight is None and not coded:  # by compressed-tensors
             continue
-        means = name.replace("weight_packed", "weight") if weight is None else weight.tensor.name
-        own = [] if weight is None else [part.name for part in weight.parts]
-        module = means.removesuffix("weight") if means.endswith(".weight") else f"{means}_"
-        scales = [module + suffix for suffix in _OF_ACTIVATIONS if module + suffix in tensors]
+        if weight is None:
+            means = name.replace("weight_packed", "weight")
+        else:
+            means = weight.tensor.name
+        if weight is None:
+            own = []
+        else:
+            own = [part.name for part in weight.parts]
+        if means.endswith(".weight"):
+            module = means.removesuffix("weight")
+        else:
+            module = f"{means}_"
+        scales = []
+        for suffix in _OF_ACTIVATIONS:
+            if module + suffix in tensors:
+                scales.append(module + suffix)
         left_out += len(scales)
         for one in (*own, *scales):
             del tensors[one], found[one]
@@ -133,10 +148,9 @@ def dequantized(
     ordered = sorted(
         tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0))
     )
-    notes = [
-        f"{count} weights in {kind} are read as {dtype}, by their own scales"
-        for kind, count in kinds.items()
-    ]
+    notes = []
+    for kind, count in kinds.items():
+        notes.append(f"{count} weights in {kind} are read as {dtype}, by their own scales")
     if method in _NAMES and not kinds:
         notes.append(f"the config names {method}, and no weight is stored so: all are floats")
     if _rounds_activations(settings):
@@ -167,7 +181,10 @@ def _require_known_scales(
             or tensor.dtype not in (DType.INT8, *small_floats.TYPES)
         ):
             continue
-        kind = "FP4, two codes in an int8" if tensor.dtype == DType.INT8 else "FP8"
+        if tensor.dtype == DType.INT8:
+            kind = "FP4, two codes in an int8"
+        else:
+            kind = "FP8"
         raise UnreadLayoutError(
             "weights whose scales are named '.scale' are not read: DeepSeek V4 is published so",
             path=homes[name].path,
@@ -211,7 +228,9 @@ def narrow_float64(
             home = Float64Tensor(stored[name], dict(homes), dtype)
             stored[name], homes[name] = home.tensor, home
             count += 1
-    return [f"{count} tensors in float64 are read as {dtype}"] if count else []
+    if count:
+        return [f"{count} tensors in float64 are read as {dtype}"]
+    return []
 
 
 def _weight(
@@ -246,7 +265,9 @@ def method_in(settings: Settings) -> str | None:
     if settings.has("quant_method"):
         return settings.string("quant_method")
     old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
-    return bitsandbytes.METHOD if old else None
+    if old:
+        return bitsandbytes.METHOD
+    return None
 
 
 def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:

@@ -95,7 +95,10 @@ class BlockType:
             memory_format=torch.contiguous_format
         )  # floats need aligned bytes
         data = blocks[..., _SCALE_BYTES:]
-        codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
+        if self.scheme.bits == 8:
+            codes = data ^ 0x80
+        else:
+            codes = torch.cat((data & 0xF, data >> 4), -1)
         return qtensor.QuantTensor(
             codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme
         )
@@ -126,15 +129,22 @@ class BlockType:
         blocks = columns // BLOCK
         scale = scale.repeat_interleave(blocks // scale.shape[1], -1).unsqueeze(-1)
         codes = value.codes.reshape(rows, blocks, BLOCK)
-        low, high = codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :]
-        data = codes ^ 0x80 if self.scheme.bits == 8 else low | high << 4
+        low = codes[..., : BLOCK // 2]
+        high = codes[..., BLOCK // 2 :]
+        if self.scheme.bits == 8:
+            data = codes ^ 0x80
+        else:
+            data = low | high << 4
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
     def unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
         """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None
         if they can.
         """
-        columns = self.type.block if columns is None else columns
+        if columns is None:
+            columns = self.type.block
+        else:
+            columns = columns
         if self.layout is not None and scheme == self.scheme and columns % self.type.block == 0:
             return None
         if self.layout is not None and scheme == self.scheme:
@@ -208,19 +218,25 @@ class GgmlRows:
             RequestError: for codes of columns that cut a group; see `QuantTensor.columns`.
             CheckpointError: see `TensorFile.read`.
         """
-        view, columns = self.view, self.view.shape[1] // self.type.block_bytes * self.type.block
-        left, right = 0, columns
+        view = self.view
+        columns = self.view.shape[1] // self.type.block_bytes * self.type.block
+        left = 0
+        right = columns
         if part is not None and part.axis == 1:  # complete blocks are read
             ((start, stop),), part = part.ranges, None
-            first, last = start // self.type.block, -(-stop // self.type.block)
+            first = start // self.type.block
+            last = -(-stop // self.type.block)
             view = view.narrow(
                 1, first * self.type.block_bytes, (last - first) * self.type.block_bytes
             )
-            left, right = start - first * self.type.block, stop - first * self.type.block
+            left = start - first * self.type.block
+            right = stop - first * self.type.block
         if not self.coded:
             return self._floats(view, part, left, right)
         found = CODED_TYPES[self.type].decode(self.file.read_view(view, part))
-        return found if (left, right) == (0, columns) else found.columns(left, right)
+        if (left, right) == (0, columns):
+            return found
+        return found.columns(left, right)
 
     def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> torch.Tensor:
         """Floats of some columns, computed in float32 for a few rows at a time and rounded once."""

@@ -108,7 +108,8 @@ def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
 
 def _small(scheme: QuantScheme) -> BlockLayout:
     """Blocks of 32 weights."""
-    fifth, size = scheme.bits == 5, 16
+    fifth = scheme.bits == 5
+    size = 16
 
     def pack(codes: Tensor, scales: BlockScales) -> Tensor:
         found = [_bytes(scales.scale)]
@@ -119,10 +120,12 @@ def _small(scheme: QuantScheme) -> BlockLayout:
         return torch.cat((*found, _nibbles(codes & 0xF, size)), 1)
 
     def unpack(data: Tensor) -> tuple[Tensor, BlockScales]:
-        scale, rest = _halves(data[:, :_HALF]), data[:, _HALF:]
+        scale = _halves(data[:, :_HALF])
+        rest = data[:, _HALF:]
         minimum = None
         if not scheme.symmetric:
-            minimum, rest = _negated(_halves(rest[:, :_HALF])), rest[:, _HALF:]
+            minimum = _negated(_halves(rest[:, :_HALF]))
+            rest = rest[:, _HALF:]
         codes = _from_nibbles(rest[:, -size:], size)
         if fifth:
             codes = codes | _from_bits(rest[:, :-size]) << 4
@@ -143,7 +146,8 @@ def _pack_minima(scales: BlockScales) -> Tensor:
 
 
 def _unpack_minima(data: Tensor) -> BlockScales:
-    outer, outer_minimum = _halves(data[:, :_HALF]), _halves(data[:, _HALF : 2 * _HALF])
+    outer = _halves(data[:, :_HALF])
+    outer_minimum = _halves(data[:, _HALF : 2 * _HALF])
     first, second, third = torch.split(data[:, 2 * _HALF :], 4, 1)
     scale = torch.cat((first & 0x3F, (third & 0xF) | first >> 6 << 4), 1)
     minimum = torch.cat((second & 0x3F, third >> 4 | second >> 6 << 4), 1)

@@ -111,7 +111,8 @@ class Gptq(QuantMethod):
             raise UnsupportedError(problem, found=f"{common} and {other}")
         dynamic: dict[str, dict[str, int]] = {}
         for module in modules:
-            scheme, name = schemes.get(module), re.escape(module)
+            scheme = schemes.get(module)
+            name = re.escape(module)
             if scheme is None and module != "lm_head":
                 dynamic[f"-:^{name}$"] = {}
             elif scheme is not None and scheme != common:
@@ -173,9 +174,10 @@ def quantized_modules(
         raise unread(settings, problem, f"rotation {shown(rotation)}", hint=hint)
     if not stored:
         return list(modules)
-    found = [
-        module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)
-    ]
+    found = []
+    for module in modules:
+        if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES):
+            found.append(module)
     if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         problem = (
             f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is"
@@ -197,7 +199,8 @@ def claims_by_rows(
     exceptions.
     """
     base = base_claim(settings, layout, symmetric)
-    head, overrides = bool(settings.values.get("lm_head")), Overrides(settings, base)
+    head = bool(settings.values.get("lm_head"))
+    overrides = Overrides(settings, base)
     found = {}
     for module in not_skipped(modules, settings):
         if is_head(module) and not head and module not in coded:
@@ -221,12 +224,15 @@ def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
 def writers(settings: Mapping[str, Any]) -> set[str]:
     """The programs that quantized a folder, as GPTQModel lists them, without their versions."""
     meta = settings.get("meta")
-    found = meta.get("quantizer") if isinstance(meta, dict) else None
-    return {
-        one.split(":")[0].lower()
-        for one in (found if isinstance(found, list) else [found])
-        if type(one) is str
-    }
+    if isinstance(meta, dict):
+        found = meta.get("quantizer")
+    else:
+        found = None
+    result: set[str] = set()
+    for one in found if isinstance(found, list) else [found]:
+        if type(one) is str:
+            result.add(one.split(":")[0].lower())
+    return result
 
 
 def _stated_version(settings: Settings) -> int | None:
@@ -286,12 +292,14 @@ class Overrides:
         patterns = [key.removeprefix("+:").removeprefix("-:") for key in dynamic.values]
         names = [_escaped_name(pattern) for pattern in patterns]
         if names.count(None) > _MAX_PATTERNS:
-            problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
+            problem = f"{dynamic.name} has too many patterns"
+            expected = f"at most {_MAX_PATTERNS}"
             raise CheckpointError(
                 problem, path=settings.path, found=names.count(None), expected=expected
             )
         for place, (key, value) in enumerate(dynamic.values.items()):
-            pattern, name = patterns[place], names[place]
+            pattern = patterns[place]
+            name = names[place]
             if name is None:
                 self._patterns.append(
                     (place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time))
@@ -318,7 +326,9 @@ class Overrides:
     def claim(self, module: str, base: Claim) -> Claim | None:
         """What holds for a module; None if it is not quantized."""
         place = self.find(module)
-        return base if place is None else self.claims[place][0]
+        if place is None:
+            return base
+        return self.claims[place][0]
 
 
 def _escaped_name(pattern: str) -> str | None:
@@ -326,7 +336,9 @@ def _escaped_name(pattern: str) -> str | None:
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
-    return name if re.escape(name) == pattern[1:-1] else None
+    if re.escape(name) == pattern[1:-1]:
+        return name
+    return None
 
 
 class AutoRound(QuantMethod):
@@ -351,24 +363,24 @@ class AutoRound(QuantMethod):
             raise unread(settings, "rotated weights of AutoRound are not read")
         method, layout = _PACKINGS[packing]
         said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
-        names, patterns = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
-        extra = (
-            settings.inside("extra_config")
-            if settings.has("extra_config")
-            else Settings({}, settings.path)
-        )
+        names = dict[str, dict[str, Any]]()
+        patterns = dict[str, dict[str, Any]]()
+        if settings.has("extra_config"):
+            extra = settings.inside("extra_config")
+        else:
+            extra = Settings({}, settings.path)
         for key in extra.values:
             one = extra.inside(key)
             if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
-                own, sign = {}, "-"
+                own = {}
+                sign = "-"
             else:
                 _require_weights_only(one)
-                own, sign = {name: one.values[name] for name in said if one.has(name)}, "+"
+                own = {name: one.values[name] for name in said if one.has(name)}
+                sign = "+"
                 if method == "awq" and any(own[name] != said[name] for name in own):
-                    problem, found = (
-                        "AWQ of several schemes is not read",
-                        f"{shown(key)}: {shown(own)}",
-                    )
+                    problem = "AWQ of several schemes is not read"
+                    found = f"{shown(key)}: {shown(own)}"
                     raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
             if _PATTERN.search(key):
                 patterns[f"{sign}:.*(?:{key})"] = own

@@ -88,7 +88,9 @@ class GptqLinear(GroupedCodec):
     @property
     def scheme(self) -> QuantScheme | None:
         whole = self.group_size is None or self.group_size % 8 == 0
-        return QuantScheme(self.bits, self.group_size, self.symmetric) if whole else None
+        if whole:
+            return QuantScheme(self.bits, self.group_size, self.symmetric)
+        return None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         require_tensors(raw, expected)
@@ -102,7 +104,10 @@ class GptqLinear(GroupedCodec):
             self.version.require_whole(raw, packed)
         unit = math.gcd(packed.group_size, packed.columns)
         if not ordered or (packed.groups > 1 and unit % 8):
-            stored_as = f"GPTQ in groups of {unit}" if ordered else "GPTQ with act-order"
+            if ordered:
+                stored_as = f"GPTQ in groups of {unit}"
+            else:
+                stored_as = "GPTQ with act-order"
             return TensorSpec(expected.name, expected.shape, expected.dtype, None, stored_as)
         one = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
         scheme = QuantScheme(self.bits, None if one else unit, symmetric)
@@ -115,13 +120,17 @@ class GptqLinear(GroupedCodec):
         return self._tensors(spec, scales_dtype(raw), indexed=raw.find(G_IDX) is not None)
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        groups = None if spec.scheme is None else spec.scheme.group_size
+        if spec.scheme is None:
+            groups = None
+        else:
+            groups = spec.scheme.group_size
         return groups or 32 // self.bits  # groups are whole words
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        packed, (first, last) = self._packed(spec.shape), columns
+        packed = self._packed(spec.shape)
+        (first, last) = columns
         inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
         words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
         codes = qtensor.unpack_int32(words.t(), self.bits, last - first)
@@ -130,9 +139,13 @@ class GptqLinear(GroupedCodec):
         groups = [0]
         if (size := spec.scheme.group_size) is not None:
             groups = [column // packed.group_size for column in range(first, last, size)]
-        bounds, symmetric = (groups[0], groups[-1] + 1), spec.scheme.symmetric
+        bounds = (groups[0], groups[-1] + 1)
+        symmetric = spec.scheme.symmetric
         scale = read_outputs(raw, SCALES, rows, bounds)
-        zero = None if symmetric else self._zeros(raw, packed, rows, bounds)
+        if symmetric:
+            zero = None
+        else:
+            zero = self._zeros(raw, packed, rows, bounds)
         within = [group - groups[0] for group in groups]
         return qtensor.QuantTensor(
             codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme
@@ -172,7 +185,10 @@ class GptqLinear(GroupedCodec):
 
     def _tensors(self, spec: TensorSpec, scales: DType, *, indexed: bool) -> list[StoredTensor]:
         dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
-        dtypes |= {G_IDX: DType.INT32} if indexed else {}
+        if indexed:
+            dtypes |= {G_IDX: DType.INT32}
+        else:
+            dtypes |= {}
         return GPTQ.stored(spec, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
@@ -193,10 +209,16 @@ class GptqLinear(GroupedCodec):
         self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]
     ) -> torch.Tensor:
         """The zero points [O, G] of some groups."""
-        version = 2 if self.version is None else self.version.of(raw)
+        if self.version is None:
+            version = 2
+        else:
+            version = self.version.of(raw)
 
         def unpack(words: torch.Tensor) -> torch.Tensor:
-            count = packed.rows if rows is None else words.shape[1] * packed.per_word
+            if rows is None:
+                count = packed.rows
+            else:
+                count = words.shape[1] * packed.per_word
             return zero_points(words, self.bits, count, version)
 
         return read_outputs(raw, QZEROS, rows, groups, packed.per_word, unpack)
@@ -216,10 +238,8 @@ class GptqLinear(GroupedCodec):
         if raw.find(G_IDX) is not None:
             group = raw.read(G_IDX, TensorSlice(0, ((start, stop),))).long()
         groups = int(group.min()), int(group.max()) + 1
-        scale, zero = (
-            read_outputs(raw, SCALES, rows, groups),
-            self._zeros(raw, packed, rows, groups),
-        )
+        scale = read_outputs(raw, SCALES, rows, groups)
+        zero = self._zeros(raw, packed, rows, groups)
         group -= groups[0]
         out = dtype.empty(codes.shape)
         for first, last in qtensor.row_chunks(len(codes), stop - start):
@@ -249,7 +269,8 @@ def read_outputs(
     found = unpack(raw.read(suffix, TensorSlice(1, words))[lines[0] : lines[1]])
     if per_word == 1:
         return found.t().contiguous()
-    kept, before = [], 0
+    kept = []
+    before = 0
     for (start, stop), (first, last) in zip(rows.ranges, words, strict=True):
         kept.append(torch.arange(start, stop) + (before - first) * per_word)
         before += last - first
@@ -260,7 +281,8 @@ def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether codes are packed along the outputs, as in AWQ: they have the width of their zero
     points.
     """
-    codes, zeros = tensors[QWEIGHT], tensors.get(QZEROS)
+    codes = tensors[QWEIGHT]
+    zeros = tensors.get(QZEROS)
     return zeros is not None and codes.shape[-1:] == zeros.shape[-1:]
 
 

@@ -22,7 +22,10 @@ from quantkit.formats.codecs.codec import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 
-QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
+QWEIGHT = "qweight"
+QZEROS = "qzeros"
+SCALES = "scales"
+G_IDX = "g_idx"
 WRITER = "quantkit"
 _MODULES = 12
 _INPUTS = 512  # of a module; more for longer groups
@@ -76,7 +79,10 @@ def zero_points(words: torch.Tensor, bits: int, count: int, version: int) -> tor
 def _constant(raw: RawModule, packed: Packed) -> int | None:
     """The value of all stored zero points of a module; None if they differ."""
     data = raw.read_bytes(QZEROS)
-    field = data[0] & (2**packed.bits - 1) if data else 0
+    if data:
+        field = data[0] & (2**packed.bits - 1)
+    else:
+        field = 0
     if packed.rows % packed.per_word:
         return field if bool((_stored_fields(raw, packed) == field).all()) else None
     word = (field * ones(packed.bits)).to_bytes(4, "little")
@@ -153,10 +159,9 @@ class Version:
         """
         version = self.of(raw)
         if self._halfway is None:
-            halves = {
-                name: 2 ** (self._modules[name].bits - 1) - (version == 1)
-                for name in self._constants
-            }
+            halves = {}
+            for name in self._constants:
+                halves[name] = 2 ** (self._modules[name].bits - 1) - (version == 1)
             self._halfway = {
                 name for name, value in self._constants.items() if value == halves[name]
             }
@@ -219,7 +224,8 @@ class Version:
         """The version of symmetric modules; None if not all are symmetric."""
         versions: dict[int | None, str] = {}
         for name in names:
-            half, value = 2 ** (self._modules[name].bits - 1), self._constants[name]
+            half = 2 ** (self._modules[name].bits - 1)
+            value = self._constants[name]
             versions.setdefault(None if value is None else {half - 1: 1, half: 2}.get(value), name)
         if len(versions) != 1:
             if versions and None not in versions:
@@ -246,9 +252,9 @@ def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
     }
     if len(set(own.values())) > 1 and 2 * len(own) > len(sampled):
         raise _disagree(raw, next(name for name, one in own.items() if one == 1))
-    return (
-        _nearest([_together(offset) for offset in zip(*offsets, strict=True)]) if offsets else None
-    )
+    if offsets:
+        return _nearest([_together(offset) for offset in zip(*offsets, strict=True)])
+    return None
 
 
 def _together(offsets: Sequence[_Offset]) -> _Offset:
@@ -268,15 +274,21 @@ def _nearest(offsets: Sequence[_Offset]) -> int | None:
     """
     (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
     sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
-    return (1 if offsets[0] == (near, error) else 2) if sure else None
+    if sure:
+        if offsets[0] == (near, error):
+            return 1
+        return 2
+    return None
 
 
 def _packed(raw: RawModule, stated: Stated) -> Packed | None:
     """The packing of a module, from its headers; None if they contradict each other."""
-    found, g_idx = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)], raw.find(G_IDX)
-    shapes = [
-        one.shape for one in found if one is not None and len(one.shape) == 2 and 0 not in one.shape
-    ]
+    found = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)]
+    g_idx = raw.find(G_IDX)
+    shapes = []
+    for one in found:
+        if one is not None and len(one.shape) == 2 and 0 not in one.shape:
+            shapes.append(one.shape)
     words_of = [one for one in (found[0], found[1], g_idx) if one is not None]
     if len(shapes) < 3 or any(one.dtype != DType.INT32 for one in words_of):
         return None
@@ -293,7 +305,9 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
         packed.groups,
         math.ceil(rows / packed.per_word),
     )
-    return packed if fits and words == math.ceil(columns / packed.per_word) else None
+    if fits and words == math.ceil(columns / packed.per_word):
+        return packed
+    return None
 
 
 def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
@@ -308,7 +322,8 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         group = raw.read(G_IDX)[:inputs].long().clamp(0, packed.groups - 1)
     elif inputs == packed.columns > packed.per_word:
         inputs -= packed.per_word  # the number of codes in the last word is not known here
-    totals, counts = torch.zeros(packed.rows, packed.groups), torch.zeros(packed.groups)
+    totals = torch.zeros(packed.rows, packed.groups)
+    counts = torch.zeros(packed.groups)
     for start in range(0, inputs, _AT_ONCE):
         stop = min(start + _AT_ONCE, inputs)
         words = raw.read(
@@ -322,7 +337,8 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     inner = (stored > 0) & (
         stored < 2**packed.bits - 1
     )  # other groups may have weights of one sign
-    means, weights = totals[:, there] / counts[there], (counts[there] * inner).flatten().double()
+    means = totals[:, there] / counts[there]
+    weights = (counts[there] * inner).flatten().double()
     if not inner.any():
         return [(math.inf, math.inf)] * 2
     found = []
@@ -331,6 +347,9 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         offsets = (means - zeros[:, there]).flatten().double()
         mean = float((offsets * weights).sum() / weights.sum())
         spread = float(((offsets - mean).square() * weights).sum() / weights.sum())
-        error = math.sqrt(spread / (len(offsets) - 1)) if len(offsets) >= _MIN_OFFSETS else math.inf
+        if len(offsets) >= _MIN_OFFSETS:
+            error = math.sqrt(spread / (len(offsets) - 1))
+        else:
+            error = math.inf
         found.append((mean, max(error, 2**packed.bits * _OWN_MEAN)))
     return found

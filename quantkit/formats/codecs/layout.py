@@ -109,14 +109,12 @@ class Layout:
         `dtypes`.
         """
         rows, columns = spec.shape
-        module, shapes = (
-            spec.name.removesuffix(".weight"),
-            self.shapes(rows, columns, bits, group_size, None),
-        )
-        return [
-            StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0])
-            for suffix, dtype in dtypes.items()
-        ]
+        module = spec.name.removesuffix(".weight")
+        shapes = self.shapes(rows, columns, bits, group_size, None)
+        result: list[StoredTensor] = []
+        for suffix, dtype in dtypes.items():
+            result.append(StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0]))
+        return result
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,10 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
     """
     if not settings.has(key):
         return None
-    sizes = settings.values[key] if isinstance(settings.values[key], list) else []
+    if isinstance(settings.values[key], list):
+        sizes = settings.values[key]
+    else:
+        sizes = []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_COLUMNS for size in sizes):
         settings.wrong_type(key, "rows and columns of a block")
     return sizes[0], sizes[1]
@@ -203,7 +204,9 @@ class Description:
     @property
     def title(self) -> str:
         """Its layout for messages."""
-        return self.layout.title if self.layout is not None else "scales alone"
+        if self.layout is not None:
+            return self.layout.title
+        return "scales alone"
 
     @property
     def scale(self) -> StoredTensor | None:
@@ -214,29 +217,34 @@ class Description:
     @property
     def codes(self) -> StoredTensor | None:
         """The tensor of its codes."""
-        return None if self.layout is None else self.tensors.get(self.layout.codes)
+        if self.layout is None:
+            return None
+        return self.tensors.get(self.layout.codes)
 
     @property
     def unpacked_shape(self) -> Shape | None:
         """The shape of a weight whose codes are stored one by one; None of packed ones."""
         codes = self.codes
-        return (
-            codes.shape
-            if codes is not None and self.layout is not None and self.layout.unpacked
-            else None
-        )
+        if codes is not None and self.layout is not None and self.layout.unpacked:
+            return codes.shape
+        return None
 
     @property
     def bits(self) -> int | None:
         """Bits of a code, if the tensors show them."""
         if self.layout is None or not self.layout.packed_outputs:
-            return None if self.layout is None else self.layout.bits
+            if self.layout is None:
+                return None
+            return self.layout.bits
         parts = [self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)]
         shapes = [one.shape for one in parts if one is not None and len(one.shape) > 1]
         if len(shapes) < len(parts):
             return None
-        outputs, packed = shapes[1][-1], 32 * shapes[2][-1]
-        return packed // outputs if outputs and packed and packed % outputs == 0 else None
+        outputs = shapes[1][-1]
+        packed = 32 * shapes[2][-1]
+        if outputs and packed and packed % outputs == 0:
+            return packed // outputs
+        return None
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -245,7 +253,10 @@ class Description:
         """
         scale = self.scale
         by_inputs = self.layout is not None and bool(self.layout.packed_outputs)
-        groups = 0 if scale is None or len(scale.shape) < 2 else scale.shape[0 if by_inputs else -1]
+        if scale is None or len(scale.shape) < 2:
+            groups = 0
+        else:
+            groups = scale.shape[0 if by_inputs else -1]
         return self.title, self.bits, groups, "weight_zero_point" in self.tensors
 
     @property
@@ -253,7 +264,10 @@ class Description:
         """Its signature for messages."""
         bits, groups = self.signature[1:3]
         of_bits = f", {bits} bits" if bits else ""
-        of_groups = f", {groups} scale{'s' if groups != 1 else ''} a row" if groups else ""
+        if groups:
+            of_groups = f", {groups} scale{'s' if groups != 1 else ''} a row"
+        else:
+            of_groups = ""
         return self.title + of_bits + of_groups
 
     @property
@@ -261,12 +275,13 @@ class Description:
         """The suffixes of tensors that other layouts have, and its own does not."""
         if self.layout is None:
             return []
-        known, prefixes = self.layout.suffixes, self.layout.prefixes
-        return [
-            suffix
-            for suffix in self.tensors
-            if suffix not in known and not suffix.startswith(prefixes)
-        ]
+        known = self.layout.suffixes
+        prefixes = self.layout.prefixes
+        result: list[str] = []
+        for suffix in self.tensors:
+            if suffix not in known and not suffix.startswith(prefixes):
+                result.append(suffix)
+        return result
 
     def tensor_name(self, suffix: str) -> str:
         """The whole name of a tensor, whether or not it is there."""
@@ -279,11 +294,11 @@ class Description:
         asymmetric = claim is not None and claim.symmetric is False
         needed = [(self.layout.codes,), self.layout.scales, *self.layout.also]
         needed += [(name,) for name in self.layout.if_asymmetric if asymmetric]
-        return [
-            names[0]
-            for names in needed
-            if names and not any(name in self.tensors for name in names)
-        ]
+        result: list[str] = []
+        for names in needed:
+            if names and not any(name in self.tensors for name in names):
+                result.append(names[0])
+        return result
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
         """The suffixes of tensors that hold integers instead of floats, or the reverse, and what

@@ -38,7 +38,9 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CODES, _SCALES, _BIASES = "weight", "scales", "biases"
+_CODES = "weight"
+_SCALES = "scales"
+_BIASES = "biases"
 _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
 _CHUNK = 1 << 17  # scales at a time
@@ -97,13 +99,19 @@ class Affine(GroupedCodec):
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         bits, group_size = self._layout(raw, expected.shape)
-        scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size) if bits in _READ_BITS else None
+        if bits in _READ_BITS:
+            scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size)
+        else:
+            scheme = None
         if scheme is None and self.minima and bits in _READ_BITS:
             scheme = QuantScheme(bits, group_size, False, Scales.BLOCKS)
         scales = raw.find(_SCALES)
         if scheme is not None and scales is not None:
             return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
-        stored_as = "MLX with float offsets" if bits in _READ_BITS else f"MLX with {bits} bits"
+        if bits in _READ_BITS:
+            stored_as = "MLX with float offsets"
+        else:
+            stored_as = f"MLX with {bits} bits"
         return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=stored_as)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
@@ -124,7 +132,8 @@ class Affine(GroupedCodec):
         return [found for leaf in _LEAVES if (found := raw.find(leaf)) is not None]
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        scheme, group_size = spec.scheme, self._layout(raw, spec.shape)[1]
+        scheme = spec.scheme
+        group_size = self._layout(raw, spec.shape)[1]
         return math.lcm(
             32, group_size if scheme is None else scheme.group_size or 32
         )  # of whole words and groups
@@ -148,7 +157,10 @@ class Affine(GroupedCodec):
         if scheme.scales is Scales.BLOCKS:
             minimum = raw.read(_BIASES, groups).flatten(0, -2).neg()
             return qtensor.QuantTensor(codes, scale, None, scheme, minimum)
-        repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // size
+        if scheme.group_size is None:
+            repeats = scale.shape[1]
+        else:
+            repeats = scheme.group_size // size
         zero = None
         if not scheme.symmetric:
             zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
@@ -160,24 +172,27 @@ class Affine(GroupedCodec):
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         assert self.scheme is not None, "what is written has a scheme"
         found = _written_group_size(self.scheme, shape[-1])
-        return found if isinstance(found, Reason) else None
+        if isinstance(found, Reason):
+            return found
+        return None
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
-        scheme, columns = value.scheme, value.shape[1]
+        scheme = value.scheme
+        columns = value.shape[1]
         group_size = _written_group_size(scheme, columns)
         if isinstance(group_size, Reason):
             return group_size
-        scale, offset = (
-            value.scale,
-            _exact_offsets(value) if value.minimum is None else value.minimum.neg(),
-        )
+        scale = value.scale
+        if value.minimum is None:
+            offset = _exact_offsets(value)
+        else:
+            offset = value.minimum.neg()
         if isinstance(offset, Reason):
             return offset
         repeats = columns // group_size // scale.shape[1]
-        groups = [
-            one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous()
-            for one in (scale, offset)
-        ]
+        groups = []
+        for one in (scale, offset):
+            groups.append(one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous())
         return [qtensor.pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -237,8 +252,14 @@ class Mlx(QuantMethod):
         found = {}
         for module in coded:
             if isinstance(own.get(module, {}), Mapping):
-                stated = settings.inside(module) if module in own else settings
-                layout = MLX if stated.values.get("mode", _AFFINE) == _AFFINE else None
+                if module in own:
+                    stated = settings.inside(module)
+                else:
+                    stated = settings
+                if stated.values.get("mode", _AFFINE) == _AFFINE:
+                    layout = MLX
+                else:
+                    layout = None
                 found[module] = Claim(layout, symmetric=False).updated(stated)
         missing = (
             key for key, value in own.items() if isinstance(value, Mapping) and key not in coded
@@ -253,14 +274,19 @@ class Mlx(QuantMethod):
         settings.integer("group_size", 1, MAX_COLUMNS)
         found: dict[str, Affine] = {}
         for module in modules:
-            own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
+            own = settings.values.get(module)
+            quantized = f"{module}.{_SCALES}" in stored
             if isinstance(own, dict):
                 named = settings.inside(module)
                 _require_affine(named)
-                bits = named.integer("bits", 1, 32) if named.has("bits") else None
-                size = (
-                    named.integer("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
-                )
+                if named.has("bits"):
+                    bits = named.integer("bits", 1, 32)
+                else:
+                    bits = None
+                if named.has("group_size"):
+                    size = named.integer("group_size", 1, MAX_COLUMNS)
+                else:
+                    size = None
                 codec = Affine(None, bits, size)
             elif own is None or isinstance(own, bool):
                 codec = Affine()
@@ -323,7 +349,10 @@ class Mlx(QuantMethod):
 
 
 def _require_affine(settings: Settings) -> None:
-    mode = settings.string("mode") if settings.has("mode") else _AFFINE
+    if settings.has("mode"):
+        mode = settings.string("mode")
+    else:
+        mode = _AFFINE
     if mode != _AFFINE:
         problem = f"{settings.name} names a mode of MLX that is not read"
         raise unread(settings, problem, shown(mode), _AFFINE, FLOAT_MODEL)
@@ -347,7 +376,10 @@ def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
     hold them exactly.
     """
     scale = value.scale
-    zero = torch.tensor(value.scheme.levels // 2) if value.zero is None else value.zero
+    if value.zero is None:
+        zero = torch.tensor(value.scheme.levels // 2)
+    else:
+        zero = value.zero
     offset = (scale.double() * -zero.double()).to(scale.dtype)
     rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
     lost = ~scale.isfinite() | (
@@ -355,11 +387,10 @@ def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
     )  # which an offset cannot express
     if (wrong := rounded | lost).any():
         step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
-        dtype, expected = DType.of(scale.dtype), "an offset that is exact in the type of the scales"
-        problem, found = (
-            f"{dtype} does not hold the offset of a group",
-            f"-{point} steps of {step:g}",
-        )
+        dtype = DType.of(scale.dtype)
+        expected = "an offset that is exact in the type of the scales"
+        problem = f"{dtype} does not hold the offset of a group"
+        found = f"-{point} steps of {step:g}"
         return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
     return offset
 
@@ -390,13 +421,16 @@ def zero_points(
         scale, offset: of each group, in one float type.
         origin: the code whose weight is the offset.
     """
-    steps, offset = scale.double(), offset.double()
+    steps = scale.double()
+    offset = offset.double()
     zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
     whole = (
         (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
     )
     whole |= (steps == 0) & (offset == 0)
-    return zero.to(torch.uint8) if bool(whole.all()) else None
+    if bool(whole.all()):
+        return zero.to(torch.uint8)
+    return None
 
 
 def scheme_of(
@@ -414,7 +448,8 @@ def scheme_of(
     """
     stored = raw.find(scales)
     assert stored is not None, "its shape was checked"
-    symmetric, by_row = True, bits == 8
+    symmetric = True
+    by_row = bits == 8
     for rows in qtensor.row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
         scale, offset = (raw.read(suffix, TensorSlice(0, (rows,))) for suffix in (scales, offsets))
         zero = zero_points(scale, offset, bits, origin)

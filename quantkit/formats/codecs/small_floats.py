@@ -28,7 +28,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 TYPES = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
-BLOCKS, EXPONENTS = "_blocks", "_scales"
+BLOCKS = "_blocks"
+EXPONENTS = "_scales"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes
 EXPONENT_BIAS = 127
 _BYTES = 16  # of the codes of MXFP4 that share a scale
@@ -38,7 +39,10 @@ _SCALES_AT_ONCE = 1 << 14
 def _shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
-    one_scale = [(1,), ()] if group_size is None else []
+    if group_size is None:
+        one_scale = [(1,), ()]
+    else:
+        one_scale = []
     scales: list[Shape] = [(rows, 1), (rows,), *one_scale]
     if block is not None:
         scales = [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
@@ -78,7 +82,9 @@ class DequantizedTensor(TensorFile):
             homes: the files of the parts, by name; others may be among them.
         """
         super().__init__(homes[parts[0].name].source, {})
-        self.tensor, self.parts, self._homes = tensor, parts, homes
+        self.tensor = tensor
+        self.parts = parts
+        self._homes = homes
         self.tensors = {tensor.name: tensor}
 
     @property
@@ -138,7 +144,8 @@ class Float8Weight(DequantizedTensor):
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts
-        codes, stored = self._read(weight, part), self._read(scale)
+        codes = self._read(weight, part)
+        stored = self._read(scale)
         scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(
             self._grid
         )
@@ -192,7 +199,10 @@ def _grid(
                 return scale.shape, block
             if block is None and not rows % high and not columns % wide:
                 return scale.shape, (rows // high, columns // wide)
-    size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    if block is None:
+        size = ""
+    else:
+        size = f" in blocks of {block[0]} x {block[1]}"
     raise UnsupportedError(
         f"the scales of '{weight.name}' do not fit it",
         path=path,
@@ -247,18 +257,24 @@ class Mxfp4Weight(DequantizedTensor):
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         """Only the experts of the part are read."""
-        of_experts = part if part is not None and part.axis == 0 else None
+        if part is not None and part.axis == 0:
+            of_experts = part
+        else:
+            of_experts = None
         blocks, scales = (self._read(stored, of_experts) for stored in self.parts)
         out = self.tensor.dtype.empty((len(blocks), *self.tensor.shape[1:]))
         for expert, target in enumerate(out):
             target.copy_(dequantize(blocks[expert], scales[expert], self.tensor.dtype).t())
-        return out if part is of_experts or part is None else part.of(out).contiguous()
+        if part is of_experts or part is None:
+            return out
+        return part.of(out).contiguous()
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Codes [..., O, I / 32, 16] and exponents [..., O, I / 32] of MXFP4 as floats [..., O, I]."""
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
-    codes, exponents = blocks.reshape(-1, _BYTES), scales.reshape(-1)
+    codes = blocks.reshape(-1, _BYTES)
+    exponents = scales.reshape(-1)
     out = dtype.empty((len(codes), 2 * _BYTES))
     for start, stop in qtensor.row_chunks(len(codes), 1, _SCALES_AT_ONCE):
         chunk = codes[start:stop]

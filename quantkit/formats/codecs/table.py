@@ -118,11 +118,10 @@ def quantized_as(name: str) -> str | None:
     if to none.
     """
     _, suffix = _split(name)
-    methods = [
-        method.name
-        for method in METHODS.values()
-        if any(suffix in one.suffixes for one in method.layouts)
-    ]
+    methods = []
+    for method in METHODS.values():
+        if any(suffix in one.suffixes for one in method.layouts):
+            methods.append(method.name)
     if suffix and suffix not in _AMBIGUOUS and methods:
         return " or ".join(methods)
     return _NOT_READ.get(name.rpartition(".")[2])

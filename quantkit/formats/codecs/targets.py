@@ -45,17 +45,23 @@ class Targets:
             return BY_NAME
         if any(pattern.match(module) for pattern in self._patterns):
             return BY_PATTERN
-        return (
-            BY_CLASS
-            if ("Embedding" if is_embedding(module) else "Linear") in self._names
-            else NO_MATCH
-        )
+        if ("Embedding" if is_embedding(module) else "Linear") in self._names:
+            return BY_CLASS
+        return NO_MATCH
 
 
 def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
     """The modules that settings do not leave in floats, by names or parts of them."""
-    skipped = [one for key in _SKIPPED if settings.has(key) for one in settings.strings(key)]
-    return [module for module in modules if not any(name in module for name in skipped)]
+    skipped = []
+    for key in _SKIPPED:
+        if settings.has(key):
+            for one in settings.strings(key):
+                skipped.append(one)
+    result: list[str] = []
+    for module in modules:
+        if not any(name in module for name in skipped):
+            result.append(module)
+    return result
 
 
 def is_head(module: str) -> bool:
@@ -65,10 +71,11 @@ def is_head(module: str) -> bool:
 
 def spellings(module: str) -> list[str]:
     """A module's name as configs may spell it: with and without the prefix before the layers."""
-    nested, inner = "language_model.model.", "model.language_model."
+    nested = "language_model.model."
+    inner = "model.language_model."
     prefixes = (("", ""), ("model.", ""), (nested, inner), ("", "model."), (inner, nested))
-    return [
-        after + module.removeprefix(before)
-        for before, after in prefixes
-        if module.startswith(before)
-    ]
+    result: list[str] = []
+    for before, after in prefixes:
+        if module.startswith(before):
+            result.append(after + module.removeprefix(before))
+    return result

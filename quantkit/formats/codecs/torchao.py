@@ -36,13 +36,17 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+_CODES = "_weight_qdata"
+_SCALE = "_weight_scale"
+_ZERO = "_weight_zero_point"
 _OF_ACTIVATIONS = (
     "_weight_act_pre_scale",
     "_weight_act_quant_scale",
     "_weight_act_quant_zero_point",
 )
-_INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
+_INT8 = "Int8Tensor"
+_INTX = "IntxUnpackedToInt8Tensor"
+_INT4 = "Int4Tensor"
 
 
 def _problem(raw: RawModule, shape: Shape) -> str | None:
@@ -85,18 +89,24 @@ class Plain(GroupedCodec):
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         weight = _Weight.of(raw, spec.shape)
-        return 2 if weight.group_size == weight.columns else weight.group_size
+        if weight.group_size == weight.columns:
+            return 2
+        return weight.group_size
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        weight, (first, last) = _Weight.of(raw, spec.shape), columns
+        weight = _Weight.of(raw, spec.shape)
+        (first, last) = columns
         codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
         scale, zero = (weight.groups(suffix, rows)[:, groups] for suffix in (_SCALE, _ZERO))
         if spec.scheme is None:
             return affine(codes, scale, zero, spec.dtype, weight.middle)
-        points = None if spec.scheme.symmetric else weight.points(scale, zero)
+        if spec.scheme.symmetric:
+            points = None
+        else:
+            points = weight.points(scale, zero)
         return qtensor.QuantTensor(codes, scale.contiguous(), points, spec.scheme)
 
 
@@ -149,14 +159,21 @@ class _Weight:
         block = data.numbers("block_size", 1, MAX_COLUMNS)
         whole = len(block) == 2 and all(one.is_integer() for one in block)
         high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
-        codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
+        codes = raw.find(_CODES)
+        scale = raw.find(_SCALE)
+        zero = raw.find(_ZERO)
         of_int4 = kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4
         bits = 4 if kind == _INT4 or of_int4 else 8
         groups = (rows if high == 1 else 1, columns // size if size else 0)
-        zeros: tuple[DType, ...] = (DType.INT8, *FLOATS) if kind == _INTX else (DType.INT8,)
+        if kind == _INTX:
+            zeros: tuple[DType, ...] = (DType.INT8, *FLOATS)
+        else:
+            zeros = (DType.INT8,)
         packed = 1
         if kind == _INT4 and scale is not None:
-            groups, zeros, packed = groups[::-1], (scale.dtype,), 2
+            groups = groups[::-1]
+            zeros = (scale.dtype,)
+            packed = 2
         fitting = (
             (high == 1 or (high == rows and kind != _INT4))
             and size > 0

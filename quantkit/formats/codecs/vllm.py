@@ -150,7 +150,10 @@ class Linears:
                 if part in self.coded or not _is_router(part)
             }
         for module in self.names.group(self.shapes):
-            found = None if module.is_float else lookup.find(module)
+            if module.is_float:
+                found = None
+            else:
+                found = lookup.find(module)
             yield module, [claims.get(part) for part in module.parts], found
 
 
@@ -161,9 +164,9 @@ def vllm_problems(linears: Linears) -> list[VllmProblem]:
     Other checks report settings that cannot be read.
     """
     settings = linears.settings
-    problems = [
-        VllmProblem(rule, settings.name, what) for rule, what in refused_settings(settings.values)
-    ]
+    problems = []
+    for rule, what in refused_settings(settings.values):
+        problems.append(VllmProblem(rule, settings.name, what))
     of_modules = []
     try:
         for module, stated, found in linears.compare():
@@ -179,7 +182,8 @@ def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
     """Say in a few words what vLLM does not load; None if there are no problems."""
     if not problems:
         return None
-    first, more = problems[0], len(problems) - 1
+    first = problems[0]
+    more = len(problems) - 1
     others = f", and {more} more" if more else ""
     return f"vLLM 0.32 does not load it: '{first.where}' has {first.what}{others}"
 
@@ -222,11 +226,17 @@ def _problem(
         first, second = (
             f"{_last(module.parts[index])}: {_describe(stated[index])}" for index in (0, other)
         )
-        rule = "expert-schemes" if module.is_experts else "fused-schemes"
+        if module.is_experts:
+            rule = "expert-schemes"
+        else:
+            rule = "fused-schemes"
         return VllmProblem(rule, module.name, f"{first}; {second}")
     claim = stated[0]
     if found != claim:
-        by_settings = "different things" if isinstance(found, _Split) else _describe(found)
+        if isinstance(found, _Split):
+            by_settings = "different things"
+        else:
+            by_settings = _describe(found)
         what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
         return VllmProblem("vllm-names", module.name, what)
     unread = _UNREAD.get(linears.model_type)
@@ -276,14 +286,19 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
                 settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns]
             )
         elif isinstance(linears.method, Gptq):
-            sign, values = "-", {}
+            sign = "-"
+            values = {}
             if claim is not None:
-                sign, values = "+", {"bits": claim.bits, "group_size": claim.group_size or -1}
+                sign = "+"
+                values = {"bits": claim.bits, "group_size": claim.group_size or -1}
             settings["dynamic"] = settings.get("dynamic", {}) | {
                 f"{sign}:{pattern}": values for pattern in patterns
             }
         elif claim is None and settings.get("modules_to_not_convert") is not None:
-            others = [name for name in names if not any(name in coded for coded in linears.coded)]
+            others = []
+            for name in names:
+                if not any(name in coded for coded in linears.coded):
+                    others.append(name)
             settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *others]
 
 
@@ -311,9 +326,10 @@ def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in names:
         template = _NUMBER.sub("*", name)
-        pattern = (
-            re.escape(name) if template in others else re.escape(template).replace(r"\*", r"\d+")
-        )
+        if template in others:
+            pattern = re.escape(name)
+        else:
+            pattern = re.escape(template).replace(r"\*", r"\d+")
         found[f"^{pattern}$"] = None
     return list(found)
 
@@ -344,12 +360,16 @@ class _CompressedTensorsLookup:
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
         match_time = MatchTime(settings.path)
-        ignored = settings.strings("ignore") if settings.has("ignore") else []
+        if settings.has("ignore"):
+            ignored = settings.strings("ignore")
+        else:
+            ignored = []
         self._ignored = _Listed(ignored, linears, match_time, "ignore")
         self._groups: list[tuple[_Listed, Claim | None]] = []
         self._of_class: _Found = None
         for group in reversed(stated_groups(settings).values()):
-            targets, claim = group.strings("targets"), group_claim(group, settings)
+            targets = group.strings("targets")
+            claim = group_claim(group, settings)
             self._groups.insert(0, (_Listed(targets, linears, match_time, "targets"), claim))
             if "Linear" in targets:
                 self._of_class = claim
@@ -357,7 +377,9 @@ class _CompressedTensorsLookup:
     def find(self, module: VllmModule) -> _Found:
         if module.is_experts:
             found = [self._find(name, (), self._of_class) for name in _first_expert(module)]
-            return found[0] if all(claim == found[0] for claim in found) else _SPLIT
+            if all(claim == found[0] for claim in found):
+                return found[0]
+            return _SPLIT
         return self._find(
             module.name, module.shards, None if is_head(module.name) else self._of_class
         )
@@ -421,8 +443,12 @@ class _AwqLookup:
     """
 
     def __init__(self, linears: Linears) -> None:
-        settings, key = linears.settings, "modules_to_not_convert"
-        listed = settings.strings(key) if settings.has(key) else []
+        settings = linears.settings
+        key = "modules_to_not_convert"
+        if settings.has(key):
+            listed = settings.strings(key)
+        else:
+            listed = []
         floats = listed or [module for module in linears.shapes if module not in linears.coded]
         self._floats = [linears.names.map_setting(name) for name in floats]
         self._base = base_claim(settings, AWQ, not settings.values.get("zero_point", True))
@@ -445,7 +471,9 @@ def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLo
         return _CompressedTensorsLookup(linears)
     if isinstance(linears.method, Gptq):
         return _GptqLookup(linears)
-    return _AwqLookup(linears) if isinstance(linears.method, Awq) else None
+    if isinstance(linears.method, Awq):
+        return _AwqLookup(linears)
+    return None
 
 
 def _place(part: str) -> int:
@@ -457,11 +485,10 @@ def _first_expert(module: VllmModule) -> list[str]:
     """The names of the linears of the first expert of a layer, by which vLLM looks for settings
     of all.
     """
-    within = [
-        part.removeprefix(f"{expert_bank(part)}.")
-        for part in module.parts
-        if expert_bank(part) is not None
-    ]
+    within = []
+    for part in module.parts:
+        if expert_bank(part) is not None:
+            within.append(part.removeprefix(f"{expert_bank(part)}."))
     first = within[0].partition(".")[0]
     return [f"{module.name}.{name}" for name in within if name.partition(".")[0] == first]
 
@@ -473,11 +500,12 @@ def _last(name: str) -> str:
 def _describe(claim: Claim | None) -> str:
     if claim is None:
         return "floats"
-    bits = "codes" if claim.bits is None else f"{claim.bits} bits"
+    if claim.bits is None:
+        bits = "codes"
+    else:
+        bits = f"{claim.bits} bits"
     if claim.block is not None:
         return f"{bits} in tiles of {claim.block[0]} x {claim.block[1]}"
-    return (
-        f"{bits} in groups of {claim.group_size}"
-        if claim.group_size is not None
-        else f"{bits} per row"
-    )
+    if claim.group_size is not None:
+        return f"{bits} in groups of {claim.group_size}"
+    return f"{bits} per row"

@@ -128,7 +128,9 @@ class VllmNames:
             part != last and f"{directory}{part}" in linears for part in FUSED[fused]
         ):
             return name
-        return f"{parent}.{fused}" if parent else fused
+        if parent:
+            return f"{parent}.{fused}"
+        return fused
 
     def _shards(self, name: str) -> tuple[str, ...]:
         parent, joint, last = name.rpartition(".")
@@ -157,7 +159,9 @@ def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | 
         if beginning in replacements:
             return replacements[beginning] + template[len(beginning) :]
         beginning = beginning.rpartition(".")[0]
-    return f"{replacements['']}.{template}" if "" in replacements else None
+    if "" in replacements:
+        return f"{replacements['']}.{template}"
+    return None
 
 
 def _fill(template: str, name: str, layers: int = 0) -> str:
@@ -169,7 +173,10 @@ def _fill(template: str, name: str, layers: int = 0) -> str:
     numbers = iter(_NUMBER_OR_SIGN.findall(name))
     parts = []
     for part in template.split("."):
-        number = next(numbers) if part in ("*", "+") else part
+        if part in ("*", "+"):
+            number = next(numbers)
+        else:
+            number = part
         if part == "+" and number.isdecimal() and len(number) <= _MAX_DIGITS:
             number = str(layers + int(number))
         parts.append(number)

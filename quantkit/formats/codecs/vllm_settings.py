@@ -25,7 +25,8 @@ def refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if method == "gptq" and (place := _act_order(settings)) is not None:
         yield "gptq-order", f"groups in the order of activations: {place}"
     if method == "compressed-tensors":
-        sparsity, cache = settings.get("sparsity_config"), settings.get("kv_cache_scheme")
+        sparsity = settings.get("sparsity_config")
+        cache = settings.get("kv_cache_scheme")
         if isinstance(sparsity, Mapping) and sparsity.get("targets"):
             yield "vllm-settings", "'sparsity_config', which vLLM has dropped"
         if isinstance(cache, Mapping) and not _is_read_cache(cache):
@@ -36,7 +37,8 @@ def _act_order(settings: Mapping[str, Any]) -> str | None:
     """Where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM does
     not look at ``static_groups``, nor at whether a pattern matches anything.
     """
-    base_order, base_size = settings.get("desc_act"), settings.get("group_size")
+    base_order = settings.get("desc_act")
+    base_size = settings.get("group_size")
     if base_order and base_size != -1:
         return "desc_act is true"
     patterns = settings.get("dynamic")

@@ -38,7 +38,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _INT4 = "gpt-fast-int4"
 _FILES = {"gpt-fast": "model.pth", "gpt-fast-int8": "model_int8.pth", _INT4: "model_int4*.pth"}
-_WEIGHT, _SCALES = "weight", "scales"
+_WEIGHT = "weight"
+_SCALES = "scales"
 _SCHEME = QuantScheme(8, None)
 _EMBEDDING, _HEAD = (f"{GPT_FAST[role]}.weight" for role in ("embedding", "head"))
 
@@ -55,9 +56,11 @@ class GptFast(Container):
     read_only = True
 
     def present(self, path: Path) -> list[str]:
-        return [
-            kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))
-        ]
+        result: list[str] = []
+        for kind, spelled in _FILES.items():
+            if path.is_dir() and any(path.glob(spelled)):
+                result.append(kind)
+        return result
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
@@ -69,10 +72,8 @@ class GptFast(Container):
             problem = (
                 "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
             )
-            found, expected = (
-                next(path.glob(_FILES[kind])).name,
-                " or ".join(list(_FILES.values())[:2]),
-            )
+            found = next(path.glob(_FILES[kind])).name
+            expected = " or ".join(list(_FILES.values())[:2])
             raise UnsupportedError(problem, path=path, found=found, expected=expected)
         return GptFastCheckpoint(path, path / _FILES[kind])
 
@@ -153,7 +154,8 @@ class GptFastCheckpoint:
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         """The config of the download, with the float type of the file; the head may be untied."""
         config = config_from_hf(raw, path)
-        embedding, head = self._stored.get(_EMBEDDING), self._stored.get(_HEAD)
+        embedding = self._stored.get(_EMBEDDING)
+        head = self._stored.get(_HEAD)
         if embedding is None:
             problem = f"tensor '{_EMBEDDING}' is missing"
             raise CheckpointError(problem, path=self._file.path, expected="a file of gpt-fast")
@@ -211,11 +213,15 @@ def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
     def held(parameter: Parameter) -> tuple[str, None]:
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
-            problem, found = "gpt-fast has no name for a tensor of this model", parameter.name
+            problem = "gpt-fast has no name for a tensor of this model"
+            found = parameter.name
             raise UnsupportedError(problem, path=path, found=found, expected="a model like Llama")
         return f"{module.format(layer=parameter.layer)}.weight", None
 
-    return {tensor.name: tensor for tensor in joined_tensors(config, held, interleaved=True)}
+    disk_tensors: dict[str, DiskTensor] = {}
+    for tensor in joined_tensors(config, held, interleaved=True):
+        disk_tensors[tensor.name] = tensor
+    return disk_tensors
 
 
 def _scales_of(name: str) -> str:

@@ -47,10 +47,13 @@ class HuggingFace(Container):
         """`methods` are those that are read, by ``quant_method``; `native` is written by
         default.
         """
-        self.methods, self.native = methods, native
+        self.methods = methods
+        self.native = native
 
     def present(self, path: Path) -> list[str]:
-        return weight_kinds(path) if path.is_dir() else []
+        if path.is_dir():
+            return weight_kinds(path)
+        return []
 
     def indexed(self, path: Path, kind: str) -> bool:
         return index_path(path, kind).is_file()
@@ -69,7 +72,9 @@ class HuggingFace(Container):
         return HFCheckpoint(path, kind, self.methods, text_part=True, floats_as=floats_as)
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        return checkpoint.with_codes() if isinstance(checkpoint, HFCheckpoint) else checkpoint
+        if isinstance(checkpoint, HFCheckpoint):
+            return checkpoint.with_codes()
+        return checkpoint
 
     def schemes(
         self, raw: Mapping[str, Any], config: ModelConfig, path: Path
@@ -79,18 +84,19 @@ class HuggingFace(Container):
         Raises:
             CheckpointError, UnsupportedError: see `read_codecs`.
         """
-        experts = {
-            parameter.module for parameter in parameters(config) if parameter.expert is not None
-        }
+        experts = set()
+        for parameter in parameters(config):
+            if parameter.expert is not None:
+                experts.add(parameter.module)
         apart = disk_tensors(config, experts)  # each expert has its own modules
         tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}
         _, codecs = read_codecs(raw, tensors, path, self.methods)
-        return {
-            part.removesuffix(".weight"): codec.scheme
-            for module, codec in codecs.items()
-            if codec.scheme is not None
-            for part in tensors[module].parts
-        }
+        schemes: dict[str, QuantScheme] = {}
+        for module, codec in codecs.items():
+            if codec.scheme is not None:
+                for part in tensors[module].parts:
+                    schemes[part.removesuffix(".weight")] = codec.scheme
+        return schemes
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
@@ -104,9 +110,14 @@ class HuggingFace(Container):
         return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, scales)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        source, config = output.source, output.config
-        raw, settings_files = _config(source, config), dict[str, bytes]()
-        raw = raw if output.schemes else without_settings(raw)
+        source = output.source
+        config = output.config
+        raw = _config(source, config)
+        settings_files = dict[str, bytes]()
+        if output.schemes:
+            raw = raw
+        else:
+            raw = without_settings(raw)
         if (output.schemes or output.kv_cache is not None) and SETTINGS not in raw:
             method = output.method or self.native
             settings = dict(_settings(output.schemes, config, method, raw).settings.values)
@@ -136,7 +147,9 @@ class HuggingFace(Container):
 
     def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         names = side_names(source)
-        return (*names, ADDITIONAL_TEMPLATES) if source.config.runnable else names
+        if source.config.runnable:
+            return (*names, ADDITIONAL_TEMPLATES)
+        return names
 
     def notes(self, output: Output) -> list[str]:
         if not isinstance(output.method, Int8Activations):
@@ -151,7 +164,9 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     if config.tensors is None:
         return {**source.extra_config, **config_to_hf(config)}
     same = config.dtype == source.config.dtype
-    return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
+    if same:
+        return dict(source.extra_config)
+    return with_dtype(source.extra_config, config.dtype)
 
 
 def _settings(
@@ -164,14 +179,15 @@ def _settings(
     too.
     """
     on_disk, shapes = _on_disk(schemes, config, method)
-    extra = (
-        ignored_extra_layers(config.tensors or (), raw)
-        if isinstance(method, CompressedTensors)
-        else []
-    )
+    if isinstance(method, CompressedTensors):
+        extra = ignored_extra_layers(config.tensors or (), raw)
+    else:
+        extra = []
     apart = set(extra)  # or experts there would keep the model's from sharing a target
     shapes = {module: shape for module, shape in shapes.items() if module not in apart}
-    inputs = {module: 0 if shape is None else shape[-1] for module, shape in shapes.items()}
+    inputs = {}
+    for module, shape in shapes.items():
+        inputs[module] = 0 if shape is None else shape[-1]
     every = config.tensors is None or config.unstored is not None
     settings = method.write_settings(on_disk, inputs, every=every)
     name_for_vllm(settings, Linears.of(method, settings, shapes, on_disk, raw))
@@ -189,10 +205,13 @@ def _on_disk(
     untied = replace(config, tied_embeddings=False)
     every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
     named = [(tensor, tensor.parts[0].removesuffix(".weight")) for tensor in every]
-    tensors = [tensor for tensor, module in named if tensor.linear is not None or module in schemes]
-    found = {
-        tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors
-    }
+    tensors = []
+    for tensor, module in named:
+        if tensor.linear is not None or module in schemes:
+            tensors.append(tensor)
+    found = {}
+    for tensor in tensors:
+        found[tensor.module] = schemes.get(tensor.parts[0].removesuffix(".weight"))
     aliases = {
         tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None
     }
@@ -208,9 +227,10 @@ def _on_disk(
             for part in tensor.parts
         )
         found |= dict.fromkeys(aliases.get(module, module) for module in stacked)
-    shapes = {
-        name: t.shape for t in tensors for name in (t.module, aliases.get(t.module, t.module))
-    }
+    shapes = {}
+    for t in tensors:
+        for name in (t.module, aliases.get(t.module, t.module)):
+            shapes[name] = t.shape
     quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
     return quantized, {module: shapes.get(module) for module in found}
 

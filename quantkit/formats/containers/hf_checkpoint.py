@@ -176,7 +176,10 @@ class HFCheckpoint:
         plain = {
             own: shape for name, shape in shapes.items() if (own := text.plain(name)) is not None
         }
-        return [text.on_disk(tensor) for tensor in found_tensors(self.config, plain, self.path)]
+        result: list[DiskTensor] = []
+        for tensor in found_tensors(self.config, plain, self.path):
+            result.append(text.on_disk(tensor))
+        return result
 
     def _take_text_part(self, raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         """Leave out all tensors of other parts; the config.json of the text part."""
@@ -196,11 +199,10 @@ class HFCheckpoint:
         if isinstance(self._method, CompressedTensors):
             coded: dict[str, ReadCodec] = dict(self.small_floats())
         elif isinstance(self._method, Mlx):
-            coded = {
-                name: replace(own, minima=True)
-                for name, own in self._codecs.items()
-                if isinstance(own, Affine)
-            }
+            coded = {}
+            for name, own in self._codecs.items():
+                if isinstance(own, Affine):
+                    coded[name] = replace(own, minima=True)
         else:
             return self
         found = copy.copy(self)
@@ -228,7 +230,10 @@ class HFCheckpoint:
                 yield name, codec.codec
         for name, home in self._home.items():
             weight, scale = home.parts if isinstance(home, Float8Weight) else (None, None)
-            found = None if weight is None or scale is None else float8_codes(weight, scale)
+            if weight is None or scale is None:
+                found = None
+            else:
+                found = float8_codes(weight, scale)
             if found is not None and scale is not None and scale.name == f"{name}_scale":
                 yield name, found
 
@@ -275,11 +280,14 @@ class HFCheckpoint:
 
     @property
     def method(self) -> str | None:
-        return None if self._method is None or not self._codecs else self._method.name
+        if self._method is None or not self._codecs:
+            return None
+        return self._method.name
 
     def stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
-        codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
+        codec = self._codecs.get(tensor.name)
+        spec = self._disk_specs[tensor.name]
         home = self._home.get(tensor.name)
         if isinstance(home, DequantizedTensor):
             return share(home.nbytes, tensor, place)
@@ -291,11 +299,9 @@ class HFCheckpoint:
     def readers(self) -> str:
         coded = self.with_codes()
         if self._method is None or not coded._codecs:
-            return (
-                "quantkit, transformers, vLLM"
-                if self.config.runnable
-                else "what runs this architecture"
-            )
+            if self.config.runnable:
+                return "quantkit, transformers, vLLM"
+            return "what runs this architecture"
         problem = describe_problems(coded._vllm_problems())
         note = "" if problem is None else f"; {problem}"
         if not self.config.runnable:
@@ -308,7 +314,10 @@ class HFCheckpoint:
         found = {one.module: coded._disk_specs[one.name].scheme for one in linears}
         if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
             return "quantkit"
-        unread: set[Runtime] = set() if problem is None else {"vllm"}
+        if problem is None:
+            unread: set[Runtime] = set()
+        else:
+            unread = {"vllm"}
         if unread_experts(self.config, schemes(coded)):
             unread.add("transformers")
         others, _, own_note = self._method.readers(found, without=unread).partition("; ")
@@ -318,11 +327,10 @@ class HFCheckpoint:
     def _vllm_problems(self) -> list[VllmProblem]:
         """What vLLM does not load of the linears."""
         assert self._method is not None
-        coded = {
-            name.removesuffix(".weight"): self._disk_specs[name].shape
-            for name, codec in self._codecs.items()
-            if codec.scheme is not None
-        }
+        coded = {}
+        for name, codec in self._codecs.items():
+            if codec.scheme is not None:
+                coded[name.removesuffix(".weight")] = self._disk_specs[name].shape
         config = self._stated_config
         shapes = stored_linears(self._stored, coded, str(config.get("model_type")))
         return vllm_problems(
@@ -339,10 +347,12 @@ class HFCheckpoint:
         kinds = Counter(
             specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None
         )
-        return [
-            f"{self.path}: {count} weights in {kind} are read as {self._floats_as}"
-            for kind, count in kinds.items()
-        ]
+        float_notes: list[str] = []
+        for kind, count in kinds.items():
+            float_notes.append(
+                f"{self.path}: {count} weights in {kind} are read as {self._floats_as}"
+            )
+        return float_notes
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
@@ -384,7 +394,10 @@ class HFCheckpoint:
             elif leaf in (PACKED, PLAIN):
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
-        self.extra_config = stated if shapes else without_settings(stated)
+        if shapes:
+            self.extra_config = stated
+        else:
+            self.extra_config = without_settings(stated)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
         self.kv_cache = take_kv_cache(
@@ -396,7 +409,9 @@ class HFCheckpoint:
     def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
         """The settings of a quantization in a config, see `settings_in`, if there are any."""
         stated = raw.get(SETTINGS)
-        return Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
+        if isinstance(stated, dict):
+            return Settings(stated, self._config_path, SETTINGS)
+        return None
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
         settings = self._stated_settings(raw)
@@ -409,7 +424,10 @@ class HFCheckpoint:
         """Refuse remains of a quantization, with settings in the config or elsewhere; see
         `require_unquantized`.
         """
-        method = None if settings is None else str(settings.get("quant_method"))
+        if settings is None:
+            method = None
+        else:
+            method = str(settings.get("quant_method"))
         floats = settings is not None and by_small_floats(settings)
         require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
         elsewhere = [name for name in QUANTIZED_ELSEWHERE if (self.path / name).is_file()]
@@ -423,7 +441,8 @@ class HFCheckpoint:
         determines.
         """
         found = read_headers(self.path, kind, derived=derived)
-        self._stored, self._files = found.tensors, found.files
+        self._stored = found.tensors
+        self._files = found.files
         self._settings = [*found.settings, *self._settings]
         self.notes += found.notes
 
@@ -436,7 +455,8 @@ class HFCheckpoint:
         """
         if not self.config.tied_embeddings:
             return
-        head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
+        head = disk_name(self.config, "head")
+        embedding = disk_name(self.config, "embedding")
         stored_head = self._stored.get(head)
         if stored_head is None or stored_head.dtype not in FLOATS or embedding in self._stored:
             return
@@ -451,7 +471,8 @@ class HFCheckpoint:
         """Drop a tied model's stored head, which must equal the embedding."""
         if not self.config.tied_embeddings:
             return
-        head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
+        head = disk_name(self.config, "head")
+        embedding = disk_name(self.config, "embedding")
         if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
@@ -462,7 +483,8 @@ class HFCheckpoint:
 
     def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
         """Every tensor on disk; the tensors of a module with a codec as one weight."""
-        dtype, stored = self._floats_as, dict(self._stored)
+        dtype = self._floats_as
+        stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
             raw = self._raw(tensors[name])
@@ -471,10 +493,8 @@ class HFCheckpoint:
                 raw.require(part, spec.scheme or spec.stored_as)
                 stored.pop(part.name, None)
             if name in stored:
-                problem, expected = (
-                    f"'{raw.name}' is there in floats and quantized",
-                    "only its codes and scales",
-                )
+                problem = f"'{raw.name}' is there in floats and quantized"
+                expected = "only its codes and scales"
                 raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
         self.notes += self._float_notes(joined)
@@ -489,6 +509,9 @@ class HFCheckpoint:
         found = {}
         for name, tensor in stored.items():
             home = self._home[name]
-            stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
+            if isinstance(home, DequantizedTensor):
+                stored_as = home.stored_as
+            else:
+                stored_as = None
             found[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
         return found | joined

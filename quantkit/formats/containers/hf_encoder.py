@@ -66,7 +66,8 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         units = _written(planned, config, method)
         sizes = [unit.nbytes for unit in units]
         super().__init__(planned, units, sizes, file_numbers(sizes, shard_bytes))
-        self._method, self._extra_tensors = method.name, extra_tensors
+        self._method = method.name
+        self._extra_tensors = extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
         count = self._shard_of[-1] + 1
         self._names = [
@@ -95,17 +96,17 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     def decode(self, index: int, folder: Path) -> Weight:
         """Tensor number `index`, read back from the files so far."""
         (number,) = self._of_part[index]
-        shard, unit = self._shard_of[number], self._units[number]
-        views, start = {}, len(self._headers[shard]) + self._offsets[number]
+        shard = self._shard_of[number]
+        unit = self._units[number]
+        views = {}
+        start = len(self._headers[shard]) + self._offsets[number]
         for stored in unit.stored:
             views[stored.name] = View(
                 stored.dtype, start, stored.shape, contiguous_strides(stored.shape)
             )
             start += stored.nbytes
-        place, source = (
-            unit.tensor.places[index - unit.first],
-            SourceFile(folder / self._names[shard]),
-        )
+        place = unit.tensor.places[index - unit.first]
+        source = SourceFile(folder / self._names[shard])
         if unit.codec is None:  # some of a stacked tensor may not be there yet
             return read_floats(
                 TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None
@@ -121,27 +122,31 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     def extra_files(self) -> dict[str, bytes]:
         if len(self._names) == 1:
             return {}
-        weight_map = {
-            stored.name: name
-            for shard, name in enumerate(self._names)
-            for stored in self._listed(shard)
-        }
+        weight_map = {}
+        for shard, name in enumerate(self._names):
+            for stored in self._listed(shard):
+                weight_map[stored.name] = name
         index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
     def _listed(self, shard: int) -> list[StoredTensor]:
         units = zip(self._units, self._shard_of, strict=True)
-        found = [stored for unit, number in units if number == shard for stored in unit.stored]
-        return (
-            found + [stored for stored, _ in self._extra_tensors]
-            if shard == len(self._names) - 1
-            else found
-        )
+        found = []
+        for unit, number in units:
+            if number == shard:
+                for stored in unit.stored:
+                    found.append(stored)
+        if shard == len(self._names) - 1:
+            return found + [stored for stored, _ in self._extra_tensors]
+        return found
 
     def _encoded(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
         if isinstance(value, torch.Tensor):
             (stored,) = unit.stored
-            shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
+            if unit.tensor.stacked is None:
+                shape = stored.shape
+            else:
+                shape = stored.shape[1:]
             yield tensor_bytes(value, StoredTensor(stored.name, stored.dtype, shape))
             return
         assert unit.codec is not None, "the plan says which tensors are quantized"
@@ -175,7 +180,10 @@ def _written(
     found = []
     for tensor, first, spec in units_of(planned, known):
         embedding = is_embedding(spec.name.removesuffix(".weight"))
-        codec = None if spec.scheme is None else method.codec(spec.scheme, embedding=embedding)
+        if spec.scheme is None:
+            codec = None
+        else:
+            codec = method.codec(spec.scheme, embedding=embedding)
         if isinstance(codec, Reason):
             raise codec.error(spec.name, method.name)
         if spec.scheme is not None and (part := _cut_tile(tensor, spec.scheme)) is not None:
@@ -184,12 +192,14 @@ def _written(
                 part.shape[0],
             )
             raise reason.error(part.name, method.name)
-        stored = (
-            [StoredTensor(spec.name, spec.dtype, spec.shape)]
-            if codec is None
-            else codec.stored(spec)
-        )
+        if codec is None:
+            stored = [StoredTensor(spec.name, spec.dtype, spec.shape)]
+        else:
+            stored = codec.stored(spec)
         by_expert = tensor.stacked is not None and codec is None
-        at_once = len(tensor.parts) // tensor.shape[0] if by_expert else len(tensor.parts)
+        if by_expert:
+            at_once = len(tensor.parts) // tensor.shape[0]
+        else:
+            at_once = len(tensor.parts)
         found.append(_Written(tensor, first, spec, at_once, codec, stored))
     return found

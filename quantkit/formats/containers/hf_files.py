@@ -21,9 +21,11 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 def weight_kinds(folder: Path) -> list[str]:
     """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
-    return [
-        kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)
-    ]
+    result: list[str] = []
+    for kind in _STEMS:
+        if index_path(folder, kind).is_file() or _unindexed(folder, kind):
+            result.append(kind)
+    return result
 
 
 @dataclass
@@ -64,7 +66,10 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
         _require_all_parts(paths)
     copies: list[tuple[str, TensorFile]] = []
     for path in paths:
-        file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
+        if kind == "safetensors":
+            file = safetensors_io.open_file(path)
+        else:
+            file = pth_io.open_file(path)
         found.notes += file.notes
         for name, tensor in file.tensors.items():
             if listed is not None and listed.get(name, path.name) != path.name:
@@ -83,10 +88,8 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     found.notes += _check_copies(copies, found.files, index)
     for name, home in (listed or {}).items():
         if name not in found.tensors:
-            expected, hint = (
-                f"as {index.name} says",
-                "the index is stale or the shard is another model's",
-            )
+            expected = f"as {index.name} says"
+            hint = "the index is stale or the shard is another model's"
             raise CheckpointError(
                 f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint
             )
@@ -145,9 +148,10 @@ def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path
     if not single.is_file():
         return
     try:
-        file = (
-            safetensors_io.open_file(single) if kind == "safetensors" else pth_io.open_file(single)
-        )
+        if kind == "safetensors":
+            file = safetensors_io.open_file(single)
+        else:
+            file = pth_io.open_file(single)
     except CheckpointError:
         return  # an interrupted download, which no reader loads
     for name in file.tensors:
@@ -186,10 +190,8 @@ def _require_all_parts(paths: list[Path]) -> None:
     totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
     whole = [p for p in paths if "-of-" not in p.name]
     if len(totals) + len(whole) > 1:
-        problem, found = (
-            "several sets of weights and no index to say which",
-            ", ".join(p.name for p in paths),
-        )
+        problem = "several sets of weights and no index to say which"
+        found = ", ".join(p.name for p in paths)
         raise CheckpointError(
             problem, path=paths[0].parent, found=found, hint="move the stray files away"
         )

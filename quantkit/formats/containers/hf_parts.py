@@ -34,7 +34,9 @@ def read_floats(
         return file.read_view(view, part)
     wanted, inside = _whole_heads(part, len(place.head_order))
     rows = _in_order(file.read_view(view, wanted), place.head_order)
-    return rows if inside is None else inside.of(rows)
+    if inside is None:
+        return rows
+    return inside.of(rows)
 
 
 class Decodes(Protocol):
@@ -59,13 +61,19 @@ def decode(
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
         if isinstance(slab, qtensor.QuantTensor):
             own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
-            return own if part is None else part.of_weight(own)
-        matrix = (
-            slab[0].t() if tensor.stacked is not None and tensor.stacked.transposed else slab[0]
-        )
+            if part is None:
+                return own
+            return part.of_weight(own)
+        if tensor.stacked is not None and tensor.stacked.transposed:
+            matrix = slab[0].t()
+        else:
+            matrix = slab[0]
         floats = matrix[place.first :: place.step][: place.shape[0]]
-        return floats.contiguous() if part is None else part.of(floats).contiguous()
-    wanted, inside = part, None
+        if part is None:
+            return floats.contiguous()
+        return part.of(floats).contiguous()
+    wanted = part
+    inside = None
     if place.head_order is not None:
         wanted, inside = _whole_heads(part, len(place.head_order))
     if place.shape[0] == spec.shape[0]:
@@ -79,7 +87,9 @@ def decode(
         value = codec.decode(raw, spec, TensorSlice(0, shifted))
     if place.head_order is not None:
         value = reordered(value, place.head_order)
-    return value if inside is None else inside.of_weight(value)
+    if inside is None:
+        return value
+    return inside.of_weight(value)
 
 
 def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
@@ -108,7 +118,10 @@ def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
     if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
         rows = torch.stack(floats, 1).flatten(0, 1)
     else:
-        rows = torch.cat(floats) if len(floats) > 1 else floats[0]
+        if len(floats) > 1:
+            rows = torch.cat(floats)
+        else:
+            rows = floats[0]
     turned = tensor.stacked is not None and tensor.stacked.transposed
     return rows.t() if turned else rows
 
@@ -143,9 +156,12 @@ def _whole_heads(
         or not any(bound % head for bounds in part.ranges for bound in bounds)
     ):
         return part, None
-    wider, inside, before = [], [], 0
+    wider = []
+    inside = []
+    before = 0
     for start, stop in part.ranges:
-        low, high = start // head * head, -(-stop // head) * head
+        low = start // head * head
+        high = -(-stop // head) * head
         wider.append((low, high))
         inside.append((before + start - low, before + stop - low))
         before += high - low

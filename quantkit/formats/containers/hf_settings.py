@@ -58,7 +58,8 @@ def read_codecs(
         and stated != _FLOAT8
         and (stated is not None or not states_scheme(settings))
     ):
-        problem, found = "this algorithm of Model Optimizer is not read", shown(stated)
+        problem = "this algorithm of Model Optimizer is not read"
+        found = shown(stated)
         hint = _FLOAT_MODEL
         if "FP4" in str(stated):
             # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
@@ -70,12 +71,16 @@ def read_codecs(
             problem, path=settings.path, found=found, expected=_FLOAT8, hint=hint
         )
     if name is None or name not in methods:
-        bits = shown(settings.values["bits"]) if settings.has("bits") else ""
-        found = f"{name} {bits}".strip() if name else "an unnamed scheme"
-        problem, expected = (
-            "the source is quantized already in a scheme quantkit does not read",
-            ", ".join(methods),
-        )
+        if settings.has("bits"):
+            bits = shown(settings.values["bits"])
+        else:
+            bits = ""
+        if name:
+            found = f"{name} {bits}".strip()
+        else:
+            found = "an unnamed scheme"
+        problem = "the source is quantized already in a scheme quantkit does not read"
+        expected = ", ".join(methods)
         raise UnsupportedError(
             problem, path=path, found=found, expected=expected, hint=_FLOAT_MODEL
         )
@@ -113,8 +118,8 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 
 def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of the same model in floats."""
-    return {
-        key: without_settings(value) if isinstance(value, dict) else value
-        for key, value in raw.items()
-        if key not in (SETTINGS, _MLX_SETTINGS)
-    }
+    result: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in (SETTINGS, _MLX_SETTINGS):
+            result[key] = without_settings(value) if isinstance(value, dict) else value
+    return result

@@ -54,7 +54,8 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         file.
         """
         self.planned = planned
-        self._units, self._shard_of = units, numbers
+        self._units = units
+        self._shard_of = numbers
         self._names: list[str] = []
         self._offsets: list[int] = []  # after the header of the file
         for index, number in enumerate(numbers):
@@ -82,7 +83,8 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
             self._held.append(value)
             put = index - unit.first + 1
             if put % unit.at_once == 0:
-                joined, self._held = assembled(unit.tensor, self._held), []
+                joined = assembled(unit.tensor, self._held)
+                self._held = []
                 yield from self._appended(number, put - unit.at_once, joined)
 
     def _appended(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
@@ -114,7 +116,8 @@ def units_of(
         ValueError: if they do not follow each other in the plan, or planned tensors are left over.
     """
     index_of = {spec.name: index for index, spec in enumerate(planned)}
-    found, used = [], set[int]()
+    found = []
+    used = set[int]()
     for tensor in tensors:
         first = index_of.get(tensor.parts[0], len(planned))
         parts = planned[first : first + len(tensor.parts)]
@@ -153,10 +156,12 @@ def file_numbers(
         first, others: bytes of the first file, and of each other one, besides its tensors.
     """
     numbers: list[int] = []
-    number, filled = 0, first
+    number = 0
+    filled = first
     for size in sizes:
         if numbers and filled + size > max_bytes:
-            number, filled = number + 1, others
+            number = number + 1
+            filled = others
         numbers.append(number)
         filled += size
     return numbers

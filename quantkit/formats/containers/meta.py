@@ -59,7 +59,9 @@ class Meta(Container):
     model_parallel = True
 
     def present(self, path: Path) -> list[str]:
-        return ["meta"] if path.is_dir() and shard_paths(path) else []
+        if path.is_dir() and shard_paths(path):
+            return ["meta"]
+        return []
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
@@ -75,7 +77,10 @@ class Meta(Container):
         from quantkit.formats.containers.meta_encoder import MetaEncoder
 
         # Llama 3, the first with a byte-level tokenizer, splits the embedding by rows.
-        axis = 0 if output.tokenizer is not None and output.tokenizer.byte_level else 1
+        if output.tokenizer is not None and output.tokenizer.byte_level:
+            axis = 0
+        else:
+            axis = 1
         return MetaEncoder(
             output.planned, output.config, output.model_parallel, embedding_axis=axis
         )
@@ -91,12 +96,11 @@ class Meta(Container):
         original = folder / _TOKENIZER
         names = (_TOKENIZER,) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
         if original.is_file() and (folder / "tokenizer.json").is_file():
-            used, stated = load_tokenizer(folder), original_tokenizer(original)
+            used = load_tokenizer(folder)
+            stated = original_tokenizer(original)
             if (difference := first_difference(stated, used, gate_texts().values())) is not None:
-                problem, hint = (
-                    "tokenizer.model is another tokenizer than tokenizer.json",
-                    "remove the one that is not",
-                )
+                problem = "tokenizer.model is another tokenizer than tokenizer.json"
+                hint = "remove the one that is not"
                 found = f"a difference in {difference}"
                 raise CheckpointError(
                     problem, path=original, found=found, hint=f"{hint} the model's"
@@ -150,7 +154,8 @@ class MetaCheckpoint:
         self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
         if (factor := assumed_rope_factor(params, self.config)) is not None:
-            note, version = "does not say rope_scaling_factor", "3.1" if factor == 8 else "3.2"
+            note = "does not say rope_scaling_factor"
+            version = "3.1" if factor == 8 else "3.2"
             self.notes.append(
                 f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}"
             )
@@ -184,16 +189,21 @@ class MetaCheckpoint:
             CheckpointError: if copies of a tensor in several shards differ.
         """
         parameter = self._parameters[name]
-        stored, axis, copies = meta_name(parameter), self._axis(parameter), self._copies(parameter)
-        pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
+        stored = meta_name(parameter)
+        axis = self._axis(parameter)
+        copies = self._copies(parameter)
+        pieces = []
+        for i in range(0, len(self._shards), copies):
+            pieces.append((self._shards[i : i + copies], part))
         if part is not None and part.axis == axis:
             pieces = _overlaps(
                 [holders for holders, _ in pieces], self._stored[stored].shape[axis], part
             )
-        sizes = [
-            self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size
-            for _, p in pieces
-        ]
+        sizes = []
+        for _, p in pieces:
+            sizes.append(
+                self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size
+            )
         shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
@@ -217,17 +227,19 @@ class MetaCheckpoint:
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
         """The names of the weights, which all shards have in the same shape and float type."""
-        first, weights = shards[0], {name for name in shards[0] if not is_derived_buffer(name)}
+        first = shards[0]
+        weights = {name for name in shards[0] if not is_derived_buffer(name)}
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             if difference := sorted(set(first) ^ set(shard)):
-                problem, stray = (
-                    f"holds other tensors than {self._paths[0].name}",
-                    f"'{difference[0]}' in one",
-                )
+                problem = f"holds other tensors than {self._paths[0].name}"
+                stray = f"'{difference[0]}' in one"
                 raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
             for name in weights:
                 if shard[name] != first[name]:
-                    what = "float type" if shard[name].shape == first[name].shape else "shape"
+                    if shard[name].shape == first[name].shape:
+                        what = "float type"
+                    else:
+                        what = "shape"
                     problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
                     found, expected = (
                         f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name])
@@ -241,7 +253,10 @@ class MetaCheckpoint:
         for needed in (_EMBEDDING, _QUERY, _GATE):
             if needed not in self._weights:
                 known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
-                strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
+                strangers = []
+                for n in self._weights:
+                    if re.sub(r"\.\d+\.", ".{}.", n) not in known:
+                        strangers.append(n)
                 if strangers:
                     raise_unexpected(strangers, self._paths[0])
                 raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
@@ -253,7 +268,8 @@ class MetaCheckpoint:
             raise UnsupportedError(
                 "weights are not stored as floats", path=self._paths[0], found=dtype
             )
-        settings, stated = Settings(params, params_path), dim
+        settings = Settings(params, params_path)
+        stated = dim
         if settings.has("dim") and settings.integer("dim", 1, Limits.width) != dim:
             raise CheckpointError(
                 "dim disagrees with the weights",
@@ -287,10 +303,8 @@ class MetaCheckpoint:
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:
-        problem, found = (
-            "the number of shards disagrees with the shapes",
-            f"{len(self._paths)} consolidated.*.pth",
-        )
+        problem = "the number of shards disagrees with the shapes"
+        found = f"{len(self._paths)} consolidated.*.pth"
         hint = "a shard is missing or stray"
         raise CheckpointError(
             f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint
@@ -334,13 +348,12 @@ class MetaCheckpoint:
         strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
         if strangers:
             raise_unexpected(strangers, self._paths[0])
-        found = {
-            parameter.name: TensorSpec(
-                parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype
-            )
-            for name, parameter in known.items()
-            if name in self._weights
-        }
+        found = {}
+        for name, parameter in known.items():
+            if name in self._weights:
+                found[parameter.name] = TensorSpec(
+                    parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype
+                )
         require_tensors(
             found, {name: one.shape for name, one in self._parameters.items()}, self.path
         )
@@ -353,11 +366,15 @@ class MetaCheckpoint:
         return tuple(joined)
 
     def _axis(self, parameter: Parameter) -> int:
-        return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
+        if parameter.role == "embedding":
+            return self.embedding_axis
+        return parameter.split_axis or 0
 
     def _copies(self, parameter: Parameter) -> int:
         """The number of consecutive shards with the same piece."""
-        return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
+        if parameter.split_axis is None:
+            return len(self._shards)
+        return self._replicas(parameter)
 
     def _replicas(self, parameter: Parameter) -> int:
         """The number of shards with the same KV head; more than one only if each shard has a
@@ -365,9 +382,12 @@ class MetaCheckpoint:
         """
         if parameter.dims[0] != "kv":
             return 1
-        shards, heads = len(self._shards), self.config.num_kv_heads
+        shards = len(self._shards)
+        heads = self.config.num_kv_heads
         one_each = self._stored[meta_name(parameter)].shape[0] == self.config.head_dim
-        return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
+        if one_each and shards > heads and shards % heads == 0:
+            return shards // heads
+        return 1
 
 
 def meta_name(parameter: Parameter) -> str:
@@ -385,7 +405,8 @@ def _overlaps(
     found: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
-            low, high = max(start - index * size, 0), min(stop - index * size, size)
+            low = max(start - index * size, 0)
+            high = min(stop - index * size, size)
             found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
     return found
 
@@ -414,10 +435,8 @@ def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
     numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:
-            missing, found = (
-                f"consolidated.{expected:02d}.pth",
-                f"{len(paths)} shards up to {paths[-1].name}",
-            )
+            missing = f"consolidated.{expected:02d}.pth"
+            found = f"{len(paths)} shards up to {paths[-1].name}"
             raise damaged_file("the weight file is missing", folder / missing, found)
     if not paths:
         raise CheckpointError("has no consolidated.*.pth", path=folder)

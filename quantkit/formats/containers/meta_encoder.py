@@ -38,7 +38,9 @@ class MetaEncoder(Encoder):
         or the vocabulary.
         """
         self.planned = planned
-        self._config, self._shards, self._axis = config, shards, embedding_axis
+        self._config = config
+        self._shards = shards
+        self._axis = embedding_axis
         # With the head even if it is tied: readers of Meta's format expect it.
         self._parameters = {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
         _require_divisible(config, shards, embedding_axis)
@@ -88,14 +90,14 @@ class MetaEncoder(Encoder):
 
     def _pieces(self, parameter: Parameter) -> int:
         """The number of different pieces of a tensor; fewer than shards if KV heads repeat."""
-        return (
-            min(self._shards, self._config.num_kv_heads)
-            if parameter.dims[0] == "kv"
-            else self._shards
-        )
+        if parameter.dims[0] == "kv":
+            return min(self._shards, self._config.num_kv_heads)
+        return self._shards
 
     def _axis_of(self, parameter: Parameter) -> int | None:
-        return self._axis if parameter.role == "embedding" else parameter.split_axis
+        if parameter.role == "embedding":
+            return self._axis
+        return parameter.split_axis
 
     def _part_of(self, planned: TensorSpec, parameter: Parameter) -> StoredTensor:
         shape = list(planned.shape)

@@ -23,7 +23,8 @@ from quantkit.formats.gguf.names import gguf_architecture, sharing_families
 from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
 from quantkit.formats.gguf.rope import read_rope, rope_tensors, written_rope
 
-MODEL_TYPE, EOS_IDS = "quantkit.model_type", "quantkit.eos_token_ids"
+MODEL_TYPE = "quantkit.model_type"
+EOS_IDS = "quantkit.eos_token_ids"
 """quantkit's keys: the family of a model among those of its architecture, and all EOS tokens."""
 _KEYS = frozenset(
     {
@@ -45,7 +46,8 @@ _KEYS = frozenset(
     }
 )
 _EPS = "attention.layer_norm_rms_epsilon"
-_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_WINDOW = "attention.sliding_window"
+_PATTERN = "attention.sliding_window_pattern"
 _SOFTMAX = 1
 
 
@@ -77,7 +79,10 @@ def config_of(
     hidden = keys.integer("embedding_length", 1, Limits.width)
     context = keys.integer("context_length", 1, Limits.context)
     own = keys.has("attention.key_length")
-    head_dim = keys.integer("attention.key_length", 1, Limits.heads) if own else hidden // heads
+    if own:
+        head_dim = keys.integer("attention.key_length", 1, Limits.heads)
+    else:
+        head_dim = hidden // heads
     if (
         keys.has("attention.value_length")
         and keys.integer("attention.value_length", 1, Limits.heads) != head_dim
@@ -103,7 +108,9 @@ def config_of(
         )
     general = Settings(metadata, path)
     starts = general.ids("tokenizer.ggml.bos_token_id")
-    llama_ends = [general.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    llama_ends = []
+    for name in ("eos", "eot", "eom"):
+        llama_ends.append(general.ids(f"tokenizer.ggml.{name}_token_id"))
     ends = tuple(dict.fromkeys(end for one in llama_ends for end in one))
     listed_ends = general.ids(EOS_IDS)
     if set(ends) <= set(listed_ends):  # otherwise a key was changed after quantkit wrote the file
@@ -203,7 +210,10 @@ def notes_of(config: ModelConfig) -> list[str]:
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
     general = Settings(metadata, path)
-    kind = general.string("general.type") if general.has("general.type") else "model"
+    if general.has("general.type"):
+        kind = general.string("general.type")
+    else:
+        kind = "model"
     if kind != "model":
         raise UnsupportedError("is not a complete model", path=str(path), found=shown(kind))
     name = general.string("general.architecture")
@@ -227,22 +237,20 @@ def _own_keys(
     it could change the arithmetic.
     """
     prefix = f"{architecture.name}."
-    found = {
-        key.removeprefix(prefix): shortest(value)
-        for key, value in metadata.items()
-        if key.startswith(prefix)
-    }
+    found = {}
+    for key, value in metadata.items():
+        if key.startswith(prefix):
+            found[key.removeprefix(prefix)] = shortest(value)
     usual = {
         "expert_gating_func": _SOFTMAX,
         "expert_weights_scale": 1.0,
         "expert_weights_norm": architecture.normalized,
     }
     known = {*_KEYS, *architecture.keys}
-    unknown = [
-        key
-        for key, value in found.items()
-        if key not in known and value and value != usual.get(key)
-    ]
+    unknown = []
+    for key, value in found.items():
+        if key not in known and value and value != usual.get(key):
+            unknown.append(key)
     if unknown:
         raise UnsupportedError(
             f"has the key '{prefix}{unknown[0]}', which is not supported",
@@ -272,11 +280,10 @@ def _windows(
     keys: Settings, architecture: GgufArchitecture, layers: int
 ) -> tuple[int | None, list[bool]]:
     """The width of the windows, and which layers have one."""
-    window = (
-        keys.integer(_WINDOW, 0, Limits.context)
-        if keys.has(_WINDOW)
-        else architecture.default_window or 0
-    )
+    if keys.has(_WINDOW):
+        window = keys.integer(_WINDOW, 0, Limits.context)
+    else:
+        window = architecture.default_window or 0
     stated = keys.values.get(_PATTERN)
     if isinstance(stated, list):
         if len(stated) != layers or not all(one in (0, 1) for one in stated):
@@ -312,12 +319,14 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     ):
         return {}
     count = keys.integer("expert_count", 0, Limits.experts)
-    used, width = (
-        keys.integer("expert_used_count", 1, Limits.experts),
-        _one(keys, "feed_forward_length", Limits.width),
-    )
-    size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
-    size = keys.integer(size_key, 1, Limits.width) if keys.has(size_key) else max(width // used, 1)
+    used = keys.integer("expert_used_count", 1, Limits.experts)
+    width = _one(keys, "feed_forward_length", Limits.width)
+    size_key = "expert_feed_forward_length"
+    shared_key = "expert_shared_feed_forward_length"
+    if keys.has(size_key):
+        size = keys.integer(size_key, 1, Limits.width)
+    else:
+        size = max(width // used, 1)
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
@@ -336,11 +345,10 @@ def _family(
     features.
     """
     families = sharing_families()[architecture.name]
-    marked = {
-        family.gguf_mark: family.model_type
-        for family in families
-        if raw.get(family.gguf_mark or "") is not None
-    }
+    marked = {}
+    for family in families:
+        if raw.get(family.gguf_mark or "") is not None:
+            marked[family.gguf_mark] = family.model_type
     stated = metadata.get(MODEL_TYPE)
     if "num_experts" not in marked and any(stated == family.model_type for family in families):
         return str(stated)
@@ -352,7 +360,10 @@ def _ropes_by_layer(
     keys: Settings, architecture: GgufArchitecture, raw: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Rotary positions by kind of layer: those of layers with a window are not scaled."""
-    base = raw["rope_theta"] if architecture.one_rotary_base else DEFAULT_THETA
+    if architecture.one_rotary_base:
+        base = raw["rope_theta"]
+    else:
+        base = DEFAULT_THETA
     if keys.has(WINDOWED_BASE):
         base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
     if architecture.one_rotary_base and base != raw["rope_theta"]:
@@ -379,7 +390,8 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
         raise UnsupportedError(
             "GGUF cannot hold windows of several widths", found=shown(sorted(widths))
         )
-    windowed, layers = [window is not None for window in config.windows], config.num_layers
+    windowed = [window is not None for window in config.windows]
+    layers = config.num_layers
     if not widths:
         return {}
     found: dict[str, Any] = {_WINDOW: widths.pop()}
@@ -400,11 +412,10 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
 def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
     """Refuse features that llama.cpp does not compute."""
     biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
-    refused = [
-        f"biases of {name}"
-        for name, there in biases.items()
-        if there and name not in architecture.biases
-    ]
+    refused = []
+    for name, there in biases.items():
+        if there and name not in architecture.biases:
+            refused.append(f"biases of {name}")
     if config.experts is not None and not all(layer.experts for layer in config.layers):
         refused.append("layers without experts")
     if architecture.tied is True and not config.tied_embeddings:
@@ -430,13 +441,14 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
     """Refuse a model that would be read back as another one."""
     stored = {key: _as_stored(value) for key, value in metadata.items()}
     names = {"attn_q": config.qkv_bias, "ffn_gate": config.mlp_bias}
-    shapes: dict[str, tuple[int, ...]] = {
-        f"blk.0.{name}.bias": (1,) for name, there in names.items() if there
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, there in names.items():
+        if there:
+            shapes[f"blk.0.{name}.bias"] = (1,)
     shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)
-    factors = {
-        name: tuple(map(_as_stored, values)) for name, values in rope_tensors(config).items()
-    }
+    factors = {}
+    for name, values in rope_tensors(config).items():
+        factors[name] = tuple(map(_as_stored, values))
     ids = {"tokenizer.ggml.bos_token_id": config.bos_token_id}
     found = config_of(
         {**stored, **ids}, shapes, factors, "GGUF", tied=config.tied_embeddings, dtype=config.dtype
@@ -448,7 +460,9 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
 
 def _as_stored(value: Any) -> Any:
     """A value as it is read back: floats are float32."""
-    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
+    if isinstance(value, float):
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    return value
 
 
 def _rounded(part: Any) -> Any:

@@ -61,7 +61,8 @@ from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 _TEXTS = "texts"
 _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
-_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_EMBEDDING = "token_embd.weight"
+_HEAD = "output.weight"
 _QUANTIZATION_VERSION = 2
 _EXACT = "read as float32, which is exact"
 _MAX_FACTORS = 2**16
@@ -82,7 +83,9 @@ class Gguf(Container):
     one_file = True
 
     def present(self, path: Path) -> list[str]:
-        return [] if gguf_file(path) is None else ["gguf"]
+        if gguf_file(path) is None:
+            return []
+        return ["gguf"]
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
@@ -92,16 +95,18 @@ class Gguf(Container):
         return GgufCheckpoint(file, floats_as)
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        return checkpoint.with_codes() if isinstance(checkpoint, GgufCheckpoint) else checkpoint
+        if isinstance(checkpoint, GgufCheckpoint):
+            return checkpoint.with_codes()
+        return checkpoint
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
     ) -> list[Parameter]:
         known = {parameter.name: parameter for parameter in parameters(config)}
-        return [
-            known[name]
-            for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)
-        ]
+        result: list[Parameter] = []
+        for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts):
+            result.append(known[name])
+        return result
 
     def encoder(self, output: Output) -> Encoder:
         """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model
@@ -127,12 +132,16 @@ class Gguf(Container):
         )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        return {} if output.alone else present(text_folder(output.source.path), LICENSES)
+        if output.alone:
+            return {}
+        return present(text_folder(output.source.path), LICENSES)
 
     def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
         # A single file has no folder for licences.
-        return in_metadata if dst.suffix == f".{self.name}" else (*in_metadata, *LICENSES)
+        if dst.suffix == f".{self.name}":
+            return in_metadata
+        return (*in_metadata, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
         return [
@@ -148,7 +157,9 @@ def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
     named = re.search(_PHI3, name, re.IGNORECASE)
     if not {*tokens} >= _PHI3_TOKENS:
         return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
-    return f"{name} (Phi-3)" if architecture == "phi3" and named is None else name
+    if architecture == "phi3" and named is None:
+        return f"{name} (Phi-3)"
+    return name
 
 
 def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
@@ -234,16 +245,17 @@ class GgufCheckpoint:
 
     @property
     def method(self) -> str | None:
-        return (
-            self.format
-            if any(self._spec(tensor).scheme for tensor in self._disk.values())
-            else None
-        )
+        if any(self._spec(tensor).scheme for tensor in self._disk.values()):
+            return self.format
+        return None
 
     @property
     def layout(self) -> str:
         name = self._file_type_name() or self._prevalent_type()
-        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
+        if len(self._headers) > 1:
+            parts = f", {len(self._headers)} files"
+        else:
+            parts = ""
         return f"{self.format} ({name}{parts})"
 
     def _file_type_name(self) -> str | None:
@@ -251,10 +263,15 @@ class GgufCheckpoint:
         its tensors allow.
         """
         stated = self._headers[0].metadata.get("general.file_type")
-        name = FILE_TYPES.get(stated) if isinstance(stated, int) else None
+        if isinstance(stated, int):
+            name = FILE_TYPES.get(stated)
+        else:
+            name = None
         claims_floats = name in {kind.value for kind in FLOATS}
         has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
-        return name if claims_floats == has_only_floats else None
+        if claims_floats == has_only_floats:
+            return name
+        return None
 
     def _prevalent_type(self) -> str:
         kinds = Counter(dict.fromkeys(GgmlType, 0))
@@ -283,8 +300,10 @@ class GgufCheckpoint:
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
-        stored, spec = self._stored[tensor.name], self._spec(tensor)
-        file, view = self._files[tensor.name], self._view(tensor)
+        stored = self._stored[tensor.name]
+        spec = self._spec(tensor)
+        file = self._files[tensor.name]
+        view = self._view(tensor)
         return read_place(
             file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part
         )
@@ -299,7 +318,10 @@ class GgufCheckpoint:
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
-        stored_as = None if kind in SMALL_FLOATS else kind.value
+        if kind in SMALL_FLOATS:
+            stored_as = None
+        else:
+            stored_as = kind.value
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
@@ -322,10 +344,8 @@ class GgufCheckpoint:
                 problem = f"tensor '{name}' is of a type that is not read"
                 raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
-                problem, found = (
-                    "is quantized by unknown rules",
-                    f"general.quantization_version {shown(version)}",
-                )
+                problem = "is quantized by unknown rules"
+                found = f"general.quantization_version {shown(version)}"
                 raise UnsupportedError(
                     problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION
                 )
@@ -337,10 +357,8 @@ class GgufCheckpoint:
             or len(tensor.shape) != 1
             or tensor.shape[0] > _MAX_FACTORS
         ):
-            problem, found = (
-                f"tensor '{name}' is not a list of factors",
-                f"{tensor.type} {list(tensor.shape)}",
-            )
+            problem = f"tensor '{name}' is not a list of factors"
+            found = f"{tensor.type} {list(tensor.shape)}"
             raise CheckpointError(problem, path=self._files[name].path, found=found)
         return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
 
@@ -358,7 +376,9 @@ class GgufCheckpoint:
             stored = self._stored.get(tensor.name)
             if stored is not None and stored.type in FLOATS and not keeps_float32(tensor):
                 sizes[FLOATS[stored.type]] += stored.nbytes
-        return sizes.most_common(1)[0][0] if sizes else _DEFAULT
+        if sizes:
+            return sizes.most_common(1)[0][0]
+        return _DEFAULT
 
     def _check(self) -> None:
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
@@ -392,7 +412,9 @@ def read_place(
     """
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
-        return (floats.float() - offset).to(floats.dtype) if offset else floats
+        if offset:
+            return (floats.float() - offset).to(floats.dtype)
+        return floats
     rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
     if place.expert is None:
         return decode(rows, None, spec, tensor, place, part)
@@ -404,15 +426,17 @@ def read_place(
 
 def view_of(tensor: GgufTensor) -> View:
     """The place of a tensor: floats by elements, all others by bytes."""
-    dtype, shape = FLOATS.get(tensor.type), tensor.shape
+    dtype = FLOATS.get(tensor.type)
+    shape = tensor.shape
     if dtype is None:
-        dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
+        dtype = DType.UINT8
+        shape = (*shape[:-1], tensor.type.row_bytes(shape[-1]))
     return View(dtype, tensor.offset, shape, contiguous_strides(shape))
 
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
     """A tensor's shape, without leading sizes of 1 that are not expected."""
     padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
-    return (
-        shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape
-    )
+    if shape is not None and padded == (1,) * (4 - len(shape)) + shape:
+        return shape
+    return tensor.shape

@@ -102,24 +102,25 @@ class GgufEncoder(ShardedEncoder[_Written]):
         self._config = config
         units = [_extra(name, value) for name, value in extra.items()]
         for tensor, first, spec in units_of(planned, gguf_tensors(config)):
-            at_once = len(tensor.parts) if tensor.stacked is None else 1
+            if tensor.stacked is None:
+                at_once = len(tensor.parts)
+            else:
+                at_once = 1
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}
-        empty = [
-            len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT
-            for more in (self._metadata, {})
-        ]
+        empty = []
+        for more in (self._metadata, {}):
+            empty.append(len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT)
         sizes = [unit.listed_bytes for unit in units]
         numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
         super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
         count = numbers[-1] + 1
-        self._names = (
-            [stem + GGUF]
-            if count == 1
-            else [split_name(stem, index, count) for index in range(count)]
-        )
+        if count == 1:
+            self._names = [stem + GGUF]
+        else:
+            self._names = [split_name(stem, index, count) for index in range(count)]
         self._headers = [self._header(index, count) for index in range(count)]
         self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
 
@@ -140,7 +141,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Tensor number `index`, read back from the files so far."""
         number = self._of_part[index][0]
-        unit, shard = self._units[number], self._shard_of[number]
+        unit = self._units[number]
+        shard = self._shard_of[number]
         stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
         value = read_place(
             TensorFile(SourceFile(folder / self._names[shard]), {}),
@@ -182,7 +184,10 @@ class GgufEncoder(ShardedEncoder[_Written]):
     ) -> Iterator[bytes | memoryview]:
         """The padding follows the last part."""
         stored = unit.stored
-        shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
+        if unit.tensor.stacked is None:
+            shape = stored.shape
+        else:
+            shape = stored.shape[-2:]
         if isinstance(value, QuantTensor):
             blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):
@@ -209,7 +214,9 @@ class GgufEncoder(ShardedEncoder[_Written]):
 def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     """How a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
     if spec.scheme is None:
-        return GgmlType.F32 if keeps_float32(tensor) else _TYPES[spec.dtype]
+        if keeps_float32(tensor):
+            return GgmlType.F32
+        return _TYPES[spec.dtype]
     kind = block_type(spec.scheme)
     reason = kind.unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:

@@ -14,11 +14,9 @@ from quantkit.architectures.names import GGUF
 from quantkit.architectures.topology import Parameter
 from quantkit.errors import UnsupportedError
 
-ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG = "rope_factors_long.weight"
+ROPE_SHORT = "rope_factors_short.weight"
 """Factors that divide the frequency of each rotary pair: always, beyond the original context,
 within it.
 """
@@ -101,16 +99,17 @@ def keeps_float32(tensor: DiskTensor) -> bool:
 
 def stored_offset(config: ModelConfig, tensor: DiskTensor) -> float:
     """The offset that a file adds to the weight of a norm; 0 for all other tensors."""
-    return config.norm_offset if tensor.name.endswith("_norm.weight") else 0.0
+    if tensor.name.endswith("_norm.weight"):
+        return config.norm_offset
+    return 0.0
 
 
 def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     linear = parameter.linear
-    role = (
-        linear.fused
-        if linear is not None and linear.fused in architecture.fused
-        else parameter.role
-    )
+    if linear is not None and linear.fused in architecture.fused:
+        role = linear.fused
+    else:
+        role = parameter.role
     assert role is not None
     if role not in GGUF:
         raise UnsupportedError(
@@ -121,8 +120,6 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
 
 def _stacked(parameter: Parameter) -> StackedExperts | None:
     """How the tensor that a parameter is part of holds experts, if it does."""
-    return (
-        StackedExperts(GGUF[parameter.role], (parameter.role,))
-        if parameter.role in EXPERT_ROLES
-        else None
-    )
+    if parameter.role in EXPERT_ROLES:
+        return StackedExperts(GGUF[parameter.role], (parameter.role,))
+    return None

@@ -72,7 +72,10 @@ def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[st
     if rope.type == "llama3" and architecture.rope_freqs:
         return found
     if rope.type == "longrope" and architecture.long_rope:
-        scale = rope.attention_factor if rope.attention_factor is not None else _long_scale(rope)
+        if rope.attention_factor is not None:
+            scale = rope.attention_factor
+        else:
+            scale = _long_scale(rope)
         return {**found, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(scale)}
     raise _not_computed(architecture, f"{rope.type} rope scaling", rope.type)
 
@@ -81,7 +84,8 @@ def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
     """The tensors, float32, of factors that divide the frequency of each pair. Raises
     `UnsupportedError`, see `gguf_architecture`.
     """
-    architecture, rope = gguf_architecture(config), config.rope
+    architecture = gguf_architecture(config)
+    rope = config.rope
     if (
         rope.type == "longrope"
         and architecture.long_rope
@@ -118,13 +122,15 @@ def read_rope(
         CheckpointError: for values of the wrong type, or that contradict each other.
         UnsupportedError: for what quantkit or the architecture does not compute.
     """
-    theta = (
-        keys.number("rope.freq_base", MIN_THETA, MAX_THETA)
-        if keys.has("rope.freq_base")
-        else DEFAULT_THETA
-    )
+    if keys.has("rope.freq_base"):
+        theta = keys.number("rope.freq_base", MIN_THETA, MAX_THETA)
+    else:
+        theta = DEFAULT_THETA
     count_key = "rope.dimension_count"
-    rotated = keys.integer(count_key, 2, Limits.heads) if keys.has(count_key) else head_dim
+    if keys.has(count_key):
+        rotated = keys.integer(count_key, 2, Limits.heads)
+    else:
+        rotated = head_dim
     if rotated > head_dim or (rotated != head_dim and not architecture.partial_rotary):
         raise CheckpointError(
             f"{architecture.name}.{count_key} does not fit the heads",
@@ -143,7 +149,10 @@ def read_rope(
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )
     original_key = "rope.scaling.original_context_length"
-    original = keys.integer(original_key, 1, Limits.context) if keys.has(original_key) else None
+    if keys.has(original_key):
+        original = keys.integer(original_key, 1, Limits.context)
+    else:
+        original = None
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)
@@ -182,9 +191,18 @@ def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> Non
 
 def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
     """The scaling that the keys state; LongRoPE is stated by tensors."""
-    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
-    factor = keys.number(factor_key, 0, SCALE[1]) if keys.has(factor_key) else 0.0
-    kind = keys.string("rope.scaling.type") if keys.has("rope.scaling.type") else "linear"
+    if keys.has("rope.scaling.factor"):
+        factor_key = "rope.scaling.factor"
+    else:
+        factor_key = "rope.scale_linear"
+    if keys.has(factor_key):
+        factor = keys.number(factor_key, 0, SCALE[1])
+    else:
+        factor = 0.0
+    if keys.has("rope.scaling.type"):
+        kind = keys.string("rope.scaling.type")
+    else:
+        kind = "linear"
     for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
         if keys.has(key) and keys.number(key, -1, SCALE[1]) not in (1, -1):
             raise UnsupportedError(
@@ -196,11 +214,10 @@ def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    betas = {
-        name: keys.number(f"rope.scaling.yarn_{name}", *SCALE)
-        for name in ("beta_fast", "beta_slow")
-        if keys.has(f"rope.scaling.yarn_{name}")
-    }
+    betas = {}
+    for name in ("beta_fast", "beta_slow"):
+        if keys.has(f"rope.scaling.yarn_{name}"):
+            betas[name] = keys.number(f"rope.scaling.yarn_{name}", *SCALE)
     return {
         "rope_type": kind,
         "factor": factor,
@@ -221,15 +238,16 @@ def _long_rope(
         "original_max_position_embeddings": original,
     }
     key = "rope.scaling.attn_factor"
-    stated = keys.number(key, *SCALE) if keys.has(key) else 1.0
+    if keys.has(key):
+        stated = keys.number(key, *SCALE)
+    else:
+        stated = 1.0
     usual = _long_scale(
         RopeConfig(type="longrope", factor=context / original, original_context=original)
     )
-    return (
-        found
-        if math.isclose(stated, usual, rel_tol=_CLOSE)
-        else {**found, "attention_factor": stated}
-    )
+    if math.isclose(stated, usual, rel_tol=_CLOSE):
+        return found
+    return {**found, "attention_factor": stated}
 
 
 def _long_scale(rope: RopeConfig) -> float:
@@ -290,23 +308,28 @@ def _fitted(
 ) -> list[tuple[float, float, int]]:
     """The settings that follow from the blend of two factors, if two are blended."""
     slowest = max(factors)
-    blends = [
-        (theta ** (-2 * pair / dim), (1 / factor - 1 / slowest) / (1 - 1 / slowest))
-        for pair, factor in enumerate(factors)
-        if 1 < factor < slowest
-    ]
+    blends = []
+    for pair, factor in enumerate(factors):
+        if 1 < factor < slowest:
+            blends.append(
+                (theta ** (-2 * pair / dim), (1 / factor - 1 / slowest) / (1 - 1 / slowest))
+            )
     if len(blends) < 2:
         return []
     (x1, y1), (x2, y2) = blends[0], blends[-1]
     rise = (y1 - y2) / (x1 - x2)
-    ratio = (
-        1 - 1 / (y1 - rise * x1) if y1 != rise * x1 else 0.0
-    )  # of the high frequency factor to the low one
+    # of the high frequency factor to the low one
+    if y1 != rise * x1:
+        ratio = 1 - 1 / (y1 - rise * x1)
+    else:
+        ratio = 0.0
     if ratio <= 1:
         return []
     length = original or _LLAMA3[2]
     low = length / (2 * math.pi * rise * (ratio - 1))
-    return [(round(low, 6), round(low * ratio, 6), length)] if low > 0 else []
+    if low > 0:
+        return [(round(low, 6), round(low * ratio, 6), length)]
+    return []
 
 
 def _require(holds: bool, architecture: GgufArchitecture, what: str, keys: Settings) -> None:

@@ -78,7 +78,9 @@ class Adapter:
             CheckpointError: if files are missing or damaged, or tensors do not belong together.
             UnsupportedError: if it has settings or tensors that are not known.
         """
-        self.path, self.weight, self._allow_nonfinite = folder, weight, allow_nonfinite
+        self.path = folder
+        self.weight = weight
+        self._allow_nonfinite = allow_nonfinite
         if not (folder / NAME).is_file():
             raise CheckpointError(
                 "is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}"
@@ -125,10 +127,10 @@ class Adapter:
     @cached_property
     def sha256(self) -> dict[str, str]:
         """The hashes of its files, by name."""
-        return {
-            file.path.name: file.sha256()
-            for file in (SourceFile(self.config.path), self._file.source)
-        }
+        result: dict[str, str] = {}
+        for file in (SourceFile(self.config.path), self._file.source):
+            result[file.path.name] = file.sha256()
+        return result
 
     def to_json(self) -> dict[str, object]:
         """What the manifest records."""
@@ -144,7 +146,8 @@ class Adapter:
             name = key.removeprefix(_PREFIX)
             suffix = next((one for one in _ROLES if name.endswith(f".{one}")), None)
             if suffix is not None:
-                held, place = parts.setdefault(name.removesuffix(f".{suffix}"), {}), _ROLES[suffix]
+                held = parts.setdefault(name.removesuffix(f".{suffix}"), {})
+                place = _ROLES[suffix]
             elif "lora_" in name or ".modules_to_save." in name:
                 raise UnsupportedError(
                     f"tensor '{key}' is of a kind that is not merged",
@@ -155,7 +158,8 @@ class Adapter:
                     ),
                 )
             else:
-                held, place = self.replaced, name.replace(".base_layer.", ".")
+                held = self.replaced
+                place = name.replace(".base_layer.", ".")
             if place in held:
                 raise CheckpointError(
                     f"tensor '{key}' is in the adapter twice",
@@ -189,10 +193,8 @@ class Adapter:
             parts.get("magnitude"),
             is_embedding,
         )
-        rank, (down, up) = (
-            self.config.rank_of(name),
-            (self.shape(module.down), self.shape(module.up)),
-        )
+        rank = self.config.rank_of(name)
+        (down, up) = (self.shape(module.down), self.shape(module.up))
         if len(down) != 2 or len(up) != 2:
             raise UnsupportedError(
                 f"tensor '{module.down}' is not of a linear or an embedding",

@@ -107,7 +107,8 @@ class AdapterConfig:
 
     def scaling(self, module: str) -> float:
         """The factor of a module's update."""
-        rank, alpha = self.rank_of(module), _find_value(self.alpha_patterns, module, self.alpha)
+        rank = self.rank_of(module)
+        alpha = _find_value(self.alpha_patterns, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
@@ -148,7 +149,8 @@ def read_config(folder: Path) -> AdapterConfig:
     if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
         raise UnsupportedError("unknown value of 'bias'", path=path, found=shown(raw["bias"]))
     match_time = MatchTime(str(path))
-    ranks, alphas = _inner(settings, "rank_pattern"), _inner(settings, "alpha_pattern")
+    ranks = _inner(settings, "rank_pattern")
+    alphas = _inner(settings, "alpha_pattern")
     return AdapterConfig(
         path=path,
         rank=settings.integer("r", 1, _MAX_RANK),
@@ -191,7 +193,9 @@ def _require_unchanged_base(method: Any, path: Path) -> None:
 
 def _inner(settings: Settings, key: str) -> Settings:
     """Return the object of a key; an empty one if it is absent."""
-    return settings.inside(key) if settings.values.get(key) else Settings({}, settings.path, key)
+    if settings.values.get(key):
+        return settings.inside(key)
+    return Settings({}, settings.path, key)
 
 
 def _end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Pattern:

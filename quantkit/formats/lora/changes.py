@@ -74,7 +74,9 @@ class Changes:
 
 def untied(config: ModelConfig) -> ModelConfig:
     """The same model with a separate output head."""
-    return replace(config, tied_embeddings=False) if config.runnable else config
+    if config.runnable:
+        return replace(config, tied_embeddings=False)
+    return config
 
 
 def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, Changes]:
@@ -128,7 +130,8 @@ class _Bases:
 
     def __init__(self, source: Checkpoint) -> None:
         config = untied(source.config)
-        self.path, self._config = source.path, config
+        self.path = source.path
+        self._config = config
         apart = disk_tensors(config, {parameter.module for parameter in parameters(config)})
         self.named: dict[str, DiskTensor] = {}
         for tensor in (*disk_tensors(config), *apart):
@@ -197,7 +200,10 @@ def _require_shape(
     """
     (_, columns), (rows, _) = adapter.shape(module.down), adapter.shape(module.up)
     swapped = module.is_embedding or _is_transposed(adapter, base, (rows, columns), source)
-    shape = (columns, rows) if swapped else (rows, columns)
+    if swapped:
+        shape = (columns, rows)
+    else:
+        shape = (rows, columns)
     if base.shape != shape:
         raise _misfit(adapter, f"module '{module.name}' does not fit the base", shape, base)
     if swapped and not module.is_embedding and module.magnitude is not None:

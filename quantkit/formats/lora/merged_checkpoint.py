@@ -18,7 +18,8 @@ from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
+_HEAD = f"{HEAD}.weight"
+_EMBEDDING = f"{EMBEDDING}.weight"
 
 
 class MergedCheckpoint(CheckpointView):
@@ -44,7 +45,8 @@ class MergedCheckpoint(CheckpointView):
             UnsupportedError: if what adapters do cannot be combined.
         """
         self._changes = find_changes(adapters, source)
-        self._base, self._floats_as = source, floats_as
+        self._base = source
+        self._floats_as = floats_as
         self._unties = source.config.tied_embeddings and bool(
             {_HEAD, _EMBEDDING} & self._changes.keys()
         )
@@ -58,7 +60,9 @@ class MergedCheckpoint(CheckpointView):
             )
         super().__init__(source, untied(source.config) if self._unties else None)
         self.adapters = list(adapters)
-        self.method, self.layout, self.readers = source.method, source.layout, source.readers
+        self.method = source.method
+        self.layout = source.layout
+        self.readers = source.readers
         self._column_norms: dict[str, torch.Tensor] = {}
         if self._unties:
             self.notes.append(
@@ -67,7 +71,9 @@ class MergedCheckpoint(CheckpointView):
             )
 
     def names(self) -> list[str]:
-        return [*self._base.names(), _HEAD] if self._unties else self._base.names()
+        if self._unties:
+            return [*self._base.names(), _HEAD]
+        return self._base.names()
 
     def stored_bytes(self, name: str) -> int:
         """The size of a tensor of the base on disk."""
@@ -131,11 +137,10 @@ class MergedCheckpoint(CheckpointView):
             return None
         if name not in self._column_norms:
             rows, columns = self.info(name).shape
-            base, (update,) = self._before(name, changes, None), changes.updates
-            complete, squares = (
-                _Product(update, torch.arange(rows)),
-                torch.zeros(columns, dtype=torch.float64),
-            )
+            base = self._before(name, changes, None)
+            (update,) = changes.updates
+            complete = _Product(update, torch.arange(rows))
+            squares = torch.zeros(columns, dtype=torch.float64)
             for start, stop in qtensor.row_chunks(rows, columns):
                 total = qtensor.float_rows(base, start, stop) + complete.delta(start, stop)
                 squares += total.double().square().sum(0)
@@ -147,13 +152,19 @@ class _Product:
     """An update of some rows, in float32."""
 
     def __init__(self, update: Update, rows: torch.Tensor) -> None:
-        adapter, module = update.adapter, update.module
-        down, up = adapter.read(module.down), adapter.read(module.up)
+        adapter = update.adapter
+        module = update.module
+        down = adapter.read(module.down)
+        up = adapter.read(module.up)
         left, self._right = (down.t(), up.t()) if update.swapped else (up, down)
         chosen = _disk_rows(update.place)[rows]
-        self._left, self._scaling = left[chosen], update.scaling
+        self._left = left[chosen]
+        self._scaling = update.scaling
         self.is_embedding = module.is_embedding
-        self.magnitude = None if module.magnitude is None else adapter.read(module.magnitude)
+        if module.magnitude is None:
+            self.magnitude = None
+        else:
+            self.magnitude = adapter.read(module.magnitude)
         if self.magnitude is not None and not self.is_embedding:
             self.magnitude = self.magnitude[chosen]
 
@@ -179,12 +190,17 @@ class _Product:
 def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
     """The indices of rows in a part."""
     every = torch.arange(count)
-    return every if part is None else part.of(every)
+    if part is None:
+        return every
+    return part.of(every)
 
 
 def _disk_rows(place: Place) -> torch.Tensor:
     """The row on disk of each row of a canonical tensor."""
-    shape, first, step, order = place.shape, place.first, place.step, place.head_order
+    shape = place.shape
+    first = place.first
+    step = place.step
+    order = place.head_order
     rows = torch.arange(shape[0])
     if order is not None:
         rows = rows.reshape(-1, len(order))[:, list(order)].reshape(-1)

@@ -63,7 +63,9 @@ class TargetModules:
         # PEFT does not look for the layer of a module that is listed by its whole name.
         if self._layers is None or module in (self.listed or ()):
             return None
-        return None if self._find_layer(module) in self._layers else "layers_to_transform"
+        if self._find_layer(module) in self._layers:
+            return None
+        return "layers_to_transform"
 
     def _find_layer(self, module: str) -> int | None:
         for pattern in self._layer_patterns:
@@ -91,12 +93,19 @@ def _read_names(settings: Settings, key: str, match_time: MatchTime) -> list[str
 def _read_saved(settings: Settings, match_time: MatchTime) -> list[Pattern]:
     """Read the modules that are saved as a whole; their names are patterns in PEFT, too."""
     key = "modules_to_save"
-    names = settings.strings(key) if settings.has(key) else []
+    if settings.has(key):
+        names = settings.strings(key)
+    else:
+        names = []
     # An unescaped name matches itself, and everything inside it.
-    return [
-        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)")
-        for name in names
-    ]
+    result: list[Pattern] = []
+    for name in names:
+        result.append(
+            Pattern(
+                name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)"
+            )
+        )
+    return result
 
 
 def _read_layers(settings: Settings) -> set[int] | None:
@@ -116,14 +125,19 @@ def _read_layer_patterns(settings: Settings, match_time: MatchTime) -> list[Patt
     value = settings.values.get(key)
     if not value:
         return [Pattern(_ANY_NUMBERED_PARENT, key=f"'{key}'", match_time=match_time)]
-    names = [value] if isinstance(value, str) else settings.strings(key)
-    return [
-        Pattern(
-            name,
-            key=f"'{key}'",
-            match_time=match_time,
-            prefix=r"(?:^|.*?\.)",
-            suffix=r"\.(?P<index>\d+)\.",
+    if isinstance(value, str):
+        names = [value]
+    else:
+        names = settings.strings(key)
+    layer_patterns: list[Pattern] = []
+    for name in names:
+        layer_patterns.append(
+            Pattern(
+                name,
+                key=f"'{key}'",
+                match_time=match_time,
+                prefix=r"(?:^|.*?\.)",
+                suffix=r"\.(?P<index>\d+)\.",
+            )
         )
-        for name in names
-    ]
+    return layer_patterns

@@ -38,7 +38,8 @@ def manifest_path(model: Path) -> Path:
     """
     if model.suffix != GGUF or model.is_dir():
         return model / MANIFEST
-    own, inside = _file_manifest(model), model.with_name(MANIFEST)
+    own = _file_manifest(model)
+    inside = model.with_name(MANIFEST)
     of_folder = own.name == f"{STEM}{GGUF}.{MANIFEST}" and inside.is_file() and not own.is_file()
     return inside if of_folder else own
 
@@ -50,7 +51,9 @@ def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
     Args:
         weights: names of the files of weights, in order.
     """
-    return [_file_manifest(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
+    if dst.suffix == GGUF:
+        return [_file_manifest(dst).name, *reversed(weights)]
+    return None
 
 
 def _file_manifest(file: Path) -> Path:
@@ -161,7 +164,8 @@ def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARG
     if disk.total == 0:  # such as /proc
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     if disk.free < needed_bytes + spare_bytes:
-        found, expected = f"{size_text(disk.free)} free", size_text(needed_bytes + spare_bytes)
+        found = f"{size_text(disk.free)} free"
+        expected = size_text(needed_bytes + spare_bytes)
         raise NoSpaceError(
             "too little space on the disk", path=folder.parent, found=found, expected=expected
         )
@@ -230,11 +234,10 @@ class OwnFolder:
         """
         with destination_errors(self.path):
             found = [name for name in os.listdir(self._handle) if name not in self._folders]
-            inside = [
-                f"{folder}/{name}"
-                for folder, handle in self._folders.items()
-                for name in os.listdir(handle)
-            ]
+            inside = []
+            for folder, handle in self._folders.items():
+                for name in os.listdir(handle):
+                    inside.append(f"{folder}/{name}")
         return sorted(found + inside)
 
     def size(self, name: str) -> int:

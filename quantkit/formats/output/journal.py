@@ -105,8 +105,11 @@ def fingerprint_in(folder: Path) -> dict[str, Any]:
     try:
         with (folder / NAME).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
-        check, found = entry.pop("check"), entry["fingerprint"]
-        return found if check == _sealed("", json.dumps(entry)) and isinstance(found, dict) else {}
+        check = entry.pop("check")
+        found = entry["fingerprint"]
+        if check == _sealed("", json.dumps(entry)) and isinstance(found, dict):
+            return found
+        return {}
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
         return {}
 
@@ -119,7 +122,9 @@ def being_written(folder: OwnFolder) -> str | None:
         DestinationError: if the system cannot say.
     """
     with folder.open(NAME, create=False) as file:
-        return None if _locked(file, folder.path / NAME) else _who_writes(folder)
+        if _locked(file, folder.path / NAME):
+            return None
+        return _who_writes(folder)
 
 
 def in_use(problem: str) -> BeingWrittenError:
@@ -139,8 +144,12 @@ def _who_writes(folder: OwnFolder) -> str:
     if (pid, machine) == (os.getpid(), here):
         return f"this process is writing to {folder.path} already, in another call"
     if machine != here:
-        return f"{problem} (pid {pid} on {machine})" if machine.isprintable() else problem
-    return f"{problem} (pid {pid})" if pid > 0 and _runs(pid) else problem
+        if machine.isprintable():
+            return f"{problem} (pid {pid} on {machine})"
+        return problem
+    if pid > 0 and _runs(pid):
+        return f"{problem} (pid {pid})"
+    return problem
 
 
 def _runs(pid: int) -> bool:

@@ -59,7 +59,9 @@ class ResumableLines:
             likely_bytes: of the whole file, which must be free on the disk, up to the margin of all
                 outputs.
         """
-        self._dst, self._sizes, self._number_of = dst, sizes, number_of
+        self._dst = dst
+        self._sizes = sizes
+        self._number_of = number_of
         self._starts: dict[int, int] = {}
         spare_bytes = min(max(likely_bytes, _MIN_SPACE), SPACE_MARGIN)
         self._staging = Staging(dst, fingerprint, 0, resume=resume, spare_bytes=spare_bytes)
@@ -131,7 +133,8 @@ class ResumableLines:
 
         An interruption may leave part of a group after them.
         """
-        start, number = 0, self._line()
+        start = 0
+        number = self._line()
         while number is not None:
             if number in self._starts or not 0 <= number < len(self._sizes):
                 raise not_ours(self._staging.path / NAME)
@@ -141,7 +144,8 @@ class ResumableLines:
             if any(one != number for one in following):
                 raise not_ours(self._staging.path / NAME)
             self._starts[number] = start
-            start, number = self._file.tell(), self._line()
+            start = self._file.tell()
+            number = self._line()
         return start
 
     def _line(self) -> int | None:
@@ -153,7 +157,9 @@ class ResumableLines:
             number = self._number_of(json.loads(self._unsealed(line)))
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise not_ours(self._staging.path / NAME) from error
-        return number if type(number) is int else -1
+        if type(number) is int:
+            return number
+        return -1
 
     def _unsealed(self, line: bytes) -> bytes:
         """A line without its check."""

@@ -33,7 +33,9 @@ class PlacedFiles:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """The final folder, and the names of the files in the order of the renames."""
-        self._folder, self._names, self.complete = folder, names, False
+        self._folder = folder
+        self._names = names
+        self.complete = False
 
     def require_absent(self) -> None:
         """Raise a `DestinationError` if one of the names is in use."""
@@ -88,4 +90,6 @@ def _identity(path: Path) -> list[int] | None:
         found = path.lstat()
     except OSError:
         return None
-    return [found.st_ino, found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else None
+    if stat.S_ISREG(found.st_mode):
+        return [found.st_ino, found.st_size, found.st_mtime_ns]
+    return None

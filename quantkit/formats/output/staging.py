@@ -90,7 +90,10 @@ class Staging:
         """
         self.dst = dst
         self.path = partial_folder(dst)
-        self._placed = None if files is None else PlacedFiles(dst.parent, files)
+        if files is None:
+            self._placed = None
+        else:
+            self._placed = PlacedFiles(dst.parent, files)
         require_output_absent(dst, files, self.path)
         require_room_to_build(self.path, resume=resume)
         with contextlib.ExitStack() as held:
@@ -177,10 +180,8 @@ class Staging:
         for name in names:
             self.folder.size(name)
         if strange := sorted({*names} - {*files, JOURNAL}):
-            problem, again = (
-                "is not part of the output, which is complete",
-                "repeat it with `resume=True`",
-            )
+            problem = "is not part of the output, which is complete"
+            again = "repeat it with `resume=True`"
             raise DestinationError(
                 problem, path=self.path / strange[0], hint=f"move it away and {again}"
             )
@@ -198,10 +199,8 @@ class Staging:
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
-            problem, found = (
-                "the interrupted run had other inputs or options",
-                changed_keys(before, fingerprint),
-            )
+            problem = "the interrupted run had other inputs or options"
+            found = changed_keys(before, fingerprint)
             hint = "repeat its command, or remove the folder and start anew"
             raise ResumeError(
                 problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint
@@ -215,7 +214,8 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     changed = []
     for key in sorted({*before} & {*now}):
-        one, other = before[key], now[key]
+        one = before[key]
+        other = now[key]
         if one != other:
             nested = isinstance(one, dict) and isinstance(other, dict)
             changed.append(f"{key} ({', '.join(changed_keys(one, other))})" if nested else key)
@@ -230,10 +230,8 @@ def require_name(dst: Path) -> None:
             ``.GGUF``.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
-        problem, hint = (
-            "the destination is not a name for a new folder",
-            "name a folder that is not there",
-        )
+        problem = "the destination is not a name for a new folder"
+        hint = "name a folder that is not there"
         raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
         raise RequestError(
@@ -249,10 +247,8 @@ def require_name(dst: Path) -> None:
             hint=f"write {dst.stem}{GGUF}",
         )
     if (stem := split_stem(dst.name)) is not None:
-        problem, hint = (
-            "the destination is the name of a part of a model",
-            f"name the whole: {stem}{GGUF}",
-        )
+        problem = "the destination is the name of a part of a model"
+        hint = f"name the whole: {stem}{GGUF}"
         raise RequestError(problem, found=dst.name, hint=hint)
 
 
@@ -303,7 +299,10 @@ def require_finished(model: Path, manifest: str) -> None:
     """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output,
     which has no manifest yet, or a folder in one.
     """
-    folder = model.parent if model.is_file() else model
+    if model.is_file():
+        folder = model.parent
+    else:
+        folder = model
     if folder.parent.name.endswith(PARTIAL) and os.path.isfile(folder.parent / JOURNAL):
         folder = folder.parent
     renamed = not folder.name.endswith(PARTIAL) and os.path.isfile(folder / manifest)

@@ -49,9 +49,9 @@ def with_adapters(
             found=str(next(iter(quantized.values()))),
             hint="`dequantize=True` reads its weights as floats",
         )
-    adapters = [
-        Adapter(path, weight, allow_nonfinite=allow_nonfinite) for path, weight in requested
-    ]
+    adapters = []
+    for path, weight in requested:
+        adapters.append(Adapter(path, weight, allow_nonfinite=allow_nonfinite))
     merged = MergedCheckpoint(source, adapters, floats_as)
     if source.path.absolute() in [path.absolute() for path, _ in requested]:
         merged.notes[:] = [
@@ -109,6 +109,9 @@ def _names(source: StoredCheckpoint) -> list[str]:
     """The names by which a base is known: its folder's or file's, and those on a hub or in its
     config.
     """
-    path = source.path if source.path.is_dir() else source.path.with_suffix("")
+    if source.path.is_dir():
+        path = source.path
+    else:
+        path = source.path.with_suffix("")
     found = (file_name(path), base_model(source), known_name(source))
     return list(dict.fromkeys(name for name in found if name is not None))

@@ -102,7 +102,10 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     numbers: where a format has codes of linears only, and where llama.cpp's, which all its readers
     know, would go to one that few read it in.
     """
-    scheme = source.info(f"{module}.weight").scheme if module == EMBEDDING else None
+    if module == EMBEDDING:
+        scheme = source.info(f"{module}.weight").scheme
+    else:
+        scheme = None
     if scheme is None:
         return False
     few = source.format == "gguf" and isinstance(codes, CompressedTensors)
@@ -139,17 +142,17 @@ def common_scale_dtype(
     )
     carried = [name for module in quantized if (name := f"{module}.weight") not in changes.rounded]
     others = [name for name in carried if source.info(name).dtype != model]
-    return model if all(look and _held_in(source, name, model, codes) for name in others) else None
+    if all(look and _held_in(source, name, model, codes) for name in others):
+        return model
+    return None
 
 
 def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> bool:
     """Whether a format holds a weight exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    reason, codec = (
-        with_scales(value, dtype),
-        codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight"),
-    )
+    reason = with_scales(value, dtype)
+    codec = codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
     return (
         reason is not None
         and not isinstance(codec, Reason)
@@ -160,7 +163,10 @@ def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
     """The same weight with scales of another type; None where they would be others."""
     scale = exact_scale(value.scale, dtype)
-    minimum = None if value.minimum is None else exact_scale(value.minimum, dtype)
+    if value.minimum is None:
+        minimum = None
+    else:
+        minimum = exact_scale(value.minimum, dtype)
     if isinstance(scale, Reason) or isinstance(minimum, Reason):
         return None
     return replace(value, scale=scale, minimum=minimum)
@@ -197,7 +203,10 @@ def rounded(
     """A weight rounded again from the float32 numbers that it means, with its record for the
     manifest. Raises `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type.
     """
-    floats = value.dequantize() if isinstance(value, QuantTensor) else value
+    if isinstance(value, QuantTensor):
+        floats = value.dequantize()
+    else:
+        floats = value
     checked_cast(
         floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
     )
@@ -235,13 +244,14 @@ def _reason(
     stored = codec.encode(value)
     if not isinstance(stored, Reason):
         return None
-    other = (
-        cast_scales(value, *(dtype.torch for dtype in stored.scale_types))
-        if stored.scale_types
-        else None
-    )
+    if stored.scale_types:
+        other = cast_scales(value, *(dtype.torch for dtype in stored.scale_types))
+    else:
+        other = None
     held = other is not None and not isinstance(codec.encode(other), Reason)
-    return ScaleCast(stored.scale_types, stored.problem) if held else stored
+    if held:
+        return ScaleCast(stored.scale_types, stored.problem)
+    return stored
 
 
 def _reason_in_header(
@@ -249,7 +259,9 @@ def _reason_in_header(
 ) -> Reason | None:
     """Why a weight of a scheme and of its sizes cannot be held; None if some such can."""
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
-    return codec if isinstance(codec, Reason) else codec.misfit(source.info(name).shape)
+    if isinstance(codec, Reason):
+        return codec
+    return codec.misfit(source.info(name).shape)
 
 
 def _closest(
@@ -259,12 +271,12 @@ def _closest(
     that are no longer.
     """
     rows, columns = source.info(name).shape
-    fitting = [
-        one
-        for one in codes.schemes
-        if (one.group_size is None or columns % one.group_size == 0)
-        and _reason_in_header(source, name, one, codes) is None
-    ]
+    fitting = []
+    for one in codes.schemes:
+        if (one.group_size is None or columns % one.group_size == 0) and _reason_in_header(
+            source, name, one, codes
+        ) is None:
+            fitting.append(one)
     if not fitting:
         raise UnsupportedError(
             f"tensor '{name}' cannot be rounded to {codes.name}",
@@ -277,7 +289,8 @@ def _closest(
 
     def loss(one: QuantScheme) -> tuple[object, ...]:
         size = columns // one.groups(columns)
-        fewer, longer = one.bits < scheme.bits, size > wanted
+        fewer = one.bits < scheme.bits
+        longer = size > wanted
         return (
             fewer,
             abs(one.bits - scheme.bits),
@@ -293,4 +306,6 @@ def _suggested(source: StoredCheckpoint, name: str) -> QuantScheme:
     """The scheme that takes about the room of integers whose codes are not carried."""
     rows, columns = source.info(name).shape
     bits = 8 * source.stored_bytes(name) / (rows * columns)
-    return QuantScheme(4, 32).fitted(columns) if bits <= _MAX_BITS_OF_INT4 else QuantScheme(8, None)
+    if bits <= _MAX_BITS_OF_INT4:
+        return QuantScheme(4, 32).fitted(columns)
+    return QuantScheme(8, None)

@@ -76,8 +76,10 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     Raises:
         QuantkitError: as `convert` does before it writes.
     """
-    dst, cast = as_path("dst", options.dst), options.float_type
-    dequantize, requantize = options.dequantize, options.requantize
+    dst = as_path("dst", options.dst)
+    cast = options.float_type
+    dequantize = options.dequantize
+    requantize = options.requantize
     requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", options.src)
@@ -96,8 +98,12 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     authorship = read_authorship(source.path)
     has_card = bool(authorship) and container is not GGUF
     notes += note_left_behind(source, container, dst, has_card=has_card)
-    config = source.config if cast is None else source.config.with_dtype(cast)
-    changes, scale_dtype = Changes(), None
+    if cast is None:
+        config = source.config
+    else:
+        config = source.config.with_dtype(cast)
+    changes = Changes()
+    scale_dtype = None
     if target.codes is not None and not dequantize:
         if requantize:
             changes = carried_codes.needed_changes(source, target.codes, weights=not headers_only)
@@ -134,7 +140,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         kv_cache=kv_cache,
     )
     with suggest_requantize(options):
-        side_files, encoder = container.side_files(output), container.encoder(output)
+        side_files = container.side_files(output)
+        encoder = container.encoder(output)
     if has_card:
         side_files[CARD] = conversion_card(output)
     notes += [*kv_notes, *container.notes(output)]
@@ -193,7 +200,8 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     """Raise a `RequestError` for options that do not go with the source, an `UnsupportedError` if
     they would change codes.
     """
-    quantized, integers = schemes(source), read_as_floats(source)
+    quantized = schemes(source)
+    integers = read_as_floats(source)
     if not source.config.runnable:
         if not target.container.methods:
             raise RequestError(
@@ -216,7 +224,10 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
     if target.codes is None or (options.dtype is not None and target.container is not GGUF):
-        what = "floats" if target.codes is None else "another float type"
+        if target.codes is None:
+            what = "floats"
+        else:
+            what = "another float type"
         raise UnsupportedError(
             f"the source is quantized; it is written as {what} only if it is dequantized",
             path=source.path,
@@ -226,9 +237,10 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
         linear = name.removesuffix(".weight") in linear_columns(source.config)
-        why = (
-            "its codes are not carried over" if linear else "only linears have codes in this format"
-        )
+        if linear:
+            why = "its codes are not carried over"
+        else:
+            why = "only linears have codes in this format"
         ways = ["`dequantize=True` writes floats"]
         ways.append(
             f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}"
@@ -254,7 +266,8 @@ def _code_notes(
     requantize: bool,
 ) -> list[str]:
     """What the user should know about the codes."""
-    notes, to_round = [], changes.rounded
+    notes = []
+    to_round = changes.rounded
     total = len(schemes(source)) + sum(
         name.removesuffix(".weight") not in schemes(source) for name in to_round
     )
@@ -316,21 +329,24 @@ def _specs(
         source.config,
         tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head,
     )
-    model, assigned = DType(config.dtype), {}
+    model = DType(config.dtype)
+    assigned = {}
     if changes is not None:
         assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
         assigned |= {name: one.scheme for name, one in changes.rounded.items()}
     specs = []
     quantized = {name.removesuffix(".weight") for name in assigned}
     for parameter in target.container.parameters(config, quantized, target.method):
-        name, scheme = parameter.name, assigned.get(parameter.name)
+        name = parameter.name
+        scheme = assigned.get(parameter.name)
         info = source.info(stored_name(source, name))
         if (
             changes is not None
             and target.codes is not None
             and widened(source, parameter.module, target.codes)
         ):
-            dtype, scheme = DType.FLOAT32, None
+            dtype = DType.FLOAT32
+            scheme = None
         elif changes is not None and scheme is not None:
             dtype = scale_dtype or (
                 info.dtype if info.scheme is not None and name not in changes.rounded else model

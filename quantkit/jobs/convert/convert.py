@@ -102,14 +102,22 @@ def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertRes
 
     Raises `DestinationError` if it is another one than this job would write.
     """
-    work, there = plan.work, Existing.read(plan.dst, progress)
+    work = plan.work
+    there = Existing.read(plan.dst, progress)
     there.require_inputs(
         work, _planned(plan), source_check=plan.options.source_check, progress=progress
     )
     there.require_files(work)
-    made, path = there.manifest, manifest_path(plan.dst)
-    gate = there.passed(Gate, "quality") if "quality" in made else None
-    exact = read_record(Exact, made["exact"], path, "what is equal") if "exact" in made else None
+    made = there.manifest
+    path = manifest_path(plan.dst)
+    if "quality" in made:
+        gate = there.passed(Gate, "quality")
+    else:
+        gate = None
+    if "exact" in made:
+        exact = read_record(Exact, made["exact"], path, "what is equal")
+    else:
+        exact = None
     return ConvertResult(
         plan.dst,
         *weight_size(there.opened(work)),
@@ -127,8 +135,13 @@ def _value(
     plan: Conversion, spec: TensorSpec
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
     """A tensor of the output, and its record for the manifest."""
-    changes, allow_nonfinite, dtype = plan.changes, plan.options.allow_nonfinite, spec.dtype.torch
-    source = plan.precise if spec.name in changes.rounded else plan.work.source
+    changes = plan.changes
+    allow_nonfinite = plan.options.allow_nonfinite
+    dtype = spec.dtype.torch
+    if spec.name in changes.rounded:
+        source = plan.precise
+    else:
+        source = plan.work.source
     value = source.load(stored_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         checked_codes(value, spec.name, source.path, allow_nonfinite)
@@ -153,8 +166,10 @@ def _compare(
     """Compare a result with its source: the codes that are carried over, and by the gate if any
     were changed; raises a `QualityError` if it differs too much.
     """
-    source, changes = plan.work.source, plan.changes
-    exact, gate = None, None
+    source = plan.work.source
+    changes = plan.changes
+    exact = None
+    gate = None
     if plan.kv_cache is not None:
         require_same_kv_cache(plan.kv_cache, result)
     if not plan.options.dequantize and plan.target.codes is not None:
@@ -162,11 +177,10 @@ def _compare(
         exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
     if changes.rounded or changes.cast:
         planned = plan.work.encoder.planned
-        requested = {
-            spec.name.removesuffix(".weight"): spec.scheme
-            for spec in planned
-            if spec.scheme is not None
-        }
+        requested = {}
+        for spec in planned:
+            if spec.scheme is not None:
+                requested[spec.name.removesuffix(".weight")] = spec.scheme
         gate = run_gate(
             source, result, writer.records, requested=requested, progress=in_phase(progress, "gate")
         )
@@ -182,7 +196,8 @@ def _details(
     gate: Gate | None,
 ) -> dict[str, object]:
     """The job's part of the manifest."""
-    source, assigned = plan.work.source, schemes(result)
+    source = plan.work.source
+    assigned = schemes(result)
     details: dict[str, object] = {
         **_planned(plan),
         "schemes": {module: str(scheme) for module, scheme in assigned.items()},
@@ -190,10 +205,9 @@ def _details(
     if exact is not None:
         details["exact"] = exact.to_json()
     if gate is not None:
-        modules = {
-            module: {"scheme": str(scheme), **writer.records.get(f"{module}.weight", {})}
-            for module, scheme in assigned.items()
-        }
+        modules = {}
+        for module, scheme in assigned.items():
+            modules[module] = {"scheme": str(scheme), **writer.records.get(f"{module}.weight", {})}
         details |= {"quality": gate.to_json(), "modules": modules}
     if changed := rewritten_changes(source.path, result):
         refined = manifest_or_empty(source.path)[REFINED]
@@ -208,9 +222,12 @@ def _details(
 
 def _planned(plan: Conversion) -> dict[str, object]:
     """The part of it that is known before anything is written."""
-    source, options = plan.work.source, plan.work.options
+    source = plan.work.source
+    options = plan.work.options
     details: dict[str, object] = {
         "model": model_summary(source, plan.options.float_type or source.config.dtype),
         "options": options,
     }
-    return details if source.config.runnable else {**details, "tensors_only": True}
+    if source.config.runnable:
+        return details
+    return {**details, "tensors_only": True}

@@ -21,13 +21,16 @@ from quantkit.quality.source_check import SOURCE_CHECK
 
 def estimate_conversion(planned: Conversion) -> Estimate:
     """What a conversion takes."""
-    work, notes = planned.work, planned.notes
+    work = planned.work
+    notes = planned.notes
     source = work.source
-    config, specs = source.config, work.encoder.planned
+    config = source.config
+    specs = work.encoder.planned
     disk = work.encoder.total_bytes() + side_bytes(work.side_files)
     phases = {"writing": _streaming(source, work.encoder)}
     checked = checked_tokens(source, planned.options.source_check)
-    speed, steps = Speed(config), dict[str, float]()
+    speed = Speed(config)
+    steps = dict[str, float]()
     if checked:
         phases[SOURCE_CHECK] = forward_bytes(source, checked, models=1)
         steps[SOURCE_CHECK] = speed.forward(checked)
@@ -37,9 +40,10 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     phase = max(phases, key=lambda name: phases[name])
     linears = linear_columns(config)
     counted = [spec for spec in specs if spec.name.removesuffix(".weight") in linears]
-    layers = (
-        dict(Counter(str(spec.scheme or "floats") for spec in counted)) if config.runnable else {}
-    )
+    if config.runnable:
+        layers = dict(Counter(str(spec.scheme or "floats") for spec in counted))
+    else:
+        layers = {}
     return Estimate(
         layers, phases[phase], phase, 0, disk, 0, math.fsum(steps.values()), checked, notes, steps
     )

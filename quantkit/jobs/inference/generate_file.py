@@ -251,7 +251,8 @@ class FileJob:
         require_runnable(checkpoint)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
         content = input_bytes(self.prompts, "prompts")
-        config, xla = checkpoint.config, self.backend == "xla"
+        config = checkpoint.config
+        xla = self.backend == "xla"
         reader = PromptReader(
             self.path,
             config,
@@ -293,7 +294,8 @@ class FileJob:
         from quantkit.distributed.group import SINGLE
 
         group = tp or SINGLE
-        tokens, seconds = 0, 0.0
+        tokens = 0
+        seconds = 0.0
 
         def count(new: int) -> None:
             nonlocal tokens
@@ -311,7 +313,10 @@ class FileJob:
             ]
             todo = group.broadcast_from_rank0(missing)
             if todo:
-                requests = [prompt.request for _, prompts in todo for prompt in prompts]
+                requests = []
+                for _, prompts in todo:
+                    for prompt in prompts:
+                        requests.append(prompt.request)
                 engine, tokenizer = self._loaded(requests, group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
@@ -321,7 +326,10 @@ class FileJob:
                     progress("generate", done, total, "prompts")
                 seconds = time.perf_counter() - begun
             out.commit()
-        written = self.output if isinstance(self.output, Path) else None
+        if isinstance(self.output, Path):
+            written = self.output
+        else:
+            written = None
         return GeneratedFile(written, total, resumed, tokens, seconds)
 
     def _opened(self, group: ProcessGroup) -> AbstractContextManager[ResumableLines | _Callback]:
@@ -331,11 +339,12 @@ class FileJob:
         if not isinstance(self.output, Path):
             return nullcontext(_Callback(self.output))
         numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
-        computed_by = {
-            f"option {name}": None if value is None else str(value)
-            for name, value in numeric.items()
-        }
-        sizes = [1 if prompts[0].batch else prompts[0].request.samples for prompts in self._read]
+        computed_by = {}
+        for name, value in numeric.items():
+            computed_by[f"option {name}"] = None if value is None else str(value)
+        sizes = []
+        for prompts in self._read:
+            sizes.append(1 if prompts[0].batch else prompts[0].request.samples)
         fingerprint = {**self._fingerprint, **computed_by}
         likely = sum(_likely_bytes(prompt) for prompts in self._read for prompt in prompts)
         return ResumableLines(
@@ -388,11 +397,9 @@ class FileJob:
 
 def warmed_up(steps: int) -> str:
     """A note on the number of compiled steps."""
-    return (
-        f"{_counted(steps, 'step')} compiled"
-        if steps
-        else "nothing is compiled: the steps are eager"
-    )
+    if steps:
+        return f"{_counted(steps, 'step')} compiled"
+    return "nothing is compiled: the steps are eager"
 
 
 class _Callback:
@@ -415,7 +422,10 @@ def _likely_bytes(prompt: Prompt) -> int:
     """A rough size of a prompt's lines on disk: where they end is not known."""
     request = prompt.request
     tokens = request.max_new_tokens + (len(request.prompt) if request.echo else 0)
-    entries = 0 if request.logprobs is None else 1 + request.logprobs
+    if request.logprobs is None:
+        entries = 0
+    else:
+        entries = 1 + request.logprobs
     return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
@@ -439,7 +449,8 @@ def _answers(
     texts = TokenTexts(tokenizer)
     prompts = [prompt for _, of_line in todo for prompt in of_line]
     line_places = [place for place, (_, of_line) in enumerate(todo) for _ in of_line]
-    requests, stops = [prompt.request for prompt in prompts], [prompt.stop for prompt in prompts]
+    requests = [prompt.request for prompt in prompts]
+    stops = [prompt.stop for prompt in prompts]
     if any(prompt.grammar is not None for prompt in prompts):
         assert isinstance(engine, Engine)
         config = engine.model.config
@@ -455,6 +466,8 @@ def _answers(
             continue
         del ended[place]
         group.sort(key=lambda completion: (completion.prompt, completion.sample))
-        lines: list[Line] = [line_of(number, prompts[one.prompt], one, texts) for one in group]
+        lines: list[Line] = []
+        for one in group:
+            lines.append(line_of(number, prompts[one.prompt], one, texts))
         batch = of_line[0].batch
         yield number, [batch_answer(number, batch, lines)] if batch else lines

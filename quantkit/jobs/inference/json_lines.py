@@ -76,7 +76,9 @@ def repeated(keys: list[Any]) -> Any:
 
 
 def _integer(text: str) -> float:
-    return math.inf if len(text) > _MAX_DIGITS else int(text)
+    if len(text) > _MAX_DIGITS:
+        return math.inf
+    return int(text)
 
 
 class _Spelled(str):
@@ -132,7 +134,10 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
         yield
     except (RequestError, CheckpointError) as error:
         path = error.path if place is None else place
-        problem = error.problem if error.path in (None, path) else f"{error.path}: {error.problem}"
+        if error.path in (None, path):
+            problem = error.problem
+        else:
+            problem = f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
         spelled = {
             key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
@@ -140,7 +145,10 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
             else one
             for key, one in texts.items()
         }
-        argument = None if error.argument is None else names.get(error.argument, error.argument)
+        if error.argument is None:
+            argument = None
+        else:
+            argument = names.get(error.argument, error.argument)
         raise error.restate(**spelled, path=path, argument=argument) from error
 
 

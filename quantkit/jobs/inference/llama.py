@@ -119,15 +119,12 @@ class Llama:
                 kernels.
             GroupError: if the processes differ in their arguments.
         """
-        path, tokenizer_path = (
-            as_path("ckpt_dir", ckpt_dir),
-            as_path("tokenizer_path", tokenizer_path),
-        )
-        length, slots = (
-            as_integer("max_seq_len", max_seq_len),
-            as_integer("max_batch_size", max_batch_size),
-        )
-        seed, float_dtype = as_seed("seed", seed), float_type(dtype)
+        path = as_path("ckpt_dir", ckpt_dir)
+        tokenizer_path = as_path("tokenizer_path", tokenizer_path)
+        length = as_integer("max_seq_len", max_seq_len)
+        slots = as_integer("max_batch_size", max_batch_size)
+        seed = as_seed("seed", seed)
+        float_dtype = float_type(dtype)
         require_flags(allow_slow=allow_slow)
         if backend is not None:
             require_backend(as_string("backend", backend))
@@ -205,7 +202,8 @@ class Llama:
         if not is_several(prompt_tokens):
             raise wrong_type("prompt_tokens", prompt_tokens, "several prompts in a list")
         prompts = [prompt_ids(one) for one in prompt_tokens]
-        count, sampling = as_integer("max_gen_len", max_gen_len), _sampling(temperature, top_p)
+        count = as_integer("max_gen_len", max_gen_len)
+        sampling = _sampling(temperature, top_p)
         if count < 0:
             raise RequestError("max_gen_len must not be negative", found=count)
         if len(prompts) > self._engine.slots:
@@ -227,7 +225,8 @@ class Llama:
                         expected=self._max_seq_len,
                         hint="give a shorter prompt, or `Llama.build` a larger `max_seq_len`",
                     )
-                new, seed = min(count, self._max_seq_len - len(prompt)), self._seeds.getrandbits(64)
+                new = min(count, self._max_seq_len - len(prompt))
+                seed = self._seeds.getrandbits(64)
                 checked_length(self.model.config, prompt, new)
                 if new or (logprobs and echo):
                     requests[number] = checked_request(
@@ -281,10 +280,10 @@ class Llama:
         found = self.generate(
             ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs, echo
         )
-        return [
-            {"generation": self._text(one), **self._details(one, values)}
-            for one, values in _pairs(*found)
-        ]
+        result: list[CompletionPrediction] = []
+        for one, values in _pairs(*found):
+            result.append({"generation": self._text(one), **self._details(one, values)})
+        return result
 
     def chat_completion(
         self,
@@ -315,7 +314,9 @@ class Llama:
         """
         chat = self._chat()
         listed = [list(one) for one in _several("dialogs", dialogs)]
-        refused = [isinstance(chat, Llama2Chat) and llama2_tag(one) is not None for one in listed]
+        refused = []
+        for one in listed:
+            refused.append(isinstance(chat, Llama2Chat) and llama2_tag(one) is not None)
         ids = [chat.encode(one) for one, no in zip(listed, refused, strict=True) if not no]
         answers = iter(
             _pairs(
@@ -335,7 +336,9 @@ class Llama:
         return found
 
     def _max_new_tokens(self, max_gen_len: int | None) -> int:
-        return self._max_seq_len - 1 if max_gen_len is None else max_gen_len
+        if max_gen_len is None:
+            return self._max_seq_len - 1
+        return max_gen_len
 
     def _text(self, tokens: Sequence[int]) -> str:
         """As Meta's tokenizers decode: Llama 3's spells special tokens out, Llama 2's has no
@@ -364,14 +367,18 @@ class Llama:
 def _tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         return load_tokenizer(path)
-    return JsonTokenizer(path) if path.suffix == ".json" else original_tokenizer(path)
+    if path.suffix == ".json":
+        return JsonTokenizer(path)
+    return original_tokenizer(path)
 
 
 def _sampling(temperature: float, top_p: float) -> SamplingOptions:
     """As Meta's rule has it, a nucleus of nothing holds the likeliest token, and one of all is
     no less than 1.
     """
-    return {"temperature": temperature, "top_p": top_p} if top_p != 0 else {"temperature": 0.0}
+    if top_p != 0:
+        return {"temperature": temperature, "top_p": top_p}
+    return {"temperature": 0.0}
 
 
 def _several(name: str, value: Sequence[T]) -> Sequence[T]:

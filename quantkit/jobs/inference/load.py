@@ -91,7 +91,9 @@ def load(
     require_flags(allow_slow=allow_slow)
     if backend is not None:
         require_backend(as_string("backend", backend))
-    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
+    path = as_path("path", path)
+    progress = deduplicated(progress)
+    float_dtype = float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
@@ -145,8 +147,13 @@ def load_xla(
         QuantkitError: of the kind that says what is wrong.
     """
     require_flags(multi_host=multi_host)
-    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
-    devices = None if devices is None else as_integer("devices", devices)
+    path = as_path("path", path)
+    progress = deduplicated(progress)
+    float_dtype = float_type(dtype)
+    if devices is None:
+        devices = None
+    else:
+        devices = as_integer("devices", devices)
     require_packages()
     from quantkit.xla.engine import model_on_devices
 

@@ -16,7 +16,8 @@ from quantkit.errors import RequestError
 from quantkit.jobs.inference.json_lines import EXPECTED, strict_object
 from quantkit.runtime.sampling_params import SamplingOptions
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
 _KEYS = {"custom_id", "method", "url", "body"}
 OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
@@ -125,7 +126,8 @@ def from_batch_line(
         raise RequestError(
             f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS))
         )
-    custom_id, url = as_string("custom_id", values.get("custom_id")), values.get("url")
+    custom_id = as_string("custom_id", values.get("custom_id"))
+    url = values.get("url")
     if not custom_id:
         raise RequestError("'custom_id' is empty")
     if values.get("method", "POST") != "POST":
@@ -162,7 +164,8 @@ def from_batch_line(
     if lengths:
         line["max_new_tokens"] = next(iter(lengths.values()))
     if url == _CHAT:
-        wanted, top = line.pop("logprobs", False), line.pop("top_logprobs", 0)
+        wanted = line.pop("logprobs", False)
+        top = line.pop("top_logprobs", 0)
         require_flags(logprobs=wanted)
         if top and not wanted:
             expected = '"logprobs": true'
@@ -256,7 +259,10 @@ def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     lines = []
     for part in prompt:
-        kind = "token_ids" if isinstance(part, list) else "prompt"
+        if isinstance(part, list):
+            kind = "token_ids"
+        else:
+            kind = "prompt"
         lines.append({**rest, kind: part})
     return lines
 
@@ -291,7 +297,9 @@ def batch_answer(
 
 def line_number(line: Mapping[str, Any]) -> Any:
     """The number of the prompt whose line it is."""
-    return int(line["id"].rpartition("_")[2]) if "response" in line else line["index"]
+    if "response" in line:
+        return int(line["id"].rpartition("_")[2])
+    return line["index"]
 
 
 def choices_of(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
@@ -352,7 +360,10 @@ def with_arguments(messages: Any) -> Any:
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]:
-        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping):
+            function = call.get("function")
+        else:
+            function = None
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
             raise RequestError(
                 "a message has a tool call of the wrong type",
@@ -382,10 +393,11 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Log-probabilities of an answer's tokens."""
-    content = [
-        {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]}
-        for one in entries
-    ]
+    content = []
+    for one in entries:
+        content.append(
+            {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]}
+        )
     return {"content": content, "refusal": None}
 
 
@@ -418,13 +430,19 @@ def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
         if alternative["token_id"] == entry["token_id"]:
             continue
         text = alternative["token"]
-        key = spell_token_id(alternative["token_id"]) if text in values else text
+        if text in values:
+            key = spell_token_id(alternative["token_id"])
+        else:
+            key = text
         values[key] = alternative["logprob"]
     return values
 
 
 def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
+    if "logprobs" in line:
+        logprobs = chat_logprobs(line["logprobs"])
+    else:
+        logprobs = None
     message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
     return {
         "index": index,
@@ -435,7 +453,10 @@ def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = text_logprobs(line["logprobs"], line["text_offset"]) if "logprobs" in line else None
+    if "logprobs" in line:
+        logprobs = text_logprobs(line["logprobs"], line["text_offset"])
+    else:
+        logprobs = None
     return {
         "index": index,
         "text": line["text"],

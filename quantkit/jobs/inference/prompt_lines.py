@@ -22,7 +22,10 @@ def line_of(
     """What is written of a completion; see `quantkit.jobs.inference.generate_file`. Identifiers of
     calls are made of `key`, by default the number of the prompt.
     """
-    echoed = len(prompt.request.prompt) if prompt.request.echo else 0
+    if prompt.request.echo:
+        echoed = len(prompt.request.prompt)
+    else:
+        echoed = 0
     text = found.text or ""
     if prompt.begins_answer and not texts.tokenizer.byte_level:
         text = text.removeprefix(" ")  # sentencepiece puts it before a word
@@ -37,7 +40,8 @@ def line_of(
         "completion_tokens": len(found.token_ids) - echoed,
     }
     if prompt.form is not None:
-        parts, parser = Parts(), prompt.form.parser()
+        parts = Parts()
+        parser = prompt.form.parser()
         parts.add([*parser.feed(text), *parser.close()])
         identifiers = call_ids(prompt.form, str(number) if key is None else key, found.sample)
         line["message"] = chat_message(parts, identifiers)
@@ -51,7 +55,10 @@ def line_of(
     if found.logprobs is not None:
         line["logprobs"] = entries_of(found.token_ids, found.logprobs, texts, prompt.batch)
         if prompt.batch and not prompt.messages:
-            before = [] if prompt.request.echo else prompt.request.prompt
+            if prompt.request.echo:
+                before = []
+            else:
+                before = prompt.request.prompt
             line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
             end = end_entries(found, texts, prompt.batch)
             line["logprobs"] += end
@@ -64,14 +71,18 @@ def call_ids(form: AnswerForm, key: str, sample: int) -> Callable[[int], str]:
 
     def identifier(place: int) -> str:
         found = hashlib.sha256(f"{key}/{sample}/{place}".encode()).hexdigest()
-        return found[:9] if (form.syntax or "").startswith("mistral") else f"call_{found[:24]}"
+        if (form.syntax or "").startswith("mistral"):
+            return found[:9]
+        return f"call_{found[:24]}"
 
     return identifier
 
 
 def finish_reason(found: Completion, *, called: bool) -> str:
     """Why an answer ended, with the API's reason for one that calls tools."""
-    return "tool_calls" if called and found.finish_reason == "stop" else found.finish_reason
+    if called and found.finish_reason == "stop":
+        return "tool_calls"
+    return found.finish_reason
 
 
 def entries_of(
@@ -125,7 +136,10 @@ class TokenTexts(dict[int, str]):
         """
         if batch is None:
             return {"token": self[token], "token_id": token, "logprob": logprob}
-        text = spell_token_id(token) if batch.tokens_as_ids else self[token]
+        if batch.tokens_as_ids:
+            text = spell_token_id(token)
+        else:
+            text = self[token]
         return {
             "token": text,
             "token_id": token,
@@ -137,8 +151,11 @@ class TokenTexts(dict[int, str]):
         """Return the bytes that a token adds to the text; None if they depend on the tokens
         before it.
         """
-        text, known = self[token], self.tokenizer.token_bytes
+        text = self[token]
+        known = self.tokenizer.token_bytes
         if known is not None and token not in self._spelled:
             return list(known.of(token) or b"")
         # Without the bytes, U+FFFD stands for a part of a character.
-        return None if "\ufffd" in text else list(text.encode(errors="surrogatepass"))
+        if "\ufffd" in text:
+            return None
+        return list(text.encode(errors="surrogatepass"))

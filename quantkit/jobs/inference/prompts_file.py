@@ -154,7 +154,10 @@ class Prompt:
         """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
         if self.grammar is None:
             return self.request
-        reasoning = None if self.form is None else self.form.reasoning
+        if self.form is None:
+            reasoning = None
+        else:
+            reasoning = self.form.reasoning
         return replace(
             self.request,
             constraint=grammars.constraint(self.grammar, self.request.end_ids, reasoning),
@@ -187,14 +190,15 @@ class PromptReader:
             prompt_logprobs: whether the runner returns log-probabilities of prompts.
             grammars: of the model; None where its runner does not restrict answers, which is XLA's.
         """
-        self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._options, self._max_tokens, self._template, self._truncate = (
-            options,
-            max_tokens,
-            template,
-            truncate,
-        )
-        self._prompt_logprobs, self._grammars = prompt_logprobs, grammars
+        self._folder = folder
+        self._config = config
+        self._tokenizer = tokenizer
+        self._options = options
+        self._max_tokens = max_tokens
+        self._template = template
+        self._truncate = truncate
+        self._prompt_logprobs = prompt_logprobs
+        self._grammars = grammars
 
     def read(self, content: bytes, name: str) -> list[list[Prompt]]:
         """Return the prompts of each line of a file: one, or those of a request in OpenAI's format.
@@ -207,7 +211,8 @@ class PromptReader:
                 number.
             CheckpointError: if the model's chat template or generation_config.json is damaged.
         """
-        lines, seen = list[list[Prompt]](), dict[str, int]()
+        lines = list[list[Prompt]]()
+        seen = dict[str, int]()
         for number, values in objects(content, name):
             batch = None
             with at_place(f"{name}:{number}"):
@@ -226,9 +231,16 @@ class PromptReader:
                     self._chat_defaults,
                 )  # an error in the model's folder is not the line's
             with at_place(f"{name}:{number}", batch.names if batch else {}):
-                known_by = {"id": values["id"]} if "id" in values else {}
+                if "id" in values:
+                    known_by = {"id": values["id"]}
+                else:
+                    known_by = {}
                 lines.append(self._prompts(given, known_by, batch))
-        batches = [prompt.batch for prompts in lines for prompt in prompts if prompt.batch]
+        batches = []
+        for prompts in lines:
+            for prompt in prompts:
+                if prompt.batch:
+                    batches.append(prompt.batch)
         others = {batch.model for batch in batches if batch.model not in (None, self._folder.name)}
         if others:
             _log.warning(
@@ -289,7 +301,10 @@ class PromptReader:
             with concerning("tools"):
                 tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
             given = {**given, "tools": None if tools is None else tools.given}
-        defaults = self._chat_defaults if kind == "messages" else {}
+        if kind == "messages":
+            defaults = self._chat_defaults
+        else:
+            defaults = {}
         chosen = {
             **defaults,
             **self._options,
@@ -313,7 +328,8 @@ class PromptReader:
         with concerning(kind, place):
             request = with_prompt(self._config, request, cut, self._max_tokens)
         wanted = given.get("response_format")
-        grammar, form = None, None
+        grammar = None
+        form = None
         if wanted is not None:
             with concerning("response_format"):
                 grammar = response_grammar(wanted)
@@ -345,7 +361,10 @@ class PromptReader:
         ):
             found = replace(found, continued=True)
         if grammar is not None:
-            name = "response_format" if wanted is not None else "tool_choice"
+            if wanted is not None:
+                name = "response_format"
+            else:
+                name = "tool_choice"
             with concerning(name):
                 self._require_compiled(found, name)
         return found
@@ -398,7 +417,8 @@ class PromptReader:
                 raise wrong_type("prompt", value, "a string")
             require_flags(specials=given.get("specials", False))
             return text_ids(self._tokenizer, value, specials=given.get("specials", False))
-        tools, variables = given.get("tools"), given.get("chat_template_kwargs", {})
+        tools = given.get("tools")
+        variables = given.get("chat_template_kwargs", {})
         if not isinstance(value, list):
             raise wrong_type("messages", value, "a list of objects with a role and a content")
         if tools is not None and not (
@@ -443,7 +463,10 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     `RequestError` for a value of the wrong type or out of its range.
     """
     stop = stop_strings(chosen.get("stop", ()))
-    sampling: Any = {key: chosen[key] for key in SamplingOptions.__annotations__ if key in chosen}
+    sampling: Any = {}
+    for key in SamplingOptions.__annotations__:
+        if key in chosen:
+            sampling[key] = chosen[key]
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
         if (twice := repeated(tokens)) is not None:
@@ -466,7 +489,9 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
 
 def _as_token(key: Any) -> Any:
     """A token id, which JSON spells as a string."""
-    return int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
+    if isinstance(key, str) and _NUMBER.fullmatch(key):
+        return int(key)
+    return key
 
 
 def _kind(given: Mapping[str, Any]) -> str:
@@ -483,7 +508,10 @@ def _kind(given: Mapping[str, Any]) -> str:
             "the prompt is given twice", found=" and ".join(kinds), expected="one of them"
         )
     for key in ("specials", *_OF_MESSAGES):
-        goes_with = "prompt" if key == "specials" else "messages"
+        if key == "specials":
+            goes_with = "prompt"
+        else:
+            goes_with = "messages"
         if key in given and kinds != [goes_with]:
             raise RequestError(
                 f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'", argument=key
@@ -499,5 +527,8 @@ def _require_known(values: Mapping[str, Any], known: Collection[str]) -> None:
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             meant = _ELSEWHERE.get(key) or (close[0] if close else None)
-            hint = f"did you mean '{meant}'?" if meant else None
+            if meant:
+                hint = f"did you mean '{meant}'?"
+            else:
+                hint = None
             raise RequestError(f"unknown key {shown(key)}", hint=hint, argument=key)

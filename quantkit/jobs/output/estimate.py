@@ -90,7 +90,10 @@ class Estimate:
         taken = [f"memory {size_text(self.memory_bytes)}"]
         if self.device_bytes:
             taken.append(f"GPU memory {size_text(self.device_bytes)}")
-        most = ("at most ", ", as an interrupted run is continued") if self.resumed else ("", "")
+        if self.resumed:
+            most = ("at most ", ", as an interrupted run is continued")
+        else:
+            most = ("", "")
         taken += [f"time {most[0]}{_duration(self.seconds)}{most[1]}", f"disk {self._disk()}"]
         return "; ".join([f"this takes about {', '.join(taken)}", *self._hints()])
 
@@ -123,27 +126,33 @@ class Estimate:
         """The size of the output, by its weights where it is compared with the source, and of
         activations.
         """
-        size = size_text(self.disk_bytes) if self.weights is None else self.weights.text()
-        more = (
-            f", and {size_text(self.scratch_bytes)} of activations while it runs"
-            if self.scratch_bytes
-            else ""
-        )
+        if self.weights is None:
+            size = size_text(self.disk_bytes)
+        else:
+            size = self.weights.text()
+        if self.scratch_bytes:
+            more = f", and {size_text(self.scratch_bytes)} of activations while it runs"
+        else:
+            more = ""
         return f"{size}{more}"
 
     def _steps(self) -> str:
         """The steps that take a noticeable part of the time, if it is long."""
         if self.seconds < _LONG_SECONDS:
             return ""
-        long = [
-            f"{name} {_duration(own)}"
-            for name, own in self.steps.items()
-            if own > self.seconds / 20
-        ]
-        return f": {', '.join(long)}" if len(long) > 1 else ""
+        long = []
+        for name, own in self.steps.items():
+            if own > self.seconds / 20:
+                long.append(f"{name} {_duration(own)}")
+        if len(long) > 1:
+            return f": {', '.join(long)}"
+        return ""
 
     def _hints(self) -> list[str]:
-        hints = [] if self.weights is None else self.weights.hints()
+        if self.weights is None:
+            hints = []
+        else:
+            hints = self.weights.hints()
         if self.memory_bytes > self.available_bytes:
             hints.append(f"only {size_text(self.available_bytes)} of memory is available")
         return hints
@@ -177,7 +186,8 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     for item in encoder.planned:
         if is_scale(item.name):
             continue
-        count, dtype = math.prod(item.shape), source.info(stored_name(source, item.name)).dtype
+        count = math.prod(item.shape)
+        dtype = source.info(stored_name(source, item.name)).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
     largest = max(largest, 2 * encoder.joined_bytes)
@@ -187,7 +197,9 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
 def checked_tokens(source: Checkpoint, source_check: bool) -> int:
     """Tokens on which the source is tried before anything is written."""
     tokenizer, _ = checked_tokenizer(source)
-    return window_length(source) if source_check and tokenizer is not None else 0
+    if source_check and tokenizer is not None:
+        return window_length(source)
+    return 0
 
 
 def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
@@ -210,13 +222,16 @@ def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
-    head += (
-        0 if config.runnable else config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
-    )
+    if config.runnable:
+        head += 0
+    else:
+        head += config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + weights
 
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(math.ceil(seconds), 1)} s"
-    return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{math.ceil(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

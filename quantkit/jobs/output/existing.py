@@ -49,7 +49,9 @@ def is_finished(dst: Path, if_exists: IfExists) -> bool:
         return False
     partial = partial_folder(dst)
     with destination_errors(dst):
-        whole, there, unfinished = is_there(dst), is_there(manifest_path(dst)), is_there(partial)
+        whole = is_there(dst)
+        there = is_there(manifest_path(dst))
+        unfinished = is_there(partial)
     if whole and unfinished:
         require_room_to_build(partial, resume=True)
         problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
@@ -66,7 +68,10 @@ def require_folders(dst: Path, folders: Collection[str]) -> None:
     if "" in folders:
         return
     with destination_errors(dst):
-        found = {path.name for path in dst.iterdir()} - {JOURNAL} if dst.is_dir() else set()
+        if dst.is_dir():
+            found = {path.name for path in dst.iterdir()} - {JOURNAL}
+        else:
+            found = set()
     if found != {*folders}:
         raise _differs(dst, "to")
 
@@ -97,7 +102,8 @@ class Existing:
         """Compare all of the manifest that is known before the job computes, to which it adds
         `details`.
         """
-        source, made = work.source, self.manifest
+        source = work.source
+        made = self.manifest
         details = {**details, **({"computed_by": work.computed_by} if work.computed_by else {})}
         hashes = source_hashes(source).result(progress)
         now = manifest.build(work.job, source.format, hashes, {}, details, origin(source.path))
@@ -111,7 +117,8 @@ class Existing:
         """Compare the names of all files, the content of those next to the weights, and the
         weights' headers.
         """
-        encoder, files = work.encoder, self.manifest["files"]
+        encoder = work.encoder
+        files = self.manifest["files"]
         written = {**work.side_files, **encoder.extra_files(), **(card or {})}
         now = {name: content_hash(content) for name, content in written.items()}
         now |= {name: files.get(name) for name in encoder.files()}
@@ -149,7 +156,10 @@ class Existing:
 
     def opened(self, work: Work) -> StoredCheckpoint:
         """Its weights."""
-        path = self.dst if self.dst.is_dir() else self.dst.with_name(work.encoder.files()[0])
+        if self.dst.is_dir():
+            path = self.dst
+        else:
+            path = self.dst.with_name(work.encoder.files()[0])
         with _as_written(self.dst):
             result = with_codes(open_checkpoint(path, tensors_only=not work.source.config.runnable))
             unstack(result, work.source.config.code)

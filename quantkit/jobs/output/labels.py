@@ -21,14 +21,19 @@ _MAX_LISTED_LAYERS = 8
 def file_name(path: str | Path) -> str | None:
     """The last part of a path, if it reads as a name."""
     name = Path(path).absolute().name
-    return name if _PLAIN.fullmatch(name) else None
+    if _PLAIN.fullmatch(name):
+        return name
+    return None
 
 
 def model_name(source: Checkpoint, base: str | None = None) -> str:
     """The name of a model; if none is known, that of its folder or file, or its architecture.
     `base` is as in `known_name`.
     """
-    path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
+    if source.path.suffix == GGUF:
+        path = source.path.with_suffix("")
+    else:
+        path = source.path
     return known_name(source, base) or file_name(path) or source.config.architecture
 
 
@@ -40,7 +45,9 @@ def known_name(source: Checkpoint, base: str | None = None) -> str | None:
         base: its name on a hub, if it was requested.
     """
     found = base or read_model_name(source.path) or base_model(source) or config_name(source.path)
-    return None if found is None else found.rpartition("/")[2]
+    if found is None:
+        return None
+    return found.rpartition("/")[2]
 
 
 def base_model(source: Checkpoint) -> str | None:
@@ -48,7 +55,9 @@ def base_model(source: Checkpoint) -> str | None:
     its manifest shows one.
     """
     hub = origin(source.path)
-    return recorded_base(source.path) if hub is None else _owned_name(source.path) or hub["name"]
+    if hub is None:
+        return recorded_base(source.path)
+    return _owned_name(source.path) or hub["name"]
 
 
 def recorded_base(model: Path) -> str | None:
@@ -56,8 +65,14 @@ def recorded_base(model: Path) -> str | None:
     states one.
     """
     made = manifest_or_empty(model).get("source")
-    hub = made.get("hub") if isinstance(made, dict) else None
-    name = hub.get("name") if isinstance(hub, dict) else None
+    if isinstance(made, dict):
+        hub = made.get("hub")
+    else:
+        hub = None
+    if isinstance(hub, dict):
+        name = hub.get("name")
+    else:
+        name = None
     return _owned_name(model) or (
         name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None
     )
@@ -65,7 +80,9 @@ def recorded_base(model: Path) -> str | None:
 
 def _owned_name(model: Path) -> str | None:
     named = config_name(model)
-    return named if named is not None and "/" in named else None
+    if named is not None and "/" in named:
+        return named
+    return None
 
 
 def config_name(model: Path) -> str | None:
@@ -73,8 +90,13 @@ def config_name(model: Path) -> str | None:
     path.
     """
     config = model / "config.json"
-    named = read_json(config).get("_name_or_path") if config.is_file() else None
-    return named if isinstance(named, str) and HUB_NAME.fullmatch(named) else None
+    if config.is_file():
+        named = read_json(config).get("_name_or_path")
+    else:
+        named = None
+    if isinstance(named, str) and HUB_NAME.fullmatch(named):
+        return named
+    return None
 
 
 def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
@@ -103,7 +125,10 @@ def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
         names_in.setdefault(f" of layer{_numbers(layers)}" if layers[0] else "", []).append(
             f"`{name}`"
         )
-    parts = [f"all of layer{_numbers(whole)}"] if whole else []
+    if whole:
+        parts = [f"all of layer{_numbers(whole)}"]
+    else:
+        parts = []
     return "; ".join([*parts, *(", ".join(names) + where for where, names in names_in.items())])
 
 
@@ -113,7 +138,8 @@ def _merge_experts(names: Sequence[str], every: Iterable[str]) -> list[str]:
     def numberless(name: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
-    counts, all_counts = Counter(map(numberless, names)), Counter(map(numberless, every))
+    counts = Counter(map(numberless, names))
+    all_counts = Counter(map(numberless, every))
     merged = (
         numberless(one) if counts[numberless(one)] == all_counts[numberless(one)] else one
         for one in names
@@ -133,4 +159,6 @@ def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:
 def _numbers(layers: Sequence[str]) -> str:
     if len(layers) > _MAX_LISTED_LAYERS:
         return f"s {layers[0]} to {layers[-1]} ({len(layers)} of them)"
-    return f"s {', '.join(layers[:-1])} and {layers[-1]}" if layers[1:] else f" {layers[0]}"
+    if layers[1:]:
+        return f"s {', '.join(layers[:-1])} and {layers[-1]}"
+    return f" {layers[0]}"

@@ -49,7 +49,10 @@ class ConvertResult:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
-        quality = None if self.quality is None else self.quality.to_json()
+        if self.quality is None:
+            quality = None
+        else:
+            quality = self.quality.to_json()
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
@@ -136,7 +139,10 @@ class QuantizeResult:
         and last the size of all.
         """
         if self.formats:
-            each = [line for one in self.formats.values() for line in one._lines()]
+            each = []
+            for one in self.formats.values():
+                for line in one._lines():
+                    each.append(line)
             size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
             return [
                 *each,
@@ -154,15 +160,17 @@ class QuantizeResult:
             *quality_texts(self.quality),
         ]
         if self.refined is not None:
-            start, best = (
-                self.refined[0]["held_back"],
-                min(one["held_back"] for one in self.refined),
-            )
+            start = self.refined[0]["held_back"]
+            best = min(one["held_back"] for one in self.refined)
             facts.append(f"refined: KL on text that was held back {best / start - 1:+.1%}")
-        chosen = (
-            [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
-        )
-        by_position = [] if self.positions is None else self.positions.lines()
+        if self.allocation is None:
+            chosen = []
+        else:
+            chosen = [*self.allocation.lines(), self.allocation.line()]
+        if self.positions is None:
+            by_position = []
+        else:
+            by_position = self.positions.lines()
         wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
         return [*chosen, wrote, *by_position, *self.weights.hints()]
 
@@ -185,11 +193,9 @@ def growth_text(ratio: Estimate) -> str:
 
 
 def _outcome(made: ConvertResult | QuantizeResult) -> str:
-    return (
-        f"{made.path} exists already, from the same inputs and options"
-        if made.skipped
-        else f"wrote {made.path}"
-    )
+    if made.skipped:
+        return f"{made.path} exists already, from the same inputs and options"
+    return f"wrote {made.path}"
 
 
 def _schemes(schemes: dict[str, int]) -> str:
@@ -216,7 +222,11 @@ def quality_texts(quality: Gate | WeightsOnly) -> list[str]:
 
 def time_text(seconds: float) -> str:
     if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+        if seconds < 10:
+            return f"{seconds:.2g} s"
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s"

@@ -30,7 +30,10 @@ class WeightSizes:
 
     def text(self) -> str:
         """The output's size and how it compares."""
-        compared = "smaller" if self.output_bytes < self.source_bytes else "not smaller"
+        if self.output_bytes < self.source_bytes:
+            compared = "smaller"
+        else:
+            compared = "not smaller"
         return (
             f"{size_text(self.output_bytes)}, {compared} than the source's"
             f" {size_text(self.source_bytes)}"

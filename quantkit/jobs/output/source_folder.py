@@ -97,7 +97,10 @@ def check_side_files(
             require_inside(path, root)
     tokenizer, notes = checked_tokenizer(source)
     # The embedding of a model that is not run may be another one than that of text tokens.
-    rows = source.config.vocab_size if source.config.measurable else None
+    if source.config.measurable:
+        rows = source.config.vocab_size
+    else:
+        rows = None
     for finding in text.check(side, rows, side_names(source)):
         if finding.rule.name not in _RULES or finding.where == _CONFIG:
             continue

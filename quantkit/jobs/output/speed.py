@@ -126,7 +126,10 @@ def _seconds_of_head_gradient(config: ModelConfig) -> float:
 @cache
 def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> float:
     """For one weight of a matrix as wide as the model."""
-    columns = scheme.unit if scheme.group_size else min(width, _WEIGHTS)
+    if scheme.group_size:
+        columns = scheme.unit
+    else:
+        columns = min(width, _WEIGHTS)
     columns *= max(1, width // columns)
     weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
     if searched:
@@ -141,15 +144,19 @@ def _seconds_of_operation(
     inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     """For one of the operations of a matrix product of these widths."""
-    rows = TOKENS_THROUGH_A_BLOCK if device.type == "cpu" else _ROWS_ON_GPU
-    a, weight = (
-        torch.randn(rows, inputs, device=device),
-        torch.randn(outputs, inputs, device=device),
-    )
+    if device.type == "cpu":
+        rows = TOKENS_THROUGH_A_BLOCK
+    else:
+        rows = _ROWS_ON_GPU
+    a = torch.randn(rows, inputs, device=device)
+    weight = torch.randn(outputs, inputs, device=device)
     narrow = weight.bfloat16()
 
     def multiply() -> None:
-        product = bfloat16_linear(a, narrow) if dtype == torch.bfloat16 else times(a, weight.t())
+        if dtype == torch.bfloat16:
+            product = bfloat16_linear(a, narrow)
+        else:
+            product = times(a, weight.t())
         product[0, 0].item()  # waits for the GPU
 
     return _shortest(multiply) / (2 * rows * inputs * outputs)
@@ -157,7 +164,9 @@ def _seconds_of_operation(
 
 def _shortest(work: Callable[[], object]) -> float:
     """The seconds of the fastest of some runs."""
-    best, began, runs = math.inf, time.perf_counter(), 0
+    best = math.inf
+    began = time.perf_counter()
+    runs = 0
     while runs < _FEWEST_RUNS or time.perf_counter() - began < _MEASURED_SECONDS:
         started = time.perf_counter()
         work()

@@ -32,7 +32,10 @@ def requested_target(
     """
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
-    found = None if to is None else target(as_string("to", to))
+    if to is None:
+        found = None
+    else:
+        found = target(as_string("to", to))
     if dst.suffix.lower() == f".{GGUF.name}":
         if found is not None and found.name != GGUF.name:
             raise RequestError(
@@ -49,11 +52,10 @@ def requested_target(
         (requantize, "requantize", found.codes is not None),
     ):
         if given and not allowed:
-            able = [
-                one.name
-                for one in targets().values()
-                if (one.floats if dequantize else one.codes is not None)
-            ]
+            able = []
+            for one in targets().values():
+                if one.floats if dequantize else one.codes is not None:
+                    able.append(one.name)
             raise RequestError(
                 f'`{name}=True` does not go with `to="{found.name}"`', expected=", ".join(able)
             )
@@ -66,7 +68,9 @@ def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
     if dequantize or not (schemes(source) or read_as_floats(source)):
         return target(HF.name)
     own = targets().get(source.method or "")
-    return own if own is not None and own.method is not None else target(NATIVE)
+    if own is not None and own.method is not None:
+        return own
+    return target(NATIVE)
 
 
 def quantized_target(to: str | None, dst: Path) -> Target:
@@ -86,7 +90,10 @@ def quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]
     requested. Raises `RequestError` for none and for one that is named twice; see also
     `quantized_target`.
     """
-    names: list[str | None] = [None] if to is None else [*as_strings("to", to)]
+    if to is None:
+        names: list[str | None] = [None]
+    else:
+        names = [*as_strings("to", to)]
     if not names:
         raise RequestError("`to` names no format", expected="a format, or several")
     if again := next((name for name in names if names.count(name) > 1), None):
@@ -102,7 +109,9 @@ def shard_bytes(requested: int | None, container: Container) -> int:
     have, or a container whose files are not split by size.
     """
     if requested is None:
-        return sys.maxsize if container.one_file else SHARD_BYTES
+        if container.one_file:
+            return sys.maxsize
+        return SHARD_BYTES
     size = as_integer("split_max_size", requested)
     if size <= 0:
         raise RequestError("`split_max_size` must be positive", found=size)
@@ -164,11 +173,10 @@ def require_kv_cache_run(source: StoredCheckpoint) -> None:
         return
     why = "it has no keys and values but latent ones (MLA)"
     if not config.runnable:
-        why = (
-            f"{config.run_by} runs it"
-            if config.run_by is not None
-            else "it is known by its tensors only"
-        )
+        if config.run_by is not None:
+            why = f"{config.run_by} runs it"
+        else:
+            why = "it is known by its tensors only"
     raise UnsupportedError(
         f"scales of a KV cache are calibrated for models of quantkit's own decoder; {why}",
         path=source.path,

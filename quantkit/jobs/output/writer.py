@@ -85,10 +85,14 @@ class Work:
 
     def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
         """What a run must have in common with the interrupted run that it resumes."""
-        written = {
-            name: content for name, content in self.side_files.items() if isinstance(content, bytes)
-        }
-        tokenizer = [name for name in written if PurePosixPath(name).name in TOKENIZER_FILES]
+        written = {}
+        for name, content in self.side_files.items():
+            if isinstance(content, bytes):
+                written[name] = content
+        tokenizer = []
+        for name in written:
+            if PurePosixPath(name).name in TOKENIZER_FILES:
+                tokenizer.append(name)
         return {
             "job": self.job,
             "quantkit": __version__,
@@ -103,7 +107,11 @@ class Work:
 def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
     """The sha256 of all files of a source that an output depends on."""
     path = source.path
-    extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
+    # a single file contains its tokenizer
+    if path.is_dir():
+        extra = tokenizer_files(path)
+    else:
+        extra = []
     return manifest.SourceHashes(
         [*source.files(), *extra, *code_files(source)], path if path.is_dir() else path.parent
     )
@@ -152,7 +160,9 @@ class Writer:
 
     def __init__(self, work: Work, dst: Path, *, resume: bool, progress: Progress) -> None:
         """See `writing`, which also closes it."""
-        self._work, self._encoder, self._progress = work, work.encoder, progress
+        self._work = work
+        self._encoder = work.encoder
+        self._progress = progress
         self._copied_hashes = {
             name: content_hash(value)
             for name, value in work.side_files.items()
@@ -163,7 +173,10 @@ class Writer:
         self._in_folder = files is None
         if work.side_files and not self._in_folder:
             raise ValueError("only a folder has side files")
-        self._manifest_name = MANIFEST if files is None else files[0]
+        if files is None:
+            self._manifest_name = MANIFEST
+        else:
+            self._manifest_name = files[0]
         needed = self._encoder.total_bytes() + work.scratch_bytes
         folders = {name.rpartition("/")[0] for name in self._encoder.files()} - {""}
         self._staging = Staging(
@@ -201,8 +214,13 @@ class Writer:
     @property
     def notes(self) -> list[str]:
         """What the check of the source found that the user should know."""
-        note = self._source_check.note() if isinstance(self._source_check, SourceCheck) else None
-        return [] if note is None else [f"{self._work.source.path}: {note}"]
+        if isinstance(self._source_check, SourceCheck):
+            note = self._source_check.note()
+        else:
+            note = None
+        if note is None:
+            return []
+        return [f"{self._work.source.path}: {note}"]
 
     def read_source(self, *, check: bool) -> None:
         """Hash the source in the background, and `check` it on a sample text; see
@@ -216,9 +234,10 @@ class Writer:
                 allow_nonfinite=self._work.options["allow_nonfinite"] is True,
                 progress=in_phase(self._progress, "check of the source"),
             )
-            self._source_check = (
-                found if isinstance(found, SourceCheck) else f"not measured: {found}"
-            )
+            if isinstance(found, SourceCheck):
+                self._source_check = found
+            else:
+                self._source_check = f"not measured: {found}"
 
     def put(
         self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None
@@ -303,7 +322,10 @@ class Writer:
 
         Raises `DestinationError` if it cannot be read back.
         """
-        path = self.path / folder if self._in_folder else self.path / self._encoder.files()[0]
+        if self._in_folder:
+            path = self.path / folder
+        else:
+            path = self.path / self._encoder.files()[0]
         return _read_back(path, self._work.source.config)
 
     def commit(
@@ -331,7 +353,8 @@ class Writer:
         """
         for name, content in (files or {}).items() if self._in_folder else ():
             self._add_file(in_folder(folder, name), content)
-        check, source = self._source_check, self._work.source
+        check = self._source_check
+        source = self._work.source
         written = manifest.build(
             self._work.job,
             source.format,
@@ -395,7 +418,9 @@ def _layer_ends(work: Work) -> set[int]:
     """The index of each layer's last tensor; what follows the last layer counts as part of it."""
     planned = work.encoder.planned
     layers = {one.name: one.layer for one in parameters(work.source.config)}
-    last = {layers.get(work.encoder.canonical_name(index)): index for index in range(len(planned))}
+    last = {}
+    for index in range(len(planned)):
+        last[layers.get(work.encoder.canonical_name(index))] = index
     ends = sorted(index for layer, index in last.items() if layer is not None)
     return {*ends[:-1], len(planned) - 1}
 

@@ -24,7 +24,8 @@ from quantkit.jobs.output.labels import recorded_base
 from quantkit.quality.figures import manifest_or_empty
 
 _FLOATS = (".safetensors", ".bin")
-_BEGUN, _ENDED = re.compile(r"\s*---[ \t]*[\r\n]"), re.compile(r"[\r\n]---[ \t]*([\r\n]|$)")
+_BEGUN = re.compile(r"\s*---[ \t]*[\r\n]")
+_ENDED = re.compile(r"[\r\n]---[ \t]*([\r\n]|$)")
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,16 @@ def model_card(
     Raises:
         RequestError: if README.md is not UTF-8, or its metadata is not what a hub reads.
     """
-    readme, made = files.get(CARD), manifest_or_empty(model)
+    readme = files.get(CARD)
+    made = manifest_or_empty(model)
     if readme is None and any(name.startswith(f"{CARD}/") for name in files):
         raise RequestError(
             "is a folder, and the place of the model card", path=model / CARD, hint="rename it"
         )
-    original = b"" if readme is None else readme.read_bytes()
+    if readme is None:
+        original = b""
+    else:
+        original = readme.read_bytes()
     card = _read(original, readme or model / CARD)
     before = card.data.to_dict()
     recorded, relation = (recorded_base(model), _relation(made, files)) if made else (None, None)
@@ -91,7 +96,10 @@ def model_card(
     if readme is None:
         card.text = _body(name, made, base)
     sent = card.data.to_dict()
-    content = original if readme is not None and not new else _text(card, original).encode()
+    if readme is not None and not new:
+        content = original
+    else:
+        content = _text(card, original).encode()
     return Card(content, list(new), readme is None, sent.get("license"), bool(made) and not base)
 
 
@@ -152,7 +160,10 @@ def _described(
     `tags` are the model's own.
     """
     floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
-    config = read_json(model / "config.json") if "config.json" in files else {}
+    if "config.json" in files:
+        config = read_json(model / "config.json")
+    else:
+        config = {}
     classes = config.get("architectures")
     causal = isinstance(classes, list) and any(str(one).endswith("ForCausalLM") for one in classes)
     facts = {
@@ -175,7 +186,9 @@ def _relation(made: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
     """
     if made.get("job") == "quantize" or _has_gguf(files):
         return "quantized"
-    return "finetune" if made.get("lora") else None
+    if made.get("lora"):
+        return "finetune"
+    return None
 
 
 def _has_gguf(files: Mapping[str, Path]) -> bool:

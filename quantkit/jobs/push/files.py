@@ -53,7 +53,10 @@ def require_sound(model: Path) -> Path:
     if found.resolve().name.endswith(PARTIAL):
         raise _unfinished(found)
     _require_no_errors(diagnose(found), found)
-    several = gguf_models(found) if found.is_dir() else []
+    if found.is_dir():
+        several = gguf_models(found)
+    else:
+        several = []
     for one in several if len(several) > 1 else ():
         _require_no_errors(diagnose(one), one)
     return found
@@ -77,7 +80,10 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
     else:
         own = manifest_path(model)
         paths = [part.path for part in read_parts(model)]
-        paths += [own] if own.name != manifest.NAME and own.is_file() else []
+        if own.name != manifest.NAME and own.is_file():
+            paths += [own]
+        else:
+            paths += []
         files = {path.name: path for path in paths}
     root = model if model.is_dir() else model.parent
     for name, path in files.items():
@@ -111,10 +117,8 @@ def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
             elif name in names:
                 yield relative, path
             elif path.is_symlink():
-                problem, hint = (
-                    "is a link to a folder, whose files would not be sent",
-                    "copy the folder, or remove it",
-                )
+                problem = "is a link to a folder, whose files would not be sent"
+                hint = "copy the folder, or remove it"
                 raise RequestError(problem, path=path, hint=hint)
         folders[:] = sorted(
             name for name in folders if not (name.startswith(".") or name == _CACHE)
@@ -144,7 +148,8 @@ def _require_readable(name: str, path: Path) -> None:
 def _require_no_errors(found: Diagnosis, model: Path) -> None:
     errors = [one for one in found.findings if found.severity(one) == "error"]
     if errors:
-        first, more = errors[0], len(errors) - 1
+        first = errors[0]
+        more = len(errors) - 1
         hint = first.rule.remedy + (
             f"; there are {more} more errors, run the doctor" if more else ""
         )

@@ -37,7 +37,10 @@ from quantkit.quality.manifest_files import is_loaded, require_as_written
 
 _KEPT = ".gitattributes"
 """The hub makes it, and it decides what is stored in LFS."""
-_HASH_SPEED, _UPLOAD_SPEED, _COMMIT_SECONDS = 1e9, 2e7, 5.0  # bytes in a second, for the time left
+# bytes in a second, for the time left
+_HASH_SPEED = 1e9
+_UPLOAD_SPEED = 2e7
+_COMMIT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -113,7 +116,10 @@ def push(
     else:
         notes.extend([f"{README} there stays as it is: {model} has none"])
     names = {*paths, *([README] if sends_card else [])}
-    others = [] if there is None else sorted(set(there.files) - names - {_KEPT, README})
+    if there is None:
+        others = []
+    else:
+        others = sorted(set(there.files) - names - {_KEPT, README})
     if not delete_others:
         _require_no_mixture(name, names, others)
     files = _local_files(model, paths, dry_run, on_steps, notes, progress)
@@ -273,10 +279,15 @@ def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
 
 
 def _state(file: LocalFile, there: Repository | None) -> State:
-    announced = None if there is None else there.files.get(file.name)
+    if there is None:
+        announced = None
+    else:
+        announced = there.files.get(file.name)
     if announced is None:
         return "new"
-    return "same" if file.equals(announced) else "changed"
+    if file.equals(announced):
+        return "same"
+    return "changed"
 
 
 def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]) -> None:
@@ -285,9 +296,10 @@ def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]
     """
     if all(not is_loaded(one) or one.endswith(".gguf") for one in files):
         return
-    mixed = [
-        one for one in others if "/" not in one and is_loaded(one) and not one.endswith(".gguf")
-    ]
+    mixed = []
+    for one in others:
+        if "/" not in one and is_loaded(one) and not one.endswith(".gguf"):
+            mixed.append(one)
     if mixed:
         raise RequestError(
             "the repository has files that readers would load with the model's",

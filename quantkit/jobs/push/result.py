@@ -63,18 +63,32 @@ class PushResult:
         visibility = {True: "private", False: "public", None: "visibility unknown"}[self.private]
         where = f"{self.url} ({visibility}{f', branch {self.branch}' if self.branch else ''})"
         amount = f"{file_count(len(sent))}, {size_text(sum(file.size for file in sent))}"
-        there = [f"{file_count(same)} there already"] if same else []
-        others = [f"{file_count(len(self.deleted))} deleted"] if self.deleted else []
-        stay = "file stays" if len(self.kept) == 1 else "files stay"
-        others += [f"{len(self.kept)} other {stay}: {some_names(self.kept)}"] if self.kept else []
+        if same:
+            there = [f"{file_count(same)} there already"]
+        else:
+            there = []
+        if self.deleted:
+            others = [f"{file_count(len(self.deleted))} deleted"]
+        else:
+            others = []
+        if len(self.kept) == 1:
+            stay = "file stays"
+        else:
+            stay = "files stay"
+        if self.kept:
+            others += [f"{len(self.kept)} other {stay}: {some_names(self.kept)}"]
+        else:
+            others += []
         if self.dry_run:
             width = max((len(file.name) for file in self.files), default=0)
-            rows = [
-                f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}"
-                for file in self.files
-            ]
+            rows = []
+            for file in self.files:
+                rows.append(f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}")
             rows += [f"  {'delete':<8}{name}" for name in self.deleted]
-            made = "would create" if self.created else "would send to"
+            if self.created:
+                made = "would create"
+            else:
+                made = "would send to"
             return [
                 f"{made} {where}",
                 *rows,

@@ -73,12 +73,17 @@ def model_card_files(
     method = prepared.target.method
     if method is None:
         return {}
-    source, chosen, allocation = prepared.source, prepared.scheme_map, prepared.allocation
+    source = prepared.source
+    chosen = prepared.scheme_map
+    allocation = prepared.allocation
     base = prepared.options.base_model or base_model(source)
-    name, source_name = model_name(source, prepared.options.base_model), _source_name(source)
-    title, short = " and ".join(chosen.counts()), next(iter(chosen.counts()))
+    name = model_name(source, prepared.options.base_model)
+    source_name = _source_name(source)
+    title = " and ".join(chosen.counts())
+    short = next(iter(chosen.counts()))
     if allocation is not None:
-        title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
+        title = f"{allocation.bits:.4g} bits per weight"
+        short = f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}".replace(" ", "-")
     command, recipe = _quantize_command(source_name or name, folder, prepared, drawn)
     readers = _readers(prepared, method)
@@ -151,12 +156,17 @@ def _metadata(
     """What hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
-    source, stated = prepared.source, prepared.authorship
+    source = prepared.source
+    stated = prepared.authorship
     carried = {key: value for key, value in stated.items() if key not in _NOT_CARRIED}
     relation: str | None = "quantized"
     if base is None:  # the model has no name on a hub, but perhaps the one that it was trained from
-        base, relation = stated.get("base_model"), stated.get("base_model_relation")
-    measured_task = _TASKS[str(readers["auto_class"])] if source.config.measurable else None
+        base = stated.get("base_model")
+        relation = stated.get("base_model_relation")
+    if source.config.measurable:
+        measured_task = _TASKS[str(readers["auto_class"])]
+    else:
+        measured_task = None
     facts: dict[str, Any] = {
         **carried,
         "base_model": base,
@@ -173,17 +183,26 @@ def _source_name(source: Checkpoint) -> str | None:
     plain name.
     """
     hub = origin(source.path)
-    return file_name(source.path) if hub is None else f"{PREFIX}{hub['name']}"
+    if hub is None:
+        return file_name(source.path)
+    return f"{PREFIX}{hub['name']}"
 
 
 def _layers(prepared: Prepared) -> dict[str, object]:
     """Which layers have which schemes, and how many weights there are."""
-    source, chosen = prepared.source, prepared.scheme_map
+    source = prepared.source
+    chosen = prepared.scheme_map
     schemes = []
     for index, (name, count) in enumerate(chosen.counts().items()):
-        modules = [module for module, scheme in chosen.linears.items() if str(scheme) == name]
+        modules = []
+        for module, scheme in chosen.linears.items():
+            if str(scheme) == name:
+                modules.append(module)
         named = index > 0 and source.config.runnable
-        layers = layer_names(modules, chosen.modules) if named else None
+        if named:
+            layers = layer_names(modules, chosen.modules)
+        else:
+            layers = None
         schemes.append((chosen.schemes[modules[0]], count, layers))
     recurrent = kept_recurrent(source.config, chosen.schemes)
     return {
@@ -196,7 +215,9 @@ def _layers(prepared: Prepared) -> dict[str, object]:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} billion"
+    return f"{number / 1e6:.3g} million"
 
 
 def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
@@ -206,7 +227,10 @@ def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, obj
     name = "quantkit's own text"
     if prepared.settings.text is not None:
         named = _text_name(prepared.settings.text, drawn)
-        name = f"`{named}`" if named else "an unnamed text"
+        if named:
+            name = f"`{named}`"
+        else:
+            name = "an unnamed text"
     return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
 
 
@@ -231,21 +255,26 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         "KL, 99th percentile",
         "same most likely token",
     ]
-    rows = [
-        [
-            one.text,
-            f"{one.tokens}",
-            f"{one.source_perplexity:.4g}",
-            f"{one.perplexity:.4g}",
-            growth_text(one.perplexity_ratio),
-            f"{one.kl_estimate}",
-            f"{one.kl_bound:.3g}",
-            *(["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"] if rounding else []),
-            f"{one.kl_p99:.3g}",
-            f"{one.top1_agreement:.1%}",
-        ]
-        for one in gate.texts
-    ]
+    rows = []
+    for one in gate.texts:
+        rows.append(
+            [
+                one.text,
+                f"{one.tokens}",
+                f"{one.source_perplexity:.4g}",
+                f"{one.perplexity:.4g}",
+                growth_text(one.perplexity_ratio),
+                f"{one.kl_estimate}",
+                f"{one.kl_bound:.3g}",
+                *(
+                    ["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"]
+                    if rounding
+                    else []
+                ),
+                f"{one.kl_p99:.3g}",
+                f"{one.top1_agreement:.1%}",
+            ]
+        )
     bound = with_inputs(
         scheme_bound(prepared.scheme_map.schemes.values()), prepared.measured_inputs.values()
     )
@@ -269,14 +298,19 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
     columns = (
         column for cache in CACHES for column in (f"KL, {cache} cache", "same most likely token")
     )
-    rows = [
-        [
-            buckets[0].name,
-            f"{buckets[0].tokens}",
-            *(cell for one in buckets for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")),
-        ]
-        for buckets in zip(*certificate.caches.values(), strict=True)
-    ]
+    rows = []
+    for buckets in zip(*certificate.caches.values(), strict=True):
+        rows.append(
+            [
+                buckets[0].name,
+                f"{buckets[0].tokens}",
+                *(
+                    cell
+                    for one in buckets
+                    for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")
+                ),
+            ]
+        )
     changes = (
         f"with the {cache} cache, {rise_text(buckets)}"
         for cache, buckets in certificate.caches.items()
@@ -290,14 +324,28 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
 
 def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     """What loads the folder."""
-    chosen, config = prepared.scheme_map, prepared.source.config
+    chosen = prepared.scheme_map
+    config = prepared.source.config
     symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
-    unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"
-    unread = unread if chosen.embedding is None else "a packed embedding"
-    unread = unread if prepared.unread is None else f"the packed weights ({prepared.unread})"
+    if symmetric:
+        unread = unread_experts(config, chosen.schemes)
+    else:
+        unread = "packed zero points"
+    if chosen.embedding is None:
+        unread = unread
+    else:
+        unread = "a packed embedding"
+    if prepared.unread is None:
+        unread = unread
+    else:
+        unread = f"the packed weights ({prepared.unread})"
     problem = describe_problems(vllm_problems_of(prepared.source, chosen.schemes, prepared.target))
-    without: set[Runtime] = set() if problem is None else {"vllm"}
-    native, readers = method.name == NATIVE, method.readers(chosen.assigned, without=without)
+    if problem is None:
+        without: set[Runtime] = set()
+    else:
+        without = {"vllm"}
+    native = method.name == NATIVE
+    readers = method.readers(chosen.assigned, without=without)
     here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {
         "vllm_problem": problem,
@@ -329,7 +377,8 @@ def _quantize_command(
     """The command that repeats the call, and the content of the recipe file that it names, if it
     needs one; equal calls have the same command, as options with the default value are left out.
     """
-    options, recipe = prepared.options, prepared.scheme_map.recipe
+    options = prepared.options
+    recipe = prepared.scheme_map.recipe
     result_options = [
         name for name, info in declared(QuantizeOptions).items() if info.changes_result
     ]
@@ -363,14 +412,19 @@ def _adapters(options: QuantizeOptions) -> list[str]:
     found = (
         (file_name(path) or "ADAPTER", weight) for path, weight in requested_adapters(options.lora)
     )
-    return [word for name, weight in found for word in adapter_words({name: weight})]
+    adapters: list[str] = []
+    for name, weight in found:
+        for word in adapter_words({name: weight}):
+            adapters.append(word)
+    return adapters
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:
     """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or
     else a file.
     """
-    kept, named = list(recipe.overrides), dict[str, object]()
+    kept = list(recipe.overrides)
+    named = dict[str, object]()
     for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
         if kept and kept[0].pattern == module and kept[0].scheme is not None:
             named[name] = kept.pop(0).scheme
@@ -383,7 +437,10 @@ def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, 
     settings = prepared.settings
     if settings is None or drawn is None:
         return {"method": "rtn"}
-    text = None if settings.text is None else _text_name(settings.text, drawn) or "TEXT"
+    if settings.text is None:
+        text = None
+    else:
+        text = _text_name(settings.text, drawn) or "TEXT"
     length = EFFORTS[settings.effort].length(prepared.source.config)
     return {
         "method": "gptq",

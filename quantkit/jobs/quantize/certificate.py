@@ -61,7 +61,9 @@ class CertifiedText:
         bound = with_inputs(scheme_bound(schemes), inputs.values()).kl
         run = RoundedInputs(result, inputs)
         (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
-        found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
+        found = {}
+        for cache, buckets in caches.items():
+            found[cache] = [one.rounded() for one in buckets]
         count, length = self.windows.shape
         return PositionCertificate(
             self.name, self.sha256, self.requested, length, count, bound, found

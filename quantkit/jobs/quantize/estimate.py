@@ -38,10 +38,14 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     """What a quantization takes; with a `fit`, the schemes of `formats` stand for those that it
     chooses.
     """
-    each, prepared = list(formats.each.values()), formats.first
-    source, settings, certified = prepared.source, prepared.settings, prepared.certified
+    each = list(formats.each.values())
+    prepared = formats.first
+    source = prepared.source
+    settings = prepared.settings
+    certified = prepared.certified
     notes = list(dict.fromkeys(note for one in each for note in one.notes))
-    assigned, config = prepared.scheme_map.assigned, source.config
+    assigned = prepared.scheme_map.assigned
+    config = source.config
     sizes = [
         weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes)
         for one in each
@@ -54,7 +58,8 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     ):  # what is rounded for one format is kept for the next ones
         phases["writing"] += costs.largest_block(config)
     checked = checked_tokens(source, prepared.options.source_check)
-    scratch, on_device = 0, 0
+    scratch = 0
+    on_device = 0
     if config.measurable:  # the gate holds the hidden states of three models on all texts
         phases["the gate"] = forward_bytes(source, measured_tokens(source), models=3)
     if certified is not None:
@@ -76,7 +81,8 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         if config.run_by is not None:
             work_bytes = costs.lockstep_bytes(config, batch)
         if device.type == "cuda":
-            on_device, work_bytes = on_device + work_bytes, 0
+            on_device = on_device + work_bytes
+            work_bytes = 0
         phases["calibration"] = process_bytes() + held + codes + work_bytes
         if backward:
             phases["the gradients"] = process_bytes() + backward
@@ -90,7 +96,10 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING
     )
     if fit is not None:
-        chosen = {module for unit in fit.units for module in unit.modules}
+        chosen = set()
+        for unit in fit.units:
+            for module in unit.modules:
+                chosen.add(module)
         others = (
             str(assigned[module] or "float")
             for module in assigned

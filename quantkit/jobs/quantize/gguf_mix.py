@@ -40,7 +40,10 @@ class MixRules:
         """
         overrides: dict[str, QuantScheme | None] = {EMBEDDING: self.mix.default}
         for tensor, chosen in self._schemes():
-            scheme = None if tensor.shape[-1] % _BLOCK else chosen
+            if tensor.shape[-1] % _BLOCK:
+                scheme = None
+            else:
+                scheme = chosen
             if scheme != self.mix.default or tensor.name == _HEAD:
                 overrides |= {
                     _EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)
@@ -58,7 +61,8 @@ class MixRules:
         values = [tensor for tensor in tensors if _role(tensor) in _VALUES]
         architecture = gguf_architecture(self.config).name
         for tensor in tensors:
-            role, layer = _role(tensor), _layer(tensor)
+            role = _role(tensor)
+            layer = _layer(tensor)
             if role == "output" or (role == "token_embd" and self.config.tied_embeddings):
                 yield tensor, self.mix.default if self.mix.default == Q8_0 else Q6_K
             elif role in _VALUES:
@@ -74,7 +78,9 @@ class MixRules:
 
     @property
     def _experts(self) -> int:
-        return 0 if self.config.experts is None else self.config.experts.count
+        if self.config.experts is None:
+            return 0
+        return self.config.experts.count
 
     def _of_values(self, index: int, count: int, architecture: str) -> QuantScheme:
         found = self.mix.default
@@ -89,26 +95,26 @@ class MixRules:
         few = self.config.num_heads != self.config.num_kv_heads and architecture in _FEW_KV_HEADS
         if few and self.config.num_layers == _LARGE_LAYERS and found in (Q3_K, Q4_K):
             found = Q5_K
-        return Q8_0 if self._experts == _EXPERTS else found
+        if self._experts == _EXPERTS:
+            return Q8_0
+        return found
 
     def _of_down(self, layer: int, layers: int) -> QuantScheme:
         if self.mix.name == "q3_k_m":
-            return Q5_K if layer < layers // 16 else Q4_K
+            if layer < layers // 16:
+                return Q5_K
+            return Q4_K
         if self.mix.name == "q3_k_l" or (self.mix.name == "q4_k_s" and layer < layers // 8):
             return Q5_K
-        return (
-            Q6_K
-            if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers)
-            else self.mix.default
-        )
+        if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers):
+            return Q6_K
+        return self.mix.default
 
     def _of_attention_output(self) -> QuantScheme:
         if self._experts == _EXPERTS:
-            return (
-                Q5_K
-                if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
-                else self.mix.default
-            )
+            if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m"):
+                return Q5_K
+            return self.mix.default
         return {"q3_k_m": Q4_K, "q3_k_l": Q5_K}.get(self.mix.name, self.mix.default)
 
 
@@ -120,18 +126,24 @@ def _more_bits(layer: int, layers: int) -> bool:
 def _modules(tensor: DiskTensor) -> list[str]:
     """The modules of a tensor's parts, if they may be quantized."""
     able = tensor.quantizable or tensor.stacked is not None or _role(tensor) == "token_embd"
-    return (
-        [part.removesuffix(".weight") for part in tensor.parts if part.endswith(".weight")]
-        if able
-        else []
-    )
+    if able:
+        modules: list[str] = []
+        for part in tensor.parts:
+            if part.endswith(".weight"):
+                modules.append(part.removesuffix(".weight"))
+        return modules
+    return []
 
 
 def _role(tensor: DiskTensor) -> str:
     """``attn_v`` of ``blk.3.attn_v.weight``; all kinds of ``ffn_down`` are one."""
     found = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    return "ffn_down" if found.startswith("ffn_down") else found
+    if found.startswith("ffn_down"):
+        return "ffn_down"
+    return found
 
 
 def _layer(tensor: DiskTensor) -> int:
-    return int(tensor.name.split(".")[1]) if tensor.name.startswith("blk.") else 0
+    if tensor.name.startswith("blk."):
+        return int(tensor.name.split(".")[1])
+    return 0

@@ -74,7 +74,8 @@ def assigned_schemes(
     if problem := describe_problems(vllm_problems_of(source, scheme_map.schemes, target)):
         notes.append(f"{dst}: {problem}")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
-        tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
+        tied = source.config.tied_embeddings
+        here_alone = source.config.run_by is not None
         notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
     return scheme_map, notes
 

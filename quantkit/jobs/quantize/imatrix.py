@@ -108,8 +108,14 @@ def imatrix(
     settings = gptq_settings(options, (), source, checked_tokenizer(source)[0])
     assert settings is not None  # for GPTQ
     drawn = settings.draw(source, progress=progress)
-    text = Path(calibration).name if isinstance(calibration, (str, Path)) else "text"
-    text = "included text" if calibration is None else text
+    if isinstance(calibration, (str, Path)):
+        text = Path(calibration).name
+    else:
+        text = "text"
+    if calibration is None:
+        text = "included text"
+    else:
+        text = text
     sums, counts = squared_inputs(source, drawn.tokens, progress=progress)
     if (
         wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)
@@ -121,7 +127,10 @@ def imatrix(
         if (entry := _entry(tensor, sums, counts)) is not None
     }
     found = ImportanceMatrix(entries, text, *drawn.tokens.shape)
-    content = found.to_dat() if path.suffix.lower() == _DAT else found.to_gguf()
+    if path.suffix.lower() == _DAT:
+        content = found.to_dat()
+    else:
+        content = found.to_gguf()
     unfinished = path.with_name(f"{path.name}.partial")
     try:
         unfinished.write_bytes(content)
@@ -142,13 +151,19 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
         CheckpointError: if the file is damaged, or of another model.
         UnsupportedError: if GGUF does not have the model's architecture.
     """
-    matrix, found = read_imatrix(path), {}
-    entries, tokens = matrix.entries, 1 if matrix.chunk_size else _CHUNK
+    matrix = read_imatrix(path)
+    found = {}
+    entries = matrix.entries
+    tokens = 1 if matrix.chunk_size else _CHUNK
     for tensor in _with_inputs(source.config):
         entry = entries.get(tensor.name)
         if entry is None:
             continue
-        columns, experts = tensor.shape[-1], tensor.shape[0] if tensor.stacked is not None else 1
+        columns = tensor.shape[-1]
+        if tensor.stacked is not None:
+            experts = tensor.shape[0]
+        else:
+            experts = 1
         if entry.means.numel() != columns * experts:
             raise CheckpointError(
                 f"the importance of '{tensor.name}' is not of this model",
@@ -157,7 +172,8 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
                 expected=f"{columns * experts} inputs",
                 hint="make it from this model",
             )
-        means, counts = entry.means.view(experts, columns), entry.counts.expand(experts) * tokens
+        means = entry.means.view(experts, columns)
+        counts = entry.counts.expand(experts) * tokens
         for part, place in zip(tensor.parts, tensor.places, strict=True):
             own = place.expert or 0
             weights = importance_of(means[own], counts[own].item())

@@ -89,7 +89,13 @@ def _lines(kept: dict[str, str]) -> list[str]:
     found = []
     for reason in dict.fromkeys(kept.values()):
         modules = [module for module, own in kept.items() if own == reason]
-        more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
-        verb = "keep their floats" if len(modules) > 1 else "keeps its floats"
+        if len(modules) > _NAMED:
+            more = f" and {len(modules) - _NAMED} more"
+        else:
+            more = ""
+        if len(modules) > 1:
+            verb = "keep their floats"
+        else:
+            verb = "keeps its floats"
         found.append(f"{', '.join(modules[:_NAMED])}{more} {verb}: {reason}")
     return found

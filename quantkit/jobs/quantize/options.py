@@ -346,7 +346,8 @@ class QuantizeOptions:
             )
         if len(self.targets) > 1:
             self._check_several()
-        mix, formats = mix_named(self.scheme), [one.name for one in self.targets]
+        mix = mix_named(self.scheme)
+        formats = [one.name for one in self.targets]
         if mix is not None and GGUF.name not in formats:
             raise RequestError(
                 f"{mix.name} is a mix of GGUF's types",
@@ -387,12 +388,17 @@ class QuantizeOptions:
     @property
     def effort_name(self) -> EffortName:
         """The effort of GPTQ, with the default."""
-        return "thorough" if self.thorough else self.effort or "default"
+        if self.thorough:
+            return "thorough"
+        return self.effort or "default"
 
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""
         for name, info in declared(type(self)).items():
-            value = getattr(self, name) if info.section == CALIBRATION else None
+            if info.section == CALIBRATION:
+                value = getattr(self, name)
+            else:
+                value = None
             if value is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
@@ -415,9 +421,10 @@ class QuantizeOptions:
         if self.epochs is not None:
             as_integer("epochs", self.epochs, 1)
         if not self.refine:
-            given = [
-                name for name in ("train_codes", "train_norms", "epochs") if getattr(self, name)
-            ]
+            given = []
+            for name in ("train_codes", "train_norms", "epochs"):
+                if getattr(self, name):
+                    given.append(name)
             if given:
                 raise RequestError(f"`{given[0]}` goes with `refine=True`")
             return

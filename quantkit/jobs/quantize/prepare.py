@@ -132,7 +132,9 @@ class Prepared:
 
     @property
     def method(self) -> Method:
-        return "rtn" if self.settings is None else "gptq"
+        if self.settings is None:
+            return "rtn"
+        return "gptq"
 
     @property
     def is_weighted(self) -> bool:
@@ -154,9 +156,9 @@ class Prepared:
         method = self.target.method
         if not isinstance(method, CompressedTensors):
             return {}
-        found = {
-            module: method.inputs(scheme) for module, scheme in self.scheme_map.linears.items()
-        }
+        found = {}
+        for module, scheme in self.scheme_map.linears.items():
+            found[module] = method.inputs(scheme)
         return {module: one for module, one in found.items() if one is not None}
 
     @property
@@ -164,7 +166,9 @@ class Prepared:
         """The inputs that are rounded where the result is measured; none by transformers, which
         runs the weights.
         """
-        return self.inputs if self.source.config.runnable else {}
+        if self.source.config.runnable:
+            return self.inputs
+        return {}
 
     @property
     def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
@@ -180,7 +184,10 @@ class Prepared:
     def activations(self) -> dict[str, str]:
         """The types of these inputs, by scheme of the linears."""
         schemes = self.scheme_map.schemes
-        return {str(schemes[module]): str(one.activations) for module, one in self.inputs.items()}
+        activations: dict[str, str] = {}
+        for module, one in self.inputs.items():
+            activations[str(schemes[module])] = str(one.activations)
+        return activations
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
@@ -192,7 +199,8 @@ class Prepared:
     def output(self) -> Output:
         """What is to be written. Raises `RequestError` or `CheckpointError`: see `shard_bytes` and
         `carried_templates`."""
-        options, target = self.options, self.target
+        options = self.options
+        target = self.target
         return Output(
             self.source,
             self.source.config,
@@ -214,7 +222,8 @@ class Prepared:
         they say otherwise.
         """
         stated = read_authorship(self.source.path)
-        license, base = self.options.license, self.options.base_model
+        license = self.options.license
+        base = self.options.base_model
         if license is not None and license != stated.get("license"):
             stated = {"license": license} | {
                 key: stated[key] for key in stated if not key.startswith("license")
@@ -255,11 +264,14 @@ class Prepared:
             allocation = Allocation.from_json(found)
         except (AttributeError, LookupError, TypeError):
             return None
-        return allocation if allocation.target == self.options.size else None
+        if allocation.target == self.options.size:
+            return allocation
+        return None
 
     def with_allocation(self, allocation: Allocation) -> Prepared:
         """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
-        source, before = self.source, self.scheme_map.recipe
+        source = self.source
+        before = self.scheme_map.recipe
         _, notes_before = assigned_schemes(source, before, self.dst, self.target)
         scheme_map, more = assigned_schemes(
             source, allocation.recipe(before.overrides), self.dst, self.target
@@ -274,7 +286,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     Raises:
         QuantkitError: as `quantize` does.
     """
-    dst, target = as_path("dst", options.dst), options.target
+    dst = as_path("dst", options.dst)
+    target = options.target
     require_name(dst)
     if options.kv_cache is not None:
         require_holds_kv_cache(target, dst)
@@ -318,11 +331,10 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
     if options.trust_remote_code and source.config.code is None:
-        why = (
-            "config.json names no code"
-            if source.config.run_by is not None
-            else "quantkit runs the model itself"
-        )
+        if source.config.run_by is not None:
+            why = "config.json names no code"
+        else:
+            why = "quantkit runs the model itself"
         notes.append(f"{source.path}: `trust_remote_code=True` has no effect: {why}")
     if not source.config.runnable:
         if recurrent := kept_recurrent(source.config, scheme_map.schemes):
@@ -335,7 +347,10 @@ def prepare(options: QuantizeOptions) -> Prepared:
     source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
-    notes += [] if certified is None else certified.notes
+    if certified is None:
+        notes += []
+    else:
+        notes += certified.notes
     prepared = Prepared(
         options,
         source,
@@ -361,7 +376,8 @@ def _opened(options: QuantizeOptions) -> StoredCheckpoint:
 
     Raises `QuantkitError` as `quantize` does.
     """
-    path, weights = as_path("src", options.src), options.weights
+    path = as_path("src", options.src)
+    weights = options.weights
     if options.tensors_only:
         source = open_checkpoint(path, weights, tensors_only=True)
         unstack(source)
@@ -437,7 +453,8 @@ def tensor_blocks(
     scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
 
     def spec(parameter: Parameter) -> TensorSpec:
-        name, shape = parameter.name, parameter.shape
+        name = parameter.name
+        shape = parameter.shape
         if parameter.leaf == "weight" and parameter.module in schemes:
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
@@ -449,7 +466,10 @@ def tensor_blocks(
         return [TensorSpec(name, (1,), DType(source.config.dtype)) for name in names]
 
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
-    return [TensorBlock(layer, (*map(spec, block), *scales(layer))) for layer, block in by_layer]
+    result: list[TensorBlock] = []
+    for layer, block in by_layer:
+        result.append(TensorBlock(layer, (*map(spec, block), *scales(layer))))
+    return result
 
 
 def size_fit(prepared: Prepared) -> Fit | None:
@@ -459,7 +479,8 @@ def size_fit(prepared: Prepared) -> Fit | None:
         RequestError: if no choice has the size.
         UnsupportedError: if the format does not hold several schemes.
     """
-    size, target = prepared.options.size, prepared.target
+    size = prepared.options.size
+    target = prepared.target
     if size is None:
         return None
 
@@ -511,20 +532,24 @@ def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
     """The modules whose schemes are not chosen: named ones, and linears of blocks that keep
     their floats.
     """
-    source, schemes = prepared.source, prepared.scheme_map.schemes
-    free = {module for unit in units(source.config) for module in unit.modules}
-    kept = [
-        module
-        for module in linear_columns(source.config)
-        if module in free and module not in schemes
-    ]
+    source = prepared.source
+    schemes = prepared.scheme_map.schemes
+    free = set()
+    for unit in units(source.config):
+        for module in unit.modules:
+            free.add(module)
+    kept = []
+    for module in linear_columns(source.config):
+        if module in free and module not in schemes:
+            kept.append(module)
     named = {module: scheme for module, scheme in schemes.items() if module not in free}
     return {**named, **dict.fromkeys(kept)}
 
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
-    tokens, width = math.prod(shape), max(group.columns for group, _ in every_group(config))
+    tokens = math.prod(shape)
+    width = max(group.columns for group, _ in every_group(config))
     if tokens >= width:
         return []
     return [

@@ -41,7 +41,8 @@ def proven(
     """Check the result in a folder of the output, and complete it with its card and manifest.
     Raises `QualityError` as `_check` does.
     """
-    source, records = prepared.source, of_folder(folder, writer.records)
+    source = prepared.source
+    records = of_folder(folder, writer.records)
     result = writer.read_back(folder)
     if source.config.run_by is not None:
         result = run_by_transformers(result, code=source.config.code)
@@ -99,11 +100,10 @@ def _rounded_inputs(prepared: Prepared) -> list[str]:
     if not prepared.activations:
         return []
     types = " and ".join(dict.fromkeys(prepared.activations.values()))
-    measured = (
-        "and so does the gate"
-        if prepared.source.config.runnable
-        else "figures here are of the weights alone"
-    )
+    if prepared.source.config.runnable:
+        measured = "and so does the gate"
+    else:
+        measured = "figures here are of the weights alone"
     return [f"{prepared.dst}: readers round the inputs of linears to {types}, {measured}"]
 
 
@@ -132,7 +132,9 @@ def _check(
     """Compare a result with its source; the tensors of a model that cannot be run. Raises
     `QualityError` if it is too far from it, unless that is accepted.
     """
-    source, certified, schemes = prepared.source, prepared.certified, prepared.scheme_map.schemes
+    source = prepared.source
+    certified = prepared.certified
+    schemes = prepared.scheme_map.schemes
     if not source.config.measurable:
         return weights_only(result, records), None
     accepted = prepared.options.accept_quality_loss
@@ -166,7 +168,8 @@ def details(
     certificate: PositionCertificate | None,
 ) -> dict[str, object]:
     """The manifest's own part of a quantization."""
-    source, accepted = prepared.source, prepared.options.accept_quality_loss
+    source = prepared.source
+    accepted = prepared.options.accept_quality_loss
     found: dict[str, object] = {
         **planned(prepared, work),
         "quality": gate.to_json(accepted=accepted),
@@ -188,7 +191,10 @@ def planned(prepared: Prepared, work: Work) -> dict[str, object]:
 
 def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None) -> list[str]:
     """Notes on what was found too far from the source in a result that is kept."""
-    found = [one.problem() for one in checks if isinstance(one, (Gate, PositionCertificate))]
+    found = []
+    for one in checks:
+        if isinstance(one, (Gate, PositionCertificate)):
+            found.append(one.problem())
     return [
         f"{dst}: {one[0]}: {one[1]}, expected {one[2]}; accepted"
         for one in found

@@ -93,7 +93,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     """
     began = time.monotonic()
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
-    group, progress = options.group, deduplicated(options.progress)
+    group = options.group
+    progress = deduplicated(options.progress)
     prepared = prepare(options)
     if prepared.source.config.run_by is not None and group.size > 1:
         raise RequestError(
@@ -102,11 +103,10 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         )
     if options.refine:
         return _refined(options, prepared, began, progress)
-    there = (
-        is_finished(prepared.dst, options.if_exists)
-        if group.is_rank0
-        else group.receive_from_rank0()
-    )
+    if group.is_rank0:
+        there = is_finished(prepared.dst, options.if_exists)
+    else:
+        there = group.receive_from_rank0()
     if group.is_rank0:
         group.send_from_rank0(there)
     if there:
@@ -115,7 +115,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
             if group.is_rank0
             else group.receive_from_rank0()
         )
-    fit, formats = size_fit(prepared), Formats.of(prepared)
+    fit = size_fit(prepared)
+    formats = Formats.of(prepared)
     if group.is_rank0:
         require_buildable(
             prepared.dst, formats.encoder, resume=options.resume
@@ -129,7 +130,9 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         mark_kept(error, partial_folder(prepared.dst))
         raise
     formats = Formats.of(prepared)
-    source, settings, dst = prepared.source, prepared.settings, prepared.dst
+    source = prepared.source
+    settings = prepared.settings
+    dst = prepared.dst
     quantizer = quantizer_of(prepared, drawn, group, progress)
     if not group.is_rank0:
         return _follow_rank0(
@@ -137,9 +140,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         )
     works = {folder: work_of(one, drawn, group) for folder, one in formats.each.items()}
     work = formats.work(works)
-    report = (
-        progress if settings is None else without_phase(progress, work.job)
-    )  # GPTQ reports its linears
+    # GPTQ reports its linears
+    if settings is None:
+        report = progress
+    else:
+        report = without_phase(progress, work.job)
     with writing(
         work, dst, resume=options.resume, source_check=options.source_check, progress=report
     ) as writer:
@@ -149,10 +154,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
                 options.on_note(note)
         _write(formats.blocks, quantizer, writer, writer.written, durable=settings is not None)
         writer.finish()
-        results = {
-            folder: proven(one, drawn, works[folder], folder, writer, quantizer, began, progress)
-            for folder, one in formats.each.items()
-        }
+        results = {}
+        for folder, one in formats.each.items():
+            results[folder] = proven(
+                one, drawn, works[folder], folder, writer, quantizer, began, progress
+            )
         writer.place()
     found = together(results, dst, time.monotonic() - began)
     records = of_folder(next(iter(results)), writer.records)
@@ -174,7 +180,8 @@ def _refined(
     if options.on_estimate is not None:
         options.on_estimate(estimate)
     between = unrefined_path(prepared.dst)
-    calibration, is_there = options.calibration, between.exists()
+    calibration = options.calibration
+    is_there = between.exists()
     if is_several(calibration) and not hasattr(calibration, "__getitem__"):
         calibration = list(calibration)  # it is read twice
     plain = replace(
@@ -191,9 +198,9 @@ def _refined(
         resume=options.resume and partial_folder(between).exists(),
         progress=progress,
     )
-    fields = {
-        name: getattr(plain, name) for name in inspect.signature(QuantizeArguments).parameters
-    }
+    fields = {}
+    for name in inspect.signature(QuantizeArguments).parameters:
+        fields[name] = getattr(plain, name)
     try:
         first = quantize(**fields)
         return refined(prepared, first, calibration, began, progress)
@@ -210,7 +217,8 @@ def _skipped(
 
     Raises `DestinationError` if it is another one than this job would write.
     """
-    options, formats = prepared.options, Formats.of(prepared)
+    options = prepared.options
+    formats = Formats.of(prepared)
     require_folders(prepared.dst, formats.each)
     there = {folder: Existing.read(one.dst, progress) for folder, one in formats.each.items()}
     if options.size is not None:
@@ -244,11 +252,14 @@ def _kept(
     progress: Progress,
 ) -> QuantizeResult:
     """One result that exists, with samples that were drawn; see `_skipped`."""
-    options, work = prepared.options, work_of(prepared, drawn, group)
+    options = prepared.options
+    work = work_of(prepared, drawn, group)
     there.require_inputs(
         work, planned(prepared, work), source_check=options.source_check, progress=progress
     )
-    accepted, certificate, text = options.accept_quality_loss, None, prepared.certified
+    accepted = options.accept_quality_loss
+    certificate = None
+    text = prepared.certified
     gate = there.passed(
         Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted
     )
@@ -313,13 +324,16 @@ def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelC
     if not found:
         return []
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
-    none = f", {never} of them none" if never else ""
+    if never:
+        none = f", {never} of them none"
+    else:
+        none = ""
     rounded = sum(record["solver"] in ROUNDED for own in found.values() for record in own)
-    last = (
-        f", and {rounded} of their linears {'was' if rounded == 1 else 'were'} rounded to nearest"
-        if rounded
-        else ""
-    )
+    if rounded:
+        were = "was" if rounded == 1 else "were"
+        last = f", and {rounded} of their linears {were} rounded to nearest"
+    else:
+        last = ""
     return [
         f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
         f"all tokens calibrated them{last}"

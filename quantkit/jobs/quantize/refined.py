@@ -63,7 +63,8 @@ def refined(
     """
     if first.allocation is not None:
         prepared = prepared.with_allocation(first.allocation)
-    options, settings = prepared.options, prepared.settings
+    options = prepared.options
+    settings = prepared.settings
     assert settings is not None  # refining goes with GPTQ
     planned = plan_refinement(
         RefineOptions(
@@ -195,7 +196,10 @@ def _records(
     found: dict[str, dict[str, object]] = {}
     for module, record in first.items():
         own = trained.get(f"{module}.weight", {})
-        kept = {key: value for key, value in record.items() if not own or key not in _OF_SOLVER}
+        kept = {}
+        for key, value in record.items():
+            if not own or key not in _OF_SOLVER:
+                kept[key] = value
         found[f"{module}.weight"] = {**kept, **own}
         found[f"{module}.weight"].pop("scheme", None)
     return found

@@ -25,12 +25,13 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
     Raises:
         RequestError: if the result has no scales to train, or is rounded to nearest.
     """
-    options, settings, source = prepared.options, prepared.settings, prepared.source
-    trained = {
-        module: (source.info(f"{module}.weight").shape, scheme)
-        for module, scheme in prepared.scheme_map.linears.items()
-        if has_trained_scales(scheme)
-    }
+    options = prepared.options
+    settings = prepared.settings
+    source = prepared.source
+    trained = {}
+    for module, scheme in prepared.scheme_map.linears.items():
+        if has_trained_scales(scheme):
+            trained[module] = (source.info(f"{module}.weight").shape, scheme)
     if not trained:
         raise RequestError(
             "`refine=True` trains scales in floats of integer codes, and no linear gets such",

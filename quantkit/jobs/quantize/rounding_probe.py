@@ -43,7 +43,8 @@ def is_probed(prepared: Prepared) -> bool:
     """Decide whether a job is long enough for a probe; from counts, so that forecast and job
     always agree.
     """
-    settings, source = prepared.settings, prepared.source
+    settings = prepared.settings
+    source = prepared.source
     if settings is None or not source.config.measurable:
         return False
     return settings.samples * settings.length >= _CALIBRATION_SHARE * window_length(source)
@@ -83,7 +84,9 @@ def _describe(prepared: Prepared, *, kl: float, bound: float) -> str:
         f" {kl:.2g}, GPTQ lowers it {GPTQ_GAIN:g} times at most, and the bound is {bound:g}"
     )
     finer = ", ".join(str(candidate) for candidate in _list_finer_schemes(prepared, scheme))
-    return f"{note}; consider {finer}" if finer else note
+    if finer:
+        return f"{note}; consider {finer}"
+    return note
 
 
 def _list_finer_schemes(prepared: Prepared, scheme: QuantScheme) -> list[QuantScheme]:

@@ -108,15 +108,23 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
 
 
 def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Recipe:
-    parsed = scheme if isinstance(scheme, QuantScheme) else QuantScheme.parse(scheme)
+    if isinstance(scheme, QuantScheme):
+        parsed = scheme
+    else:
+        parsed = QuantScheme.parse(scheme)
     return Recipe(recipe.default, (*recipe.overrides, Override(module, parsed)))
 
 
 def _stand_in(target: Target) -> QuantScheme:
     """The finest candidate that a target holds; int8 fits rows of every length."""
     assert target.codes is not None
-    held = [one for one in CANDIDATES if not isinstance(codec_of(target.codes, one), Reason)]
-    return held[-1] if held else CANDIDATES[-1]
+    held = []
+    for one in CANDIDATES:
+        if not isinstance(codec_of(target.codes, one), Reason):
+            held.append(one)
+    if held:
+        return held[-1]
+    return CANDIDATES[-1]
 
 
 @dataclass(frozen=True)
@@ -157,18 +165,17 @@ class SchemeMap:
         nothing, an override wants what cannot be, or linears that are one module on disk would have
         several schemes.
         """
-        columns, kept, recurrent = (
-            linear_columns(config),
-            kept_unless_named(config),
-            recurrent_linears(config),
-        )
+        columns = linear_columns(config)
+        kept = kept_unless_named(config)
+        recurrent = recurrent_linears(config)
         if not columns:
             raise RequestError(
                 "nothing would be quantized: no tensor is known for the weight of a linear layer"
             )
         embedding = _embedding_scheme(recipe, config, embeddings)
         if embedding is not None:
-            columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
+            columns = {EMBEDDING: config.hidden_size, **columns}
+            kept = kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
         _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
         stateless = columns.keys() - recurrent
@@ -176,30 +183,27 @@ class SchemeMap:
             {*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless)
         )
         named = recipe.naming(own, others)  # of linears that carry a state
-        requested = {
-            module: (
-                (named if module in recurrent else recipe).requested(
-                    module, on_disk.get(module), kept
-                )
+        requested = {}
+        for module in columns:
+            requested[module] = (named if module in recurrent else recipe).requested(
+                module, on_disk.get(module), kept
             )
-            for module in columns
-        }
         changing = (
             module for module in columns if module in recurrent and may_change_state(module)
         )
         _require_fine(named, {module: requested[module] for module in changing}, on_disk)
-        schemes = {
-            module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme
-        }
+        schemes = {}
+        for module, scheme in requested.items():
+            if scheme:
+                schemes[module] = scheme.fitted(columns[module])
         with_others = _fit_together(requested, schemes, columns)
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)
         _require_one_scheme(schemes, config)
-        misfits = {
-            module: scheme
-            for module, scheme in requested.items()
-            if scheme and scheme != schemes[module] and module not in with_others
-        }
+        misfits = {}
+        for module, scheme in requested.items():
+            if scheme and scheme != schemes[module] and module not in with_others:
+                misfits[module] = scheme
         reasons = dict.fromkeys(
             (module for module in columns if module in recurrent - schemes.keys()), _RECURRENT
         )
@@ -236,7 +240,11 @@ class SchemeMap:
     @property
     def linears(self) -> dict[str, QuantScheme]:
         """The scheme of each linear module that gets one."""
-        return {module: scheme for module, scheme in self.schemes.items() if module != EMBEDDING}
+        linears: dict[str, QuantScheme] = {}
+        for module, scheme in self.schemes.items():
+            if module != EMBEDDING:
+                linears[module] = scheme
+        return linears
 
     def counts(self) -> dict[str, int]:
         """How many linear layers have each scheme, the most frequent first."""
@@ -250,15 +258,17 @@ class SchemeMap:
         """One line for each scheme that did not fit and the one used instead, on the layers that
         it concerns.
         """
-        own = [
-            f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
-            for (requested, used), modules in self._by_change(self.misfits).items()
-        ]
-        with_others = [
-            f"{requested} does not divide the rows of all experts of a layer, which runtimes have"
-            f" as one module; {used} is used for {_layers(modules)}"
-            for (requested, used), modules in self._by_change(self.with_others).items()
-        ]
+        own = []
+        for (requested, used), modules in self._by_change(self.misfits).items():
+            own.append(
+                f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
+            )
+        with_others = []
+        for (requested, used), modules in self._by_change(self.with_others).items():
+            with_others.append(
+                f"{requested} does not divide the rows of all experts of a layer, which runtimes"
+                f" have as one module; {used} is used for {_layers(modules)}"
+            )
         return own + with_others
 
     def _by_change(
@@ -354,7 +364,10 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
     """The error where no linear gets a scheme."""
     if recurrent and not others:
         module = min(recurrent)
-        pattern = f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
+        if module.count(".") > 1:
+            pattern = f"*.{module.split('.')[-2]}.*"
+        else:
+            pattern = module
         named = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
         return RequestError(
             "nothing would be quantized: all linear layers carry a state from token to token, and"
@@ -424,7 +437,10 @@ def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
     if not config.tied_embeddings:
         return recipe
     others = (*linear_columns(config), EMBEDDING)
-    of_head = [one for one in recipe.overrides if one.scheme is not None and one.matches(_HEAD)]
+    of_head = []
+    for one in recipe.overrides:
+        if one.scheme is not None and one.matches(_HEAD):
+            of_head.append(one)
     alone = [one for one in of_head if not any(map(one.matches, others))]
     return Recipe(recipe.default, tuple(one for one in recipe.overrides if one not in alone))
 
@@ -436,25 +452,26 @@ def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, s
         for tensor in disk_tensors(config)
         for part in tensor.parts
     )
-    return {
-        module: tensor.module
-        for module, tensor in parts
-        if module in modules and module != tensor.module
-    }
+    names: dict[str, str] = {}
+    for module, tensor in parts:
+        if module in modules and module != tensor.module:
+            names[module] = tensor.module
+    return names
 
 
 def _routers(config: ModelConfig) -> set[str]:
     """The names, canonical and on disk, of linears that are never quantized."""
-    routers = {
-        p.name
-        for p in parameters(config)
-        if p.is_linear_weight and p.linear and not p.linear.quantizable
-    }
-    on_disk = (
-        {tensor.name for tensor in disk_tensors(config) if routers & set(tensor.parts)}
-        if routers
-        else set()
-    )
+    routers = set()
+    for p in parameters(config):
+        if p.is_linear_weight and p.linear and not p.linear.quantizable:
+            routers.add(p.name)
+    if routers:
+        on_disk = set()
+        for tensor in disk_tensors(config):
+            if routers & set(tensor.parts):
+                on_disk.add(tensor.name)
+    else:
+        on_disk = set()
     return {name.removesuffix(".weight") for name in routers | on_disk}
 
 
@@ -463,10 +480,9 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
     for tensor in disk_tensors(config, schemes):
         if not tensor.quantizable:
             continue
-        found = {
-            part.removesuffix(".weight"): schemes.get(part.removesuffix(".weight"))
-            for part in tensor.parts
-        }
+        found = {}
+        for part in tensor.parts:
+            found[part.removesuffix(".weight")] = schemes.get(part.removesuffix(".weight"))
         if len(set(found.values())) > 1:
             given = (
                 f"{module.rpartition('.')[2]} {scheme or 'kept'}"
@@ -480,4 +496,6 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
 
 
 def _layers(modules: list[str]) -> str:
-    return modules[0] if len(modules) == 1 else f"{len(modules)} linears, {modules[0]} first"
+    if len(modules) == 1:
+        return modules[0]
+    return f"{len(modules)} linears, {modules[0]} first"

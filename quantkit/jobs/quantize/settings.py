@@ -49,11 +49,10 @@ def gptq_settings(
         options.require_no_calibration()
         return None
     if (sized or options.method is None) and (not source.config.measurable or tokenizer is None):
-        lack = (
-            "it is known by its tensors only"
-            if not source.config.measurable
-            else "it has no tokenizer"
-        )
+        if not source.config.measurable:
+            lack = "it is known by its tensors only"
+        else:
+            lack = "it has no tokenizer"
         if sized:
             raise RequestError(
                 f"a size to fit needs a model that can be calibrated: {lack}",

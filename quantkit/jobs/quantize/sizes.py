@@ -15,7 +15,8 @@ from quantkit.tensors.spec import TensorSpec
 
 def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
     """The sizes of a planned output with files of weights of `output_bytes`."""
-    source, codes = prepared.source, prepared.target.codes
+    source = prepared.source
+    codes = prepared.target.codes
     assert codes is not None
     source_bytes = sum(file.size for file in source.files() if file.path.suffix != ".json")
     if not source.config.runnable:

@@ -45,7 +45,8 @@ def quantization_steps(
         checked: tokens on which the source is checked.
     """
     prepared = formats.first
-    settings, config = prepared.settings, prepared.source.config
+    settings = prepared.settings
+    config = prepared.source.config
     speed = Speed(config)
     steps = _steps(formats, settings, fit, speed, sizes, checked)
     efforts = dict[str, float]()
@@ -65,10 +66,15 @@ def _steps(
     checked: int,
 ) -> dict[str, float]:
     prepared = formats.first
-    source, certified, config = prepared.source, prepared.certified, prepared.source.config
+    source = prepared.source
+    certified = prepared.certified
+    config = prepared.source.config
     weights = _weights(prepared)
     writing = speed.writing(sum(one.output_bytes for one in sizes), sizes[0].source_bytes)
-    measured = measured_tokens(source) if config.measurable else 0
+    if config.measurable:
+        measured = measured_tokens(source)
+    else:
+        measured = 0
     steps: dict[str, float] = {}
     if settings is None and not config.measurable:
         steps["rounding errors"] = speed.rounding(weights, searched=True)
@@ -123,12 +129,16 @@ def _steps(
 
 def phase_of(check: str, folder: str) -> str:
     """The phase of a check of the result in a folder of the output; ``""`` is the output itself."""
-    return f"{check} of {folder}" if folder else check
+    if folder:
+        return f"{check} of {folder}"
+    return check
 
 
 def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
     """The steps before the source is checked: the choice of samples, and of schemes."""
-    steps, shape, config = {}, (settings.samples, settings.length), speed.config
+    steps = {}
+    shape = (settings.samples, settings.length)
+    config = speed.config
     if settings.text is None:
         tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
         steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
@@ -143,7 +153,9 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
 
 def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
     """The time of GPTQ."""
-    config, device, shape = speed.config, settings.device, (settings.samples, settings.length)
+    config = speed.config
+    device = settings.device
+    shape = (settings.samples, settings.length)
     solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
     samples = speed.products(
         costs.calibration_flops(config, shape, effort), compute_dtype(device), device

@@ -37,7 +37,10 @@ def kept_parts(
     """
     parts: dict[str, list[OpaqueTensor]] = {}
     for tensor in config.tensors or ():
-        part = None if tensor.module in quantized else _part(tensor, raw)
+        if tensor.module in quantized:
+            part = None
+        else:
+            part = _part(tensor, raw)
         if part is not None:
             parts.setdefault(part, []).append(tensor)
     total = _parameters(config.tensors or ())
@@ -50,7 +53,8 @@ def kept_parts(
                 for name, own in groups.items()
                 if _parameters(own) >= _SMALL_SHARE * total
             }
-        count, size = sum(map(len, groups.values())), sum(map(_parameters, groups.values()))
+        count = sum(map(len, groups.values()))
+        size = sum(map(_parameters, groups.values()))
         if count:
             found.append(
                 f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
@@ -63,11 +67,10 @@ def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | Non
     """Which linears that carry a state are not among the `quantized` modules, and why, in a
     sentence for people; None if all are.
     """
-    kept = [
-        one
-        for one in config.tensors or ()
-        if one.role == "recurrent" and one.module not in quantized
-    ]
+    kept = []
+    for one in config.tensors or ():
+        if one.role == "recurrent" and one.module not in quantized:
+            kept.append(one)
     if not kept:
         return None
     share = _parameters(kept) / _parameters(config.tensors or ())
@@ -120,9 +123,9 @@ def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
         return None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
         return None
-    return (
-        "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
-    )
+    if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name):
+        return "stacked experts"
+    return _OTHERS
 
 
 def within_bounds(
@@ -138,7 +141,8 @@ def within_bounds(
         NonFiniteError: if a weight holds NaN or Inf.
         QualityError: if none may be quantized.
     """
-    scale_dtype, schemes = DType(source.config.dtype), scheme_map.schemes
+    scale_dtype = DType(source.config.dtype)
+    schemes = scheme_map.schemes
     quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     too_far = {}
     for index, (module, scheme) in enumerate(schemes.items()):
@@ -148,10 +152,8 @@ def within_bounds(
         )
         for _, _, record in quantizer.solve(TensorBlock(None, (spec,))):
             assert record is not None
-            error, bound = (
-                float(str(record["relative_error"])),
-                ROUNDING_BOUNDS[f"int{scheme.bits}"],
-            )
+            error = float(str(record["relative_error"]))
+            bound = ROUNDING_BOUNDS[f"int{scheme.bits}"]
             if not error <= bound:
                 too_far[module] = (
                     f"rounding to {scheme} changes it by {error:.3g} of its norm, more than"
@@ -162,5 +164,8 @@ def within_bounds(
         return scheme_map, []
     left = scheme_map.without(too_far)
     module, reason = next(iter(too_far.items()))
-    more = f", and so do {len(too_far) - 1} more" if len(too_far) > 1 else ""
+    if len(too_far) > 1:
+        more = f", and so do {len(too_far) - 1} more"
+    else:
+        more = ""
     return left, [f"{source.path}: '{module}' keeps its floats: {reason}{more}"]

@@ -33,7 +33,9 @@ def settled(
     prepared: Prepared, fit: Fit | None, group: ProcessGroup, progress: Progress
 ) -> tuple[Prepared, Calibration | None]:
     """The final schemes, and the calibration samples; None for rounding."""
-    source, settings, drawn = prepared.source, prepared.settings, None
+    source = prepared.source
+    settings = prepared.settings
+    drawn = None
     notes: list[str] = []
     if not source.config.measurable:
         allow_nonfinite = prepared.options.allow_nonfinite
@@ -56,12 +58,11 @@ def settled(
 def quantizer_of(
     prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress
 ) -> RtnQuantizer:
-    source, settings, allow_nonfinite = (
-        prepared.source,
-        prepared.settings,
-        prepared.options.allow_nonfinite,
-    )
-    shared, kernels_of = SharedScales(source, prepared.scheme_map.schemes), prepared.kernels_of
+    source = prepared.source
+    settings = prepared.settings
+    allow_nonfinite = prepared.options.allow_nonfinite
+    shared = SharedScales(source, prepared.scheme_map.schemes)
+    kernels_of = prepared.kernels_of
     if settings is None or drawn is None:
         quantizer = RtnQuantizer(
             source,
@@ -71,7 +72,8 @@ def quantizer_of(
             progress=progress,
         )
         if prepared.is_weighted and group.is_rank0:
-            observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
+            observed = in_phase(progress, IMPORTANCE)
+            linears = prepared.scheme_map.linears
             importance = partial(
                 input_importance, source, prepared.tokenizer, linears=linears, progress=observed
             )
@@ -111,7 +113,9 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     """What is to be written, with all that decides its bytes: for the manifest, and for runs
     that resume.
     """
-    options, settings, source = prepared.options, prepared.settings, prepared.source
+    options = prepared.options
+    settings = prepared.settings
+    source = prepared.source
     recorded: dict[str, object] = {
         "recipe": prepared.scheme_map.recipe.to_json(),
         "method": prepared.method,

@@ -78,7 +78,8 @@ class TrainingCost:
         )
         weights = sum(rows * columns for (rows, columns), _ in trained.values())
         data, model = mesh
-        own, budget = -(-batch // data), settings.memory_bytes
+        own = -(-batch // data)
+        budget = settings.memory_bytes
         tokens = own * settings.length
         together = min(own, batch_samples(config, settings.length)) * settings.length
         offsets = OFFSET_BYTES * weights if codes else 0
@@ -117,8 +118,10 @@ class TrainingCost:
 
 def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:
     """What a refinement takes, for each of the processes of a mesh; None is that of the options."""
-    plan, options = planned.plan, planned.options
-    source, quantized = plan.work.source, planned.quantized
+    plan = planned.plan
+    options = planned.options
+    source = plan.work.source
+    quantized = planned.quantized
     trained = {
         name: (info.shape, info.scheme)
         for name in planned.names.weights
@@ -139,7 +142,8 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         "the gate": forward_bytes(planned.reference, measured, models=3),
     }
     phase = max(phases, key=lambda name: phases[name])
-    speed, steps = Speed(quantized.config), dict[str, float]()
+    speed = Speed(quantized.config)
+    steps = dict[str, float]()
     checked = checked_tokens(source, options.source_check)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)

@@ -24,7 +24,10 @@ BATCH = 4
 XLA = "xla"
 EPOCHS = 4
 """Passes over the samples by default."""
-TRAINING, CALIBRATION, CHECKS, OUTPUT = "Training", "Calibration text", "Checks", "Output"
+TRAINING = "Training"
+CALIBRATION = "Calibration text"
+CHECKS = "Checks"
+OUTPUT = "Output"
 
 
 def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
@@ -131,7 +134,10 @@ class RefineOptions:
         names = ("train_codes", "train_norms", "accept_quality_loss", "source_check", "resume")
         require_flags(**{name: getattr(self, name) for name in names})
         if (self.dst is None) == (self.delta is None):
-            given = "both" if self.dst is not None else "neither"
+            if self.dst is not None:
+                given = "both"
+            else:
+                given = "neither"
             raise RequestError("give a destination or `delta`", found=given, expected="one of them")
         for name in ("batch", "epochs", "samples", "length"):
             if (value := getattr(self, name)) is not None:
@@ -151,7 +157,9 @@ class RefineOptions:
     @property
     def output(self) -> Path:
         """What is made."""
-        return as_path("dst", self.dst) if self.dst is not None else as_path("delta", self.delta)
+        if self.dst is not None:
+            return as_path("dst", self.dst)
+        return as_path("delta", self.delta)
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
@@ -161,12 +169,16 @@ class RefineOptions:
     @property
     def step_samples(self) -> int:
         """Samples of a step."""
-        return BATCH if self.batch is None else self.batch
+        if self.batch is None:
+            return BATCH
+        return self.batch
 
     @property
     def num_epochs(self) -> int:
         """Passes over the samples."""
-        return EPOCHS if self.epochs is None else self.epochs
+        if self.epochs is None:
+            return EPOCHS
+        return self.epochs
 
     def recorded(self) -> dict[str, object]:
         """What the manifest and the resume fingerprint record: what determines the result, apart

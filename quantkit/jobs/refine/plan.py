@@ -52,9 +52,10 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     require_name(output)
     src = as_path("src", options.src)
     require_absent(output)
-    dst = (
-        output if options.delta is None else output.with_name(f"{output.name}.applied{src.suffix}")
-    )
+    if options.delta is None:
+        dst = output
+    else:
+        dst = output.with_name(f"{output.name}.applied{src.suffix}")
     plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
     reference = open_checkpoint(as_path("against", options.against))
     require_runnable(reference)
@@ -65,10 +66,9 @@ def plan_refinement(options: RefineOptions) -> Refinement:
             expected="floats",
         )
     quantized = InOutputTypes(plan)
-    configs = [
-        replace(one.config, tied_embeddings=False, dtype="float32")
-        for one in (reference, quantized)
-    ]
+    configs = []
+    for one in (reference, quantized):
+        configs.append(replace(one.config, tied_embeddings=False, dtype="float32"))
     if difference := next(iter(configs[0].differences(configs[1])), None):
         raise RequestError(
             "the quantized model is not made from this float model",

@@ -83,19 +83,26 @@ def refine(options: RefineArguments) -> RefineResult:
     """
     began = time.monotonic()
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
-    group, progress = options.group, deduplicated(options.progress)
+    group = options.group
+    progress = deduplicated(options.progress)
     planned = plan_refinement(options)
     mesh = _mesh(planned, group)
     if options.on_estimate is not None and group.is_rank0 and options.backend is None:
         options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
     drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
-    check = checked_source(planned, progress) if group.is_rank0 else None
+    if group.is_rank0:
+        check = checked_source(planned, progress)
+    else:
+        check = None
     training = training_of(
         planned, drawn, options.output, resume=options.resume, progress=progress, mesh=mesh
     )
     with training as (trained, state):
         if group.is_rank0:
-            write = _write_model if options.delta is None else _write_delta
+            if options.delta is None:
+                write = _write_model
+            else:
+                write = _write_delta
             made = write(planned, trained, state, drawn, began, check, progress)
     if not group.is_rank0:
         found: RefineResult = group.receive_from_rank0()
@@ -158,7 +165,8 @@ def _write_delta(
     progress: Progress,
 ) -> RefineResult:
     """Write what was changed to the file of a delta."""
-    source, output = planned.plan.work.source, planned.options.output
+    source = planned.plan.work.source
+    output = planned.options.output
     changed = changes(planned.quantized, trained, sorted(trained.factors))
     details = refined_details(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
@@ -196,7 +204,8 @@ def _write_model(
     progress: Progress,
 ) -> RefineResult:
     """Write the refined model, and compare it with the float model."""
-    plan, options = planned.plan, planned.options
+    plan = planned.plan
+    options = planned.options
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
     changed = changes(planned.quantized, trained, sorted(trained.factors))
     details = refined_details(planned, changed, state, drawn)
@@ -239,7 +248,9 @@ def checked_source(planned: Refinement, progress: Progress) -> object:
         return NOT_CHECKED
     observed = in_phase(progress, SOURCE_CHECK)
     found = check_source(planned.plan.work.source, allow_nonfinite=False, progress=observed)
-    return asdict(found) if isinstance(found, SourceCheck) else f"not measured: {found}"
+    if isinstance(found, SourceCheck):
+        return asdict(found)
+    return f"not measured: {found}"
 
 
 def checked(
@@ -270,7 +281,10 @@ def records_of(
     planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
 ) -> dict[str, dict[str, object]]:
     """The records of weights for the manifest."""
-    solver = Solver.CODES_TRAINED if planned.names.codes else Solver.SCALES_TRAINED
+    if planned.names.codes:
+        solver = Solver.CODES_TRAINED
+    else:
+        solver = Solver.SCALES_TRAINED
     found: dict[str, dict[str, object]] = {}
     for name in schemes(planned.quantized):
         weight = f"{name}.weight"

@@ -55,7 +55,10 @@ class RefineResult:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
-        quality = None if self.quality is None else self.quality.to_json()
+        if self.quality is None:
+            quality = None
+        else:
+            quality = self.quality.to_json()
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
@@ -71,5 +74,8 @@ class RefineResult:
             )
             curve = [f"KL on text that was held back: {self.before:.4g} before, {falling}"]
             facts.append(f"KL on text that was held back {self.after / self.before - 1:+.1%}")
-        facts += [] if self.quality is None else quality_texts(self.quality)
+        if self.quality is None:
+            facts += []
+        else:
+            facts += quality_texts(self.quality)
         return [*curve, f"wrote {self.path}: {', '.join([*facts, time_text(self.seconds)])}"]

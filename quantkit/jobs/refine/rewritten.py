@@ -57,11 +57,14 @@ def plan_rewriting(
     if dst.suffix == f".{GGUF.name}" or src.suffix == f".{GGUF.name}":
         to = GGUF.name
         if dst.suffix != src.suffix:
-            expected = "a name in .gguf" if src.suffix == f".{GGUF.name}" else "a folder"
+            if src.suffix == f".{GGUF.name}":
+                expected = "a name in .gguf"
+            else:
+                expected = "a folder"
             raise RequestError("the format of the source is kept", found=dst, expected=expected)
     plan = plan_conversion(
-        ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check)
-    )  # type: ignore[arg-type]
+        ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check)  # type: ignore[arg-type]
+    )
     source = plan.work.source
     require_runnable(source)
     if not schemes(source):
@@ -91,7 +94,8 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
     """Raise `NotRepresentableError` if the format cannot hold other scales for a weight than it
     has.
     """
-    codes, tried = plan.target.codes, set()
+    codes = plan.target.codes
+    tried = set()
     assert codes is not None
     for name in names:
         value = plan.work.source.load(name)
@@ -101,7 +105,10 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
         tried.add(value.scheme)
         codec = codes.codec(value.scheme)
         scale = (value.scale.float() * _TRIED).to(value.scale.dtype)
-        found = codec if isinstance(codec, Reason) else codec.encode(replace(value, scale=scale))
+        if isinstance(codec, Reason):
+            found = codec
+        else:
+            found = codec.encode(replace(value, scale=scale))
         if isinstance(found, Reason):
             raise NotRepresentableError(
                 f"tensor '{name}' cannot get other scales in {plan.target.name}: {found.problem}",
@@ -124,7 +131,10 @@ def put_all(
     writer.report_progress()
     for spec in writer.missing:
         value = changed.load(spec.name)
-        floats = [value.scale, value.minimum] if isinstance(value, QuantTensor) else [value]
+        if isinstance(value, QuantTensor):
+            floats = [value.scale, value.minimum]
+        else:
+            floats = [value]
         if not all(one is None or all_finite(one) for one in floats):
             raise NonFiniteError(f"tensor '{spec.name}' holds NaN or Inf", path=changed.path)
         writer.put(spec.name, value, records.get(spec.name))
@@ -139,7 +149,8 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
     for name in result.names():
-        found, expected = result.load(name), changed.load(name)
+        found = result.load(name)
+        expected = changed.load(name)
         if isinstance(found, QuantTensor) and isinstance(expected, QuantTensor):
             same = equal_as_numbers(found, expected)
             if codes_of is not None:
@@ -175,8 +186,11 @@ def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
     """
     found = source_hashes(source).result()
     if not source.path.is_dir():
-        return {
-            f"file {number}": digest for number, (_, digest) in enumerate(sorted(found.items()))
-        }
+        result: dict[str, str] = {}
+        for number, (_, digest) in enumerate(sorted(found.items())):
+            result[f"file {number}"] = digest
+        return result
     settings = source.path / "generation_config.json"
-    return found if not settings.is_file() else {**found, settings.name: content_hash(settings)}
+    if not settings.is_file():
+        return found
+    return {**found, settings.name: content_hash(settings)}

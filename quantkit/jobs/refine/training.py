@@ -49,13 +49,16 @@ def training_of(
         NoImprovementError: if no step has a lower KL than the model before.
     """
     scratch = estimate_refinement(planned).scratch_bytes
-    folder, staging, useful = output.with_name(output.name + _TRAINING), None, True
+    folder = output.with_name(output.name + _TRAINING)
+    staging = None
+    useful = True
     if mesh.world.is_rank0:
         staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
         mesh.world.send_from_rank0(None)
     else:
         mesh.world.receive_from_rank0()  # when it has removed what an earlier run has left
-    memory, rank = planned.settings.memory_bytes, mesh.world.rank
+    memory = planned.settings.memory_bytes
+    rank = mesh.world.rank
     targets, offsets = (
         ActivationStore(partial_folder(folder) / f"{SCRATCH}-{name}-{rank}", memory // 4)
         for name in ("targets", "offsets")
@@ -68,7 +71,10 @@ def training_of(
         training = Training(
             model, samples, engine, epochs=planned.options.num_epochs, seed=planned.settings.seed
         )
-        saved = None if staging is None else SavedTraining(training, staging)
+        if staging is None:
+            saved = None
+        else:
+            saved = SavedTraining(training, staging)
         if saved is not None:
             saved.restore()
         training.share_state(mesh.world)
@@ -125,10 +131,8 @@ def _is_better(state: State) -> bool:
 
 
 def _not_better(state: State, path: Path) -> NoImprovementError:
-    start, lowest = (
-        state.curve[0].held_back,
-        min((one.held_back for one in state.curve[1:]), default=math.nan),
-    )
+    start = state.curve[0].held_back
+    lowest = min((one.held_back for one in state.curve[1:]), default=math.nan)
     return NoImprovementError(
         "training did not bring the model closer to its float model",
         path=path,

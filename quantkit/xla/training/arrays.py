@@ -54,12 +54,16 @@ class Leaf:
         if not self.stacked:
             return _numpy(self._of(checkpoint.load(self.tensors[0]))[index], self.dtype)
         layers = range(len(self.tensors))[index[0]]
-        found = [self._of(checkpoint.load(self.tensors[layer]))[index[1:]] for layer in layers]
+        found = []
+        for layer in layers:
+            found.append(self._of(checkpoint.load(self.tensors[layer]))[index[1:]])
         return _numpy(torch.stack(found), self.dtype)
 
     def _of(self, value: Tensor | QuantTensor) -> Tensor:
         if self.kind is None:
-            return value.dequantize() if isinstance(value, QuantTensor) else value
+            if isinstance(value, QuantTensor):
+                return value.dequantize()
+            return value
         assert isinstance(value, QuantTensor)
         if self.kind == "scale":
             return value.scale
@@ -75,7 +79,8 @@ def leaves(checkpoint: Checkpoint) -> list[Leaf]:
     as `require_trainable`.
     """
     require_trainable(checkpoint)
-    config, found = checkpoint.config, schemes(checkpoint)
+    config = checkpoint.config
+    found = schemes(checkpoint)
     by_layer: dict[int | None, list[Parameter]] = {}
     for parameter in parameters(config):
         by_layer.setdefault(parameter.layer, []).append(parameter)
@@ -100,7 +105,8 @@ def _of_parameter(
     scheme: QuantScheme | None,
     stacked: bool,
 ) -> Iterator[Leaf]:
-    spec, before = parameter_spec(parameter), (len(names),) if stacked else ()
+    spec = parameter_spec(parameter)
+    before = (len(names),) if stacked else ()
     if scheme is None or not parameter.is_linear_weight:
         yield Leaf(
             key,
@@ -113,9 +119,13 @@ def _of_parameter(
         )
         return
     rows, columns = parameter.shape
-    steps, module = (*before, rows, scheme.groups(columns)), key.removesuffix(".weight")
+    steps = (*before, rows, scheme.groups(columns))
+    module = key.removesuffix(".weight")
     yield Leaf(f"{module}.scale", names, "scale", steps, _dtype(checkpoint, names), spec, stacked)
-    codes = jnp.int4 if scheme.bits == 4 else jnp.int8
+    if scheme.bits == 4:
+        codes = jnp.int4
+    else:
+        codes = jnp.int8
     yield Leaf(f"{module}.codes", names, "codes", (*before, rows, columns), codes, spec, stacked)
     if not scheme.symmetric:
         yield Leaf(f"{module}.zero", names, "zero", steps, jnp.int8, spec, stacked)
@@ -127,9 +137,9 @@ def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = Fal
     Raises:
         UnsupportedError: if they differ.
     """
-    found = {
-        DType.FLOAT32 if floats and one.scheme else one.dtype for one in map(checkpoint.info, names)
-    }
+    found = set()
+    for one in map(checkpoint.info, names):
+        found.add(DType.FLOAT32 if floats and one.scheme else one.dtype)
     if len(found) > 1:
         raise UnsupportedError(
             f"tensors like '{names[0]}' have several types",
@@ -160,9 +170,9 @@ def load_arrays(
 
 def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """What `load_arrays` gives, without weights."""
-    found = {
-        leaf.key: mesh.abstract(leaf.shape, leaf.dtype, leaf.spec) for leaf in leaves(checkpoint)
-    }
+    found = {}
+    for leaf in leaves(checkpoint):
+        found[leaf.key] = mesh.abstract(leaf.shape, leaf.dtype, leaf.spec)
     rotary = _rotary(checkpoint)
     return found | {
         name: mesh.abstract(tuple(one.shape), jax_dtype(one.dtype), ())
@@ -171,7 +181,10 @@ def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.S
 
 
 def _rotary(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    return {ROTARY + name: value for name, value in Rotary(checkpoint.config).named_buffers()}
+    result: dict[str, Tensor] = {}
+    for name, value in Rotary(checkpoint.config).named_buffers():
+        result[ROTARY + name] = value
+    return result
 
 
 def _numpy(value: Tensor, dtype: Any) -> np.ndarray[Any, Any]:

@@ -56,7 +56,10 @@ class OnDevices:
             UnsupportedError: for a model that XLA does not train.
         """
         mesh.require_divides(min(samples.batch, samples.training))
-        self._model, self._samples, self._schedule, self._mesh = model, samples, schedule, mesh
+        self._model = model
+        self._samples = samples
+        self._schedule = schedule
+        self._mesh = mesh
         self._trained = trained_leaves(quantized, model.names_trained)
         decoder = MeshDecoder(quantized.config, schemes(quantized), mesh, product_dtype())
         self._programs = TrainingPrograms(decoder, rates(quantized, self._trained))
@@ -68,7 +71,10 @@ class OnDevices:
         self._values: Trained
         with enough_memory(None):
             self._held = load_arrays(quantized, mesh)
-            name = EMBEDDING if reference.config.tied_embeddings else HEAD
+            if reference.config.tied_embeddings:
+                name = EMBEDDING
+            else:
+                name = HEAD
             self._held[TARGET_HEAD] = load_arrays(reference, mesh, only=name)[name]
         self.put()
 
@@ -122,10 +128,8 @@ def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
         RequestError: if the devices have too little memory.
         UnsupportedError: for a model that XLA does not train.
     """
-    decoder, size = (
-        MeshDecoder(reference.config, {}, mesh, product_dtype()),
-        _multiple(batch, mesh.sample_shards),
-    )
+    decoder = MeshDecoder(reference.config, {}, mesh, product_dtype())
+    size = _multiple(batch, mesh.sample_shards)
     program: Callable[..., Any] = hidden_program(decoder)
     with enough_memory(None):
         arrays = load_arrays(reference, mesh)
@@ -145,7 +149,9 @@ def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
 
 def product_dtype() -> Any:
     """Of products: a TPU multiplies bfloat16, and takes six passes for float32."""
-    return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float32
+    if jax.default_backend() == "tpu":
+        return jnp.bfloat16
+    return jnp.float32
 
 
 def _placed(tokens: Tensor, mesh: DeviceMesh) -> jax.Array:

@@ -32,10 +32,9 @@ _LEAST = 1 << 20  # bytes a step, of exchanges that are named in the report
 _TRAFFIC = {
     "all-reduce": 2.0
 }  # of its bytes, that a device sends in a ring; one for all other kinds
-_PASSES, _USEFUL = (
-    4,
-    3,
-)  # a forward pass, again, and gradients by inputs and by weights; all but the second
+# a forward pass, again, and gradients by inputs and by weights; all but the second
+_PASSES = 4
+_USEFUL = 3
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,13 @@ def estimate_training(
     """
     slice_ = Slice.parse(target)
     shapes = list(meshes) or _shapes(slice_.chips)
-    batch = max(least, slice_.count * max(data for data, _ in shapes)) if batch is None else batch
+    if batch is None:
+        batch = max(least, slice_.count * max(data for data, _ in shapes))
+    else:
+        batch = batch
     devices = slice_.devices()
-    found, refused = [], dict[str, str]()
+    found = []
+    refused = dict[str, str]()
     last: RequestError | None = None
     for number, (data, model) in enumerate(shapes):
         name = f"{data}x{model}"
@@ -210,7 +213,8 @@ def step_of(
         RequestError: if the mesh does not divide the samples.
         UnsupportedError: for a model that XLA does not train.
     """
-    config, trained = checkpoint.config, trained_leaves(checkpoint, names)
+    config = checkpoint.config
+    trained = trained_leaves(checkpoint, names)
     mesh.require_divides(batch)
     decoder = MeshDecoder(config, schemes(checkpoint), mesh, dtype)
     held = abstract_arrays(checkpoint, mesh)
@@ -231,7 +235,9 @@ def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
         total = counts[one.kind, axes_of(one, mesh)]
         total[0] += times
         total[1] += times * one.bytes
-    found = [Exchange(kind, axis, count, size) for (kind, axis), (count, size) in counts.items()]
+    found = []
+    for (kind, axis), (count, size) in counts.items():
+        found.append(Exchange(kind, axis, count, size))
     return sorted(found, key=lambda one: -one.bytes)
 
 
@@ -246,12 +252,14 @@ def _estimate(
     lowered = step_of(checkpoint, mesh, names, batch=batch, length=length, dtype=jnp.bfloat16)
     compiled = compiled_for(slice_.name, lowered, "a step of training")
     memory = compiled.memory_analysis()
-    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    arguments = memory.argument_size_in_bytes
+    temporaries = memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     total = arguments + temporaries + outputs + memory.generated_code_size_in_bytes
     if total > slice_.chip.memory:
         raise too_much(slice_.name, f"{gib(total)} a chip", gib(slice_.chip.memory))
-    found, chips = by_axis(compiled.as_text(), mesh), slice_.chips * slice_.count
+    found = by_axis(compiled.as_text(), mesh)
+    chips = slice_.chips * slice_.count
     compute = _flops(checkpoint.config, batch, length, _PASSES) / chips / slice_.chip.flops
     sent = sum(_TRAFFIC.get(one.kind, 1.0) * one.bytes for one in found) / slice_.chip.links
     useful = _flops(checkpoint.config, batch, length, _USEFUL) / chips / slice_.chip.flops
@@ -281,9 +289,8 @@ def axes_of(one: Collective, mesh: DeviceMesh) -> str:
     """The axes of the mesh along which devices exchange."""
     shape = [mesh.size(axis) for axis in (SLICES, DATA, MODEL)]
     places = np.array(np.unravel_index(np.array(one.devices or range(int(np.prod(shape)))), shape))
-    varying = [
-        axis
-        for axis, own in zip((SLICES, DATA, MODEL), places, strict=True)
-        if len(set(own.tolist())) > 1
-    ]
+    varying = []
+    for axis, own in zip((SLICES, DATA, MODEL), places, strict=True):
+        if len(set(own.tolist())) > 1:
+            varying.append(axis)
     return " and ".join(varying) or "none"

@@ -27,7 +27,8 @@ from quantkit.xla.split import require_served
 from quantkit.xla.training.partitions import MODEL, DeviceMesh, parameter_spec
 from quantkit.xla.training.products import MeshLinear, Weight
 
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 ROTARY = "rotary."
 _LOGITS = 1 << 24  # of a device at a time
 
@@ -43,11 +44,10 @@ def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[ra
 
     def kind(layer: int) -> Any:
         prefix = BLOCK_PREFIX.format(layer)
-        own = {
-            name.removeprefix(prefix): scheme
-            for name, scheme in schemes.items()
-            if name.startswith(prefix)
-        }
+        own = {}
+        for name, scheme in schemes.items():
+            if name.startswith(prefix):
+                own[name.removeprefix(prefix)] = scheme
         return config.layers[layer], own
 
     found: list[range] = []
@@ -123,11 +123,10 @@ class MeshDecoder:
         rotary = {name: value for name, value in arrays.items() if name.startswith(ROTARY)}
         for index, block in enumerate(self._blocks):
             prefix = f"{index}."
-            own = {
-                f"block.{name.removeprefix(prefix)}": value
-                for name, value in arrays.items()
-                if name.startswith(prefix)
-            }
+            own = {}
+            for name, value in arrays.items():
+                if name.startswith(prefix):
+                    own[f"block.{name.removeprefix(prefix)}"] = value
             x, _ = lax.scan(partial(self._layer, block, rotary, positions), x, own)
         normed: jax.Array = run(self._norm, {"weight": arrays[NORM]}, self._norm, x)
         return normed
@@ -161,9 +160,9 @@ class MeshDecoder:
             for n in range(1, length + 1)
             if length % n == 0 and rows * (length // n) <= max(_LOGITS, rows)
         )
-        split = [
-            jnp.moveaxis(one.reshape(batch, count, -1, width), 1, 0) for one in (hidden, target)
-        ]
+        split = []
+        for one in (hidden, target):
+            split.append(jnp.moveaxis(one.reshape(batch, count, -1, width), 1, 0))
         total, _ = lax.scan(jax.checkpoint(of_some), jnp.zeros(batch, jnp.float32), tuple(split))
         return total
 

@@ -25,7 +25,9 @@ from quantkit.architectures.topology import Parameter
 from quantkit.errors import RequestError
 from quantkit.xla.weights import too_few_devices
 
-SLICES, DATA, MODEL = "slices", "data", "model"
+SLICES = "slices"
+DATA = "data"
+MODEL = "model"
 _ATTENTION = ("attention.q", "attention.k", "attention.v", "attention.output")
 
 Spec = tuple[Any, ...]
@@ -38,7 +40,10 @@ def parameter_spec(parameter: Parameter) -> Spec:
     """
     if len(parameter.shape) < 2:
         return (None,)
-    hidden = MODEL if parameter.role in _ATTENTION else DATA
+    if parameter.role in _ATTENTION:
+        hidden = MODEL
+    else:
+        hidden = DATA
     other = DATA if hidden == MODEL else MODEL
     return tuple(hidden if dim == "hidden" else other for dim in parameter.dims)
 
@@ -60,13 +65,14 @@ class DeviceMesh:
         if len(devices) < count:
             raise too_few_devices(devices, count)
         own = sorted(devices, key=lambda one: getattr(one, "slice_index", None) or 0)[:count]
-        each = [
-            own[start : start + math.prod(shape)] for start in range(0, count, math.prod(shape))
-        ]
-        placed = [
-            mesh_utils.create_device_mesh(shape, some, allow_split_physical_axes=True)
-            for some in each
-        ]
+        each = []
+        for start in range(0, count, math.prod(shape)):
+            each.append(own[start : start + math.prod(shape)])
+        placed = []
+        for some in each:
+            placed.append(
+                mesh_utils.create_device_mesh(shape, some, allow_split_physical_axes=True)
+            )
         return cls(Mesh(np.stack(placed), (SLICES, DATA, MODEL)))
 
     @property
@@ -81,7 +87,9 @@ class DeviceMesh:
 
     def size(self, axis: str | None) -> int:
         """Of an axis of the mesh; 1 for none."""
-        return 1 if axis is None else int(self.mesh.shape[axis])
+        if axis is None:
+            return 1
+        return int(self.mesh.shape[axis])
 
     def fitting(self, spec: Spec, shape: Sequence[int]) -> PartitionSpec:
         """A spec for an array, without the axes that do not divide its shape; leading axes that the

@@ -105,7 +105,8 @@ class Weight:
         """The gradient by scales [O, G], given that by outputs. Each device adds up over the
         columns of a group what its own samples give, so that devices exchange scales alone.
         """
-        mesh, (rows, columns) = self.mesh, self.gathered
+        mesh = self.mesh
+        (rows, columns) = self.gathered
 
         def own(x: jax.Array, gradient: jax.Array, units: jax.Array) -> jax.Array:
             by_weight = self._einsum("bto,bti->oi", gradient, x, jnp.float32)
@@ -127,7 +128,10 @@ class Weight:
     def _einsum(
         self, equation: str, left: jax.Array, right: jax.Array, dtype: Any = None
     ) -> jax.Array:
-        precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+        if self.dtype == jnp.float32:
+            precision = lax.Precision.HIGHEST
+        else:
+            precision = lax.Precision.DEFAULT
         return jnp.einsum(
             equation, left, right, precision=precision, preferred_element_type=dtype or self.dtype
         )
@@ -208,7 +212,9 @@ class MeshLinear(nn.Module):
             out = self._weight.quantized_product(
                 x, arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
             )
-        return out if bias is None else out + bias
+        if bias is None:
+            return out
+        return out + bias
 
 
 QUANTIZED = ("scale", "codes", "zero")

@@ -18,7 +18,8 @@ from quantkit.training.optimizer import adam
 from quantkit.xla.training.model import EMBEDDING, Arrays, MeshDecoder
 from quantkit.xla.training.partitions import MODEL
 
-HEAD, TARGET_HEAD = "lm_head.weight", "float model's head"
+HEAD = "lm_head.weight"
+TARGET_HEAD = "float model's head"
 _SCALE = ".scale"
 
 
@@ -53,7 +54,8 @@ class TrainingPrograms:
         Args:
             rates: the largest step of each array's factors.
         """
-        self._decoder, self._rates = decoder, rates
+        self._decoder = decoder
+        self._rates = rates
         self.step = jax.jit(self._step, donate_argnums=(1,))
         self.losses = jax.jit(self._losses)
 
@@ -70,11 +72,10 @@ class TrainingPrograms:
         loss, gradients = jax.value_and_grad(mean)(values)
         new = Trained({}, {}, {})
         for name, rate in self._rates.items():
-            unit = (
-                held[name]
-                if name.endswith(_SCALE)
-                else values[name] + self._decoder.config.norm_offset
-            )
+            if name.endswith(_SCALE):
+                unit = held[name]
+            else:
+                unit = values[name] + self._decoder.config.norm_offset
             gradient = gradients[name] * unit.astype(jnp.float32)
             new.first[name], new.second[name], change = adam(
                 trained.first[name], trained.second[name], gradient, (pace.first, pace.second)

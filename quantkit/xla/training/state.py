@@ -24,20 +24,22 @@ from quantkit.xla.training.program import Trained
 
 def trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
     """The scales and norms that are trained."""
-    weights, norms = set(names.weights), set(names.norms)
-    return [
-        leaf
-        for leaf in leaves(quantized)
-        if leaf.tensors[0] in norms or (leaf.kind == "scale" and leaf.tensors[0] in weights)
-    ]
+    weights = set(names.weights)
+    norms = set(names.norms)
+    result: list[Leaf] = []
+    for leaf in leaves(quantized):
+        if leaf.tensors[0] in norms or (leaf.kind == "scale" and leaf.tensors[0] in weights):
+            result.append(leaf)
+    return result
 
 
 def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
     """The largest step of each array's factors."""
     config: ModelConfig = quantized.config
-    return {
-        leaf.key: tensor_rate(config, quantized.info(leaf.tensors[0]).scheme) for leaf in trained
-    }
+    result: dict[str, float] = {}
+    for leaf in trained:
+        result[leaf.key] = tensor_rate(config, quantized.info(leaf.tensors[0]).scheme)
+    return result
 
 
 def abstract_trained(trained: Iterable[Leaf], mesh: DeviceMesh) -> Trained:
