@@ -296,7 +296,7 @@ def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
 STEPS = pytest.mark.parametrize(
     ("step", "given"),
     [
-        ("jobs.settings.GptqSettings.draw", ["--scheme", "int4-g64"]),
+        ("calibration.settings.GptqSettings.draw", ["--scheme", "int4-g64"]),
         ("bit_allocation.fit.Fit.chosen", ["--target-bits", "5.5"]),
     ],
 )

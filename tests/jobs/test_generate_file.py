@@ -756,7 +756,7 @@ def test_a_run_that_is_killed_goes_on(
 def test_ctrl_c_says_what_is_kept(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
-        "from quantkit.jobs import generate_file\n"
+        "from quantkit.jobs.inference import generate_file\n"
         "from quantkit.cli.main import main\n"
         "answers = generate_file._answers\n"
         "def stopped(*given):\n"

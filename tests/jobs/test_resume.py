@@ -403,7 +403,7 @@ SLOW = (
     "import sys, time\n"
     "from quantkit.cli.entry import main\n"
     "from quantkit.formats.output import sink\n"
-    "from quantkit.jobs import output, target\n"
+    "from quantkit.jobs.output import target, writer as output\n"
     "output.CHECKPOINT_BYTES = 50_000\n"
     "target.SHARD_BYTES = 300_000\n"
     "append, steps = sink.Sink.append, iter([0.1] * 8)\n"

@@ -382,7 +382,7 @@ def test_a_run_killed_after_the_rename_leaves_a_whole_model(
     quantkit.convert(demo_model, whole)
     killed = (
         "import os, signal, sys, quantkit\n"
-        "from quantkit.jobs import target\n"
+        "from quantkit.jobs.output import target\n"
         "target.SHARD_BYTES = 300_000\n"
         "unlink = os.unlink\n"
         "def stop(path, **options):\n"
