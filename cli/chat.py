@@ -19,7 +19,7 @@ from quantkit.cli.processes import is_single_process, require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.runtime.generation_config import sampling_defaults
-from quantkit.runtime.request import checked_count
+from quantkit.runtime.request import check_max_new_tokens
 from quantkit.text.chat import chat_format
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -118,7 +118,7 @@ def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) 
         if is_rank0_process():
             require_stdout()
         options.requested_sampling(given)
-        checked_count(given["max_new_tokens"])
+        check_max_new_tokens(given["max_new_tokens"])
         require_models(given["path"], given["draft"])
         sampling_defaults(given["path"])
         chat_format(given["path"], load_tokenizer(given["path"]), given["template"])
@@ -129,7 +129,7 @@ def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) 
 
 
 def _is_given(name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Return whether an option stands on the command line."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
@@ -151,8 +151,9 @@ def _talk_to_server(
         raise RequestError("--url goes with one process, not with torchrun")
     require_stdout()
     request: dict[str, Any] = dict(options.requested_sampling(given))
-    if _is_given("max_new_tokens"):  # else the server's own maximum
-        request["max_tokens"] = checked_count(given["max_new_tokens"])
+    # Else the server's own maximum.
+    if _is_given("max_new_tokens"):
+        request["max_tokens"] = check_max_new_tokens(given["max_new_tokens"])
     if given["stop"]:
         request["stop"] = list(given["stop"])
 

@@ -318,29 +318,30 @@ def quantize(data: str | None, **given: Any) -> None:
 
 
 def files_read(given: dict[str, Any]) -> list[Any]:
-    """The files that `quantkit quantize` reads in addition to the model; None for options that
-    are not given.
+    """Return the files that `quantkit quantize` reads in addition to the model; None for options
+    that are not given.
     """
     return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
 
 def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
-    """Whether a layer may get int4, which GPTQ solves unless another method is requested; schemes
-    that are chosen for a size may be int4.
+    """Return whether a layer may get int4, which GPTQ solves unless another method is requested;
+    schemes that are chosen for a size may be int4.
     """
     if scheme is None or isinstance(scheme, str):
         return True
     named = (
         [scheme]
         if isinstance(scheme, QuantScheme)
-        else [scheme.default, *(one.scheme for one in scheme.overrides)]
+        else [scheme.default, *(override.scheme for override in scheme.overrides)]
     )
     return any(one is not None and one.bits == 4 for one in named)
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `quantkit.quantize` for the options of the command. Raises `RequestError`
-    unless there is one of a scheme, a recipe and a size, or if a head goes with a recipe.
+    """Return the arguments of `quantkit.quantize` for the options of the command. Raises
+    `RequestError` unless there is one of a scheme, a recipe and a size, or if a head goes with a
+    recipe.
     """
     from quantkit.tensors.recipe import Recipe
 

@@ -114,7 +114,7 @@ def _answer_lines(session: Answerer, group: Group) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin that are not empty. Raises `RequestError` if one is not UTF-8."""
+    """Yield the lines of stdin that are not empty. Raises `RequestError` if one is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = line.decode().strip()
@@ -160,7 +160,8 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
             pieces = session.ask(
                 question, interrupted=lambda: group.broadcast_from_rank0(interrupted())
             )
-            interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
+            # A Ctrl-C so far ends the answer, which begins now, at once.
+            interrupted()
             for piece in pieces:
                 begun = True
                 if group.is_rank0:
@@ -212,21 +213,21 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _questions(name: str) -> Iterator[str]:
-    """What is typed, line by line, until Ctrl-D."""
+    """Yield what is typed, line by line, until Ctrl-D."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.keys import Keys
 
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs tasks that a signal has ended
+    # It logs tasks that a signal has ended.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings(
         "ignore", "coroutine .* was never awaited", RuntimeWarning
     )  # before they began
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
-    keys.add(Keys.Vt100MouseEvent, eager=True)(
-        lambda event: None
-    )  # not requested; a partial one fails
+    # Not requested; a partial one fails.
+    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)
     prompts: PromptSession[str] = PromptSession(
         "> ", completer=words, complete_while_typing=False, key_bindings=keys
     )
@@ -243,16 +244,18 @@ def _questions(name: str) -> Iterator[str]:
 
 
 def _command(line: str) -> tuple[str, str] | None:
-    """The command name that a line begins with, whether it exists or not, and the text after it."""
-    found = _COMMAND.fullmatch(line)
-    if found is None:
+    """Return the command name that a line begins with, whether it exists or not, and the text
+    after it.
+    """
+    match = _COMMAND.fullmatch(line)
+    if match is None:
         return None
-    return (found[1].lower(), found[2] or "")
+    return (match[1].lower(), match[2] or "")
 
 
 def _question(line: str) -> str:
-    """The question in a line: two slashes before a word mean one, if one slash would make it a
-    command.
+    """Return the question in a line: two slashes before a word mean one, if one slash would make it
+    a command.
     """
     if line.startswith("//") and _command(line[1:]):
         return line[1:]

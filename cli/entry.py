@@ -32,9 +32,8 @@ missing_streams: set[int] = set()
 def main() -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # huge pages for torch, loaded later: fewer page faults
+    # Huge pages for torch, loaded later: fewer page faults.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if (
         "OMP_WAIT_POLICY" not in os.environ
     ):  # threads that wait for long take the processor from other programs
@@ -49,7 +48,8 @@ def main() -> None:
         sys.exit(interrupted_code(error))
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that needs a traceback
+            # Nothing is left that needs a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def open_missing_streams() -> None:
@@ -61,7 +61,8 @@ def open_missing_streams() -> None:
             os.fstat(number)
         except OSError:
             missing_streams.add(number)
-            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
+            # It takes the lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
@@ -77,7 +78,8 @@ def interruptible() -> Iterator[None]:
     try:
         for number in ours:
             signal.signal(number, _interrupt)
-    except ValueError:  # not in the main thread
+    except ValueError:
+        # Not in the main thread.
         ours = []
     try:
         yield
@@ -111,7 +113,7 @@ def report_interrupted(error: BaseException) -> None:
 
 
 def with_kept(message: str, error: BaseException) -> str:
-    """A message about an error, with what is kept of the job's work."""
+    """Return a message about an error, with what is kept of the job's work."""
     from quantkit.cli.hints import spell
     from quantkit.formats.output.staging import kept
 
@@ -122,7 +124,7 @@ def with_kept(message: str, error: BaseException) -> str:
 
 
 def interrupted_code(error: BaseException) -> int:
-    """The exit code of an interrupted process."""
+    """Return the exit code of an interrupted process."""
     if isinstance(error, Terminated):
         return TERMINATED
     return INTERRUPTED
@@ -132,5 +134,6 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     again = signal.SIGTERM in _received
     _received.append(number)
     if number == signal.SIGTERM and again:
-        return  # the first one is being handled
+        # The first one is being handled.
+        return
     raise _RAISED[number]

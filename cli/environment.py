@@ -48,7 +48,7 @@ _WIDTH = 100
 
 
 def environment_lines() -> list[str]:
-    """The report in aligned lines, without the user's name and home folder.
+    """Return the report in aligned lines, without the user's name and home folder.
 
     Imports torch, and compiles nothing.
     """
@@ -152,11 +152,12 @@ def _caches() -> Iterator[str]:
 
 
 def _without_user(text: str) -> str:
-    """A text in which ``~`` stands for the home folder, and ``USER`` for the user's name in
+    """Return a text in which ``~`` stands for the home folder, and ``USER`` for the user's name in
     other paths.
     """
     home = os.path.expanduser("~")
-    if home in ("~", "/"):  # unknown, or that of a service
+    # Unknown, or that of a service.
+    if home in ("~", "/"):
         return text
     text = re.sub(rf"{re.escape(home)}(?=/|\W|$)", "~", text)
     return re.sub(rf"(?<=/){re.escape(os.path.basename(home))}(?=/|\W|$)", "USER", text)

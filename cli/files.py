@@ -95,7 +95,7 @@ class Outputs:
 
     @property
     def wants_page(self) -> bool:
-        """Whether the report is an HTML page."""
+        """Return whether the report is an HTML page."""
         return self._report is not None and self._report.suffix.lower() in _PAGES
 
     def write(
@@ -159,13 +159,13 @@ def _partial(path: Path) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is a pipe, a device or a link, which is not replaced."""
+    """Return whether it is a pipe, a device or a link, which is not replaced."""
     return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether a file can be written there, which permissions alone do not show: /proc takes no
-    files.
+    """Return whether a file can be written there, which permissions alone do not show: /proc takes
+    no files.
     """
     if _is_special(path):
         return os.access(path, os.W_OK)
@@ -198,8 +198,8 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
             hint="choose another name",
         )
     if any(
-        one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one)
-        for one in reads
+        read is not None and path.exists() and os.path.realpath(path) == os.path.realpath(read)
+        for read in reads
     ):
         raise DestinationError(
             "is read by this command; it is not overwritten", path=path, hint="choose another name"

@@ -16,7 +16,7 @@ from quantkit.cli.output import is_rank0_process, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
-from quantkit.jobs.inference.prompts_file import STDIN, checked
+from quantkit.jobs.inference.prompts_file import STDIN, parse_request_options
 from quantkit.runtime.request import (
     BATCH_SIZE,
     BEAM_SEARCH,
@@ -37,13 +37,14 @@ _USAGE = (
 _PROMPT = "Prompt"
 _MANY = "A file of prompts"
 _SAMPLING = "Sampling"
+# May differ from process to process.
 _RANK0_OPTIONS = (
     "path",
     "draft",
     "prompt_file",
     "prompts",
     "output",
-)  # may differ from process to process
+)
 
 _OWN_OPTIONS = {
     "template": click.option(
@@ -133,7 +134,8 @@ class GenerateArgs:
     draft: Path | None = option(options.SPECULATION)
     draft_tokens: int | None = option(options.SPECULATION)
     dtype: FloatName | None = option(RUN)
-    backend: Any = option(RUN)  # a name that click has checked
+    # A name that click has checked.
+    backend: Any = option(RUN)
     allow_slow: bool = option(RUN, default=False)
     trust_remote_code: bool = option(RUN, default=False)
     device: str | None = option(RUN)
@@ -181,7 +183,7 @@ class GenerateArgs:
         return min(self.n, BATCH_SIZE)
 
     def sampling(self) -> SamplingOptions:
-        """How tokens are drawn, as far as it was requested."""
+        """Return how tokens are drawn, as far as it was requested."""
         if self.logit_bias:
             bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)}
         else:
@@ -189,7 +191,7 @@ class GenerateArgs:
         return {**(self.sampling_options or {}), **bias}
 
     def continuation(self) -> dict[str, Any]:
-        """How prompts are continued, as `prompts_file.OPTIONS` names it."""
+        """Return how prompts are continued, as `prompts_file.OPTIONS` names it."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),
@@ -220,7 +222,7 @@ class GenerateArgs:
         if "" in (self.text, self.prompt):
             raise RequestError("the prompt is empty")
         self._require_compatible()
-        checked(self.continuation())
+        parse_request_options(self.continuation())
         if self.batch is not None and self.batch < 1:
             raise RequestError("--batch must be at least 1", found=self.batch)
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):

@@ -38,24 +38,26 @@ class JobSteps:
             self._first = share
             self._done = share
             self._step_began = self._changed = now
-        elif share > self._done:  # a phase that begins again, in another round, does not go back
+        elif share > self._done:
+            # A phase that begins again, in another round, does not go back.
             self._done = share
             self._changed = now
 
     def label(self, phase: str) -> str:
-        """The phase with its number, if it is a step."""
+        """Return the phase with its number, if it is a step."""
         if phase not in self._seconds:
             return phase
         return f"step {self._names.index(phase) + 1} of {len(self._names)}, {phase}"
 
     def left(self, now: float) -> float:
-        """The seconds left of the whole job."""
+        """Return the seconds left of the whole job."""
         elapsed = now - self._step_began
         pace = self._pace(elapsed)
         estimated = pace * self._seconds.get(self._current or "", 0.0) * (1 - self._first)
         made = self._done - self._first
         rest = 1 - self._first
-        if made > 0 and rest > 0:  # the more of it is done, the more its own rate counts
+        # The more of it is done, the more its own rate counts.
+        if made > 0 and rest > 0:
             share = made / rest
             observed = (self._changed - self._step_began) / share
             trust = min(1.0, share / _RATE_KNOWN)
@@ -67,8 +69,8 @@ class JobSteps:
         return own + pace * sum(self._seconds[name] for name in self._later())
 
     def share(self, now: float) -> float:
-        """The share of the job's time that has passed; it never goes back, and the end is left
-        to the job.
+        """Return the share of the job's time that has passed; it never goes back, and the end is
+        left to the job.
         """
         passed = now - self._began
         total = passed + self.left(now)
@@ -76,7 +78,7 @@ class JobSteps:
         return self._shown
 
     def _later(self) -> list[str]:
-        """The steps after the current one."""
+        """Return the steps after the current one."""
         reached = []
         for name in (*self._taken, self._current):
             if name in self._seconds:
@@ -84,8 +86,8 @@ class JobSteps:
         return self._names[max(reached, default=-1) + 1 :]
 
     def _pace(self, elapsed: float) -> float:
-        """The time that work takes, in units of its estimate, by the steps that are done; and by
-        the current one, once it takes longer than estimated.
+        """Return the time that work takes, in units of its estimate, by the steps that are done;
+        and by the current one, once it takes longer than estimated.
         """
         known = [name for name in self._taken if name in self._seconds]
         taken = sum(self._taken[name] for name in known)

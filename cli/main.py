@@ -48,7 +48,8 @@ class _Commands(click.Group):
 
 def _note_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
     context.meta[option.name or ""] = (
-        requested  # `--version` reads it: this option is parsed before, wherever it is
+        # `--version` reads it: this option is parsed before, wherever it is.
+        requested
     )
 
 
@@ -154,7 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         if debug:
             raise
-        if error.filename is None:  # an error of the output
+        # An error of the output.
+        if error.filename is None:
             drop_output()
         mention(
             f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}",

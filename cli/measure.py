@@ -133,7 +133,8 @@ def evaluate(
     folders = []
     for _, path in named([*models, *([against] if against else [])]):
         folders.append(path)
-    if not names:  # the job checks tasks first
+    # The job checks tasks first.
+    if not names:
         require_models(*folders)
 
     from quantkit.evals.evaluate import evaluate as job

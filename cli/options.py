@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from quantkit import errors
 from quantkit.base.json_values import shown
-from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, declared
+from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, find_option_fields
 from quantkit.base.processors import checked_threads, set_threads
 from quantkit.cli.hints import set_command, spell
 from quantkit.cli.output import note
@@ -127,7 +127,8 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
                 groups.setdefault(_sections.get(parameter, OTHER), []).append(record)
-        others = groups.pop(OTHER)  # --help is one of them
+        # --help is one of them.
+        others = groups.pop(OTHER)
         groups[OTHER if groups else "Options"] = others
         for title, records in groups.items():
             with formatter.section(title):
@@ -135,7 +136,9 @@ class Command(click.Command):
 
 
 def exit_codes(*codes: int) -> str:
-    """The end of a help page: the meaning of these exit codes, or of all if none are given."""
+    """Return the end of a help page: the meaning of these exit codes, or of all if none are
+    given.
+    """
     chosen = codes or EXIT_CODES
     return "\n".join(
         ["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)]
@@ -392,7 +395,7 @@ tensors_only = click.option(
 
 
 def target(default: str, *, quantized: bool = False) -> Decorator:
-    """The option for the format of the output, with `quantized` only for quantized models;
+    """Return the option for the format of the output, with `quantized` only for quantized models;
     `default` is in words.
     """
     names = []
@@ -407,14 +410,14 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
 
 
 def api_key(about: str) -> Decorator:
-    """The option for the key of a server; `about` is its help."""
+    """Return the option for the key of a server; `about` is its help."""
     return click.option(
         "--api-key", envvar="QUANTKIT_API_KEY", show_envvar=True, metavar="KEY", help=about
     )
 
 
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:
-    """The option for the length of what is generated; `about` is added to its help."""
+    """Return the option for the length of what is generated; `about` is added to its help."""
     return click.option(
         "--max-new-tokens",
         type=int,
@@ -496,8 +499,8 @@ _KINDS: dict[type | str, dict[str, Any]] = {
 def of_job(
     job_options: type, own: Mapping[str, Decorator] | None = None, *, only: Collection[str] = ()
 ) -> Decorator:
-    """The options of a command, from the fields of its job's options, or `only` from some of them.
-    `own` ones replace the shared ones for fields without a help text.
+    """Return the options of a command, from the fields of its job's options, or `only` from some of
+    them. `own` ones replace the shared ones for fields without a help text.
     """
     shared = {**_SHARED, **(own or {})}
     made = (
@@ -505,7 +508,7 @@ def of_job(
             spell(info.section),
             shared[name] if info.help is None else _of_field(name, info, info.help),
         )
-        for name, info in declared(job_options).items()
+        for name, info in find_option_fields(job_options).items()
         if not only or name in only
     )
     return in_order(*made)
@@ -522,13 +525,15 @@ def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
 
 
 def sampling(max_tokens: int, about: str) -> Decorator:
-    """The options for how tokens are sampled and what ends them; None where one is not given."""
+    """Return the options for how tokens are sampled and what ends them; None where one is not
+    given.
+    """
     return in_order(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
 
 
 def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
-    """The sampling options among the arguments of a command with `sampling`, not checked yet;
-    and the other ones.
+    """Return the sampling options among the arguments of a command with `sampling`, not checked
+    yet; and the other ones.
     """
     requested: Any = {}
     for name in SAMPLING_NAMES:
@@ -539,8 +544,8 @@ def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str,
 
 
 def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    """The sampling options among the arguments of a command with `sampling`; checked, without
-    torch. Raises `RequestError` for a value out of its range.
+    """Return the sampling options among the arguments of a command with `sampling`; checked,
+    without torch. Raises `RequestError` for a value out of its range.
     """
     requested, _ = split_sampling(given)
     SamplingParams(**requested)
@@ -562,7 +567,9 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 def backend(*others: str, more: str = "") -> Decorator:
-    """The option for kernels, with `others` as further choices; `more` is added to its help."""
+    """Return the option for kernels, with `others` as further choices; `more` is added to its
+    help.
+    """
     about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option(
         "--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more
@@ -595,7 +602,7 @@ def _set_threads(context: click.Context, option: click.Parameter, count: int | N
 
 
 def plot(what: str) -> Decorator:
-    """The option for a picture of something."""
+    """Return the option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {what}: a .png, .pdf or .svg file.")
 
 
@@ -613,7 +620,8 @@ class BareJson(Command):
         if follows and (follows == ["-"] or not follows[0].startswith("-")):
             try:
                 return super().parse_args(ctx, list(args))
-            except click.MissingParameter:  # the model's path was parsed as that of --json
+            except click.MissingParameter:
+                # The model's path was parsed as that of --json.
                 ctx.params.clear()
         note("--json takes a path now, and - for stdout; without one it goes with the next release")
         return super().parse_args(ctx, [*args[:place], "--json=-", *args[place + 1 :]])

@@ -24,7 +24,8 @@ _MAX_COLUMNS = 100
 _STDOUT = 1
 _LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error|note|warning):")
 
-_CONTROL_IN_JSON = re.compile("[\x7f-\x9f]")  # JSON escapes those below 0x20 itself
+# JSON escapes those below 0x20 itself.
+_CONTROL_IN_JSON = re.compile("[\x7f-\x9f]")
 
 
 def say(lines: Iterable[str], *, err: bool = False, wrap: bool = True) -> None:
@@ -60,9 +61,8 @@ def print_generated(text: str, *, raw: bool = False) -> None:
     """
     if not raw and sys.stdout.isatty():
         text = _spell_controls(text)
-    click.echo(
-        text, nl=False, color=True
-    )  # otherwise click removes the codes of colors from what a pipe gets
+    # Otherwise click removes the codes of colors from what a pipe gets.
+    click.echo(text, nl=False, color=True)
 
 
 def print_generated_json(line: bytes, *, raw: bool = False) -> None:
@@ -84,7 +84,7 @@ def columns() -> int:
 
 
 def is_rank0_process() -> bool:
-    """Whether this is rank 0 of the processes that torchrun started; it alone prints."""
+    """Return whether this is rank 0 of the processes that torchrun started; it alone prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -112,7 +112,9 @@ def _print(text: str, *, err: bool, wrap: bool) -> None:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """A line for a terminal: a longer one is broken between words, its other lines indented."""
+    """Return a line for a terminal: a longer one is broken between words, its other lines
+    indented.
+    """
     indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
     if len(line) <= width:
         return [line]
@@ -122,15 +124,15 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _colored(line: str) -> str:
-    """A message with its label, such as ``error:``, in color, unless the environment asks for
-    none.
+    """Return a message with its label, such as ``error:``, in color, unless the environment asks
+    for none.
     """
-    found = _LABEL.match(line)
-    if found is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    match = _LABEL.match(line)
+    if match is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
-    fault = found["label"].lower().endswith("error")
-    label = click.style(f"{found['label']}:", fg="red" if fault else "yellow", bold=fault or None)
-    return found["before"] + label + line[found.end() :]
+    fault = match["label"].lower().endswith("error")
+    label = click.style(f"{match['label']}:", fg="red" if fault else "yellow", bold=fault or None)
+    return match["before"] + label + line[match.end() :]
 
 
 def require_stdout() -> None:
@@ -152,7 +154,7 @@ def drop_output(*, err: bool = False) -> None:
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """The width of a terminal; 0 if it has none, as some without a window."""
+    """Return the width of a terminal; 0 if it has none, as some without a window."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -161,7 +163,8 @@ def terminal_columns(stream: TextIO) -> int:
 
 def _room_to_print(stream: TextIO) -> AbstractContextManager[None]:
     """Hides the bar, if there is one on the terminal, while something else is printed."""
-    if "tqdm" not in sys.modules:  # nothing has made a bar
+    # Nothing has made a bar.
+    if "tqdm" not in sys.modules:
         return nullcontext()
     from tqdm import tqdm
 

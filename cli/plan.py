@@ -147,8 +147,8 @@ takes minutes; --mesh chooses one."""
 
 
 def _refine_params() -> list[click.Parameter]:
-    """Those of `refine`, with its float model optional, and those of a slice."""
-    found = [copy(one) for one in refine.params]
+    """Return those of `refine`, with its float model optional, and those of a slice."""
+    found = [copy(param) for param in refine.params]
     for one in found:
         one.required = one.required and one.name != "against"
     target = click.Option(

@@ -94,12 +94,12 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
 
 
 def is_single_process() -> bool:
-    """Whether torchrun has started no others."""
+    """Return whether torchrun has started no others."""
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for an error."""
+    """Return the exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)):

@@ -40,7 +40,7 @@ class _Phase:
     since: float
 
     def left(self, now: float) -> float | None:
-        """The seconds left at the rate so far; None if the rate is not known yet."""
+        """Return the seconds left at the rate so far; None if the rate is not known yet."""
         made = self.done - self.first
         taken = self.since - self.began
         if made <= 0 or taken <= 0 or self.done >= self.total:
@@ -88,7 +88,8 @@ class ProgressDisplay:
         self._phase: _Phase | None = None
         self._steps: JobSteps | None = None
         self._shown_at = 0.0
-        self._stream = sys.stderr  # other code may redirect it for a while
+        # Other code may redirect it for a while.
+        self._stream = sys.stderr
         self._bar: tqdm[Never] | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -174,7 +175,8 @@ class ProgressDisplay:
     def _draw(self, phase: _Phase, name: str, rest: Sequence[str], share: float) -> None:
         width = (terminal_columns(self._stream) or DEFAULT_COLUMNS) - 1
         if self._bar is None:
-            from tqdm import tqdm  # takes a tenth of a second
+            # Takes a tenth of a second.
+            from tqdm import tqdm
 
             self._bar = tqdm(
                 desc=name,

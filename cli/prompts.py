@@ -22,10 +22,15 @@ from quantkit.cli.output import (
 )
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.formats.output.lines import encoded
-from quantkit.jobs.inference.generate_file import FileJob, warmed_up
-from quantkit.jobs.inference.prompts_file import STDIN, input_bytes
-from quantkit.runtime.request import checked_options, shortened, text_ids, with_prompt
+from quantkit.formats.output.lines import encode_line
+from quantkit.jobs.inference.generate_file import FileJob, describe_warm_up
+from quantkit.jobs.inference.prompts_file import STDIN, read_input
+from quantkit.runtime.request import (
+    create_promptless_request,
+    text_ids,
+    truncate_prompt,
+    with_prompt,
+)
 
 if TYPE_CHECKING:
     from quantkit.architectures.config import ModelConfig
@@ -125,8 +130,8 @@ def _continued(
     ids: list[int],
     pace: Pace,
 ) -> Iterator[str]:
-    """A prompt with its continuation, whose tokens `run` gives; or several continuations by an
-    engine, one after the other, each below a line with its number.
+    """Yield a prompt with its continuation, whose tokens `run` gives; or several continuations by
+    an engine, one after the other, each below a line with its number.
     """
     from quantkit.runtime.generate import text_pieces
     from quantkit.runtime.generate_batch import completions
@@ -134,19 +139,19 @@ def _continued(
     if args.n == 1 or engine is None:
         tokens = run(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
         yield from chain(
-            [prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"]
+            [prompt], text_pieces(tokenizer, ids, pace.time_tokens(tokens), args.stop), ["\n"]
         )
         return
     if not args.sampling().get("temperature"):
         note("without `temperature` all samples are the same")
     request = with_prompt(
-        config, checked_options(args.max_new_tokens, args.sampling(), samples=args.n), ids
+        config, create_promptless_request(args.max_new_tokens, args.sampling(), samples=args.n), ids
     )
     texts: dict[int, str] = {}
     shown = 0
     pace.begin()
-    for one in completions(engine, [request], tokenizer, [args.stop], pace.add):
-        texts[one.sample] = one.text or ""
+    for completion in completions(engine, [request], tokenizer, [args.stop], pace.add):
+        texts[completion.sample] = completion.text or ""
         while shown in texts:
             yield f"--- {shown + 1} of {args.n} ---\n"
             yield from (prompt, texts.pop(shown), "\n")
@@ -170,19 +175,19 @@ def _engine(
         draft_tokens=args.draft_tokens,
     )
     if args.warmup:
-        note(warmed_up(engine.warm_up()))
+        note(describe_warm_up(engine.warm_up()))
     return engine
 
 
 def _prompt(args: GenerateArgs) -> str:
-    """The prompt; from a file, without the newline at its end. Raises `RequestError` if the file
-    cannot be read, is not UTF-8, or is empty.
+    """Return the prompt; from a file, without the newline at its end. Raises `RequestError` if the
+    file cannot be read, is not UTF-8, or is empty.
     """
     file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
         return args.prompt or args.text or ""
     try:
-        prompt = input_bytes(file, "prompt").decode().removesuffix("\n").removesuffix("\r")
+        prompt = read_input(file, "prompt").decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise RequestError(
             "the prompt is not UTF-8 text", path=file, found=f"byte {error.start}"
@@ -203,7 +208,7 @@ def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokeni
     else:
         bos = config.bos_token_id
     if args.truncate:
-        return shortened(ids, max_tokens, args.max_new_tokens, bos)
+        return truncate_prompt(ids, max_tokens, args.max_new_tokens, bos)
     return ids
 
 
@@ -235,11 +240,13 @@ def _print(
     lines.append(
         f"generated: {pace.tokens} tokens" + (f", {pace.rate:.1f} tokens/s" if pace.rate else "")
     )
-    if engine is not None and engine.proposed:
+    if engine is not None and engine.num_proposed_tokens:
         lines.append(
-            f"proposed: {engine.proposed} tokens, {engine.accepted / engine.proposed:.0%} accepted"
+            f"proposed: {engine.num_proposed_tokens} tokens,"
+            f" {engine.num_accepted_tokens / engine.num_proposed_tokens:.0%} accepted"
         )
-    elif pace.rate and engine is not None and args.n == 1:  # each token reads all weights
+    elif pace.rate and engine is not None and args.n == 1:
+        # Each token reads all weights.
         from quantkit.evals.timing import bandwidth, weight_bytes
 
         model = engine.model
@@ -254,7 +261,7 @@ def _print(
 
 
 def file_job(args: GenerateArgs) -> FileJob:
-    """The job for a file of prompts. Raises `RequestError` for invalid options."""
+    """Return the job for a file of prompts. Raises `RequestError` for invalid options."""
     assert args.prompts is not None and args.output is not None
     return FileJob(
         args.path,
@@ -300,4 +307,4 @@ def run_file(job: FileJob, group: ProcessGroup) -> None:
 
 def _print_line(line: Mapping[str, Any], *, raw: bool) -> None:
     raise_if_interrupted()
-    print_generated_json(encoded(line), raw=raw)
+    print_generated_json(encode_line(line), raw=raw)

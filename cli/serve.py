@@ -133,7 +133,7 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
     require_models(path, given["draft"])
 
     from quantkit.serve.log_file import LogFile
-    from quantkit.serve.server import ServeOptions, served
+    from quantkit.serve.server import ServeOptions, load_for_serving
     from quantkit.serve.server import serve as job
 
     requested = ServeOptions(**given)
@@ -146,11 +146,11 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
         else:
             lines = stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
         with ProgressDisplay() as progress:
-            found = served(path, requested, progress=progress)
+            for_serving = load_for_serving(path, requested, progress=progress)
 
         def began(address: str) -> None:
-            mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it", err=on_stdout)
-            if found.no_chat is None:
+            mention(f"serving {for_serving.name} at {address}/v1; Ctrl-C ends it", err=on_stdout)
+            if for_serving.no_chat is None:
                 mention(f"chat with it in a browser: {address}/", err=on_stdout)
             else:
                 template = "--template NAME adds one"
@@ -159,4 +159,4 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
                     err=on_stdout,
                 )
 
-        job(found, requested, began, log=None if lines is None else lines.write)
+        job(for_serving, requested, began, log=None if lines is None else lines.write)

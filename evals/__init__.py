@@ -9,7 +9,7 @@ from quantkit.errors import RequestError
 
 
 def optional(module: str) -> Any:
-    """A module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too.
+    """Return a module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too.
 
     Raises:
         RequestError: if it is not installed, or cannot be imported.

@@ -31,7 +31,7 @@ from quantkit.base.arguments import (
 )
 from quantkit.base.json_values import shown
 from quantkit.base.memory import enough_memory, total_bytes
-from quantkit.base.option_fields import called_with
+from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.processors import checked_threads
 from quantkit.base.progress import Progress, deduplicated
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -47,10 +47,11 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import dispatch
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import usable_device
-from quantkit.model.load import load_model, own_dtype, require_kernels
+from quantkit.model.load import choose_default_dtype, load_model, require_kernels
 from quantkit.tensors.dtypes import DType
 
-NEW = 48  # tokens decoded in a run
+# Tokens decoded in a run.
+NEW = 48
 _MAX_RUNS = 10_000
 SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
 
@@ -149,7 +150,7 @@ class BenchArguments:
             )
 
     def sources(self) -> list[BenchModel]:
-        """The models, with their names in the result."""
+        """Return the models, with their names in the result."""
         listed = (
             self.models
             if is_several(self.models) and not isinstance(self.models, str)
@@ -168,7 +169,7 @@ class BenchArguments:
         return sources
 
 
-@called_with(BenchArguments)
+@accept_fields_of(BenchArguments)
 def bench(arguments: BenchArguments) -> BenchResult:
     """Measure the speed of models one after the other, each in a new process.
 
@@ -204,16 +205,16 @@ def bench(arguments: BenchArguments) -> BenchResult:
         require_kernels(
             checkpoint,
             group.device or usable_device(options.device),
-            own_dtype(checkpoint),
+            choose_default_dtype(checkpoint),
             allowed,
         )
     measure = partial(_measure, group=group) if group.size > 1 else _measure_in_new_process
-    found = BenchResult(measure(model, options, progress) for model in models)
-    if options.contexts and not any(one.at_contexts for one in found):
+    result = BenchResult(measure(model, options, progress) for model in models)
+    if options.contexts and not any(one.at_contexts for one in result):
         raise RequestError(
-            f"no context could be measured: {found[0].left_out[-1]}", path=models[0].path
+            f"no context could be measured: {result[0].left_out[-1]}", path=models[0].path
         )
-    return found
+    return result
 
 
 def require_room(model: BenchModel, options: BenchArguments) -> None:
@@ -236,9 +237,8 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
     positions = max(
         (*options.prompt_lengths, max(batches) * (PROMPT + NEW), min(batches) * shortest)
     )
-    cache = cache_bytes(
-        checkpoint.config, 1, positions, torch.int8
-    )  # the smaller of the two caches
+    # The smaller of the two caches.
+    cache = cache_bytes(checkpoint.config, 1, positions, torch.int8)
     if cache > (memory := total_bytes()):
         raise RequestError(
             "keys and values do not fit in memory",
@@ -262,16 +262,16 @@ def _measure_in_new_process(
         f"import sys; sys.path[:] = {path}; from quantkit.evals import bench;"
         f" bench.serve({there.fileno()})"
     )
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Ctrl-C ends only this process
+    # Ctrl-C ends only this process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[there.fileno()])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         here.send((model, options))
-        there.close()  # so that `recv` fails once the process ends
+        # So that `recv` fails once the process ends.
+        there.close()
         while isinstance(message := here.recv(), tuple):
             progress(*message)
     except (EOFError, ConnectionResetError) as error:
@@ -330,12 +330,15 @@ def _measure_model(
     name = source.name or checkpoint.path.resolve().name
     max_context = checkpoint.config.max_context
     rows = [
-        (one, batch) for one in options.contexts if one <= max_context for batch in options.batches
+        (context, batch)
+        for context in options.contexts
+        if context <= max_context
+        for batch in options.batches
     ]
     too_long = []
-    for one in options.contexts:
-        if one > max_context:
-            too_long.append(LeftOut(one, None, f"the model's is {max_context}"))
+    for context in options.contexts:
+        if context > max_context:
+            too_long.append(LeftOut(context, None, f"the model's is {max_context}"))
     steps = count()
     total = 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
@@ -412,7 +415,7 @@ def _measure_model(
         one_thread=one_thread,
         weight_bytes=read_bytes,
         bandwidth=timing.bandwidth(model.device),
-        peak_bytes=max([peak, *(one.peak_bytes or 0 for one in at_contexts)]),
+        peak_bytes=max([peak, *(at_context.peak_bytes or 0 for at_context in at_contexts)]),
         cache_dtype=DType.of(cache),
         loaded_bytes=timing.loaded_bytes(model),
         at_contexts=at_contexts,

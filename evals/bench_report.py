@@ -13,7 +13,8 @@ from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, Rate, prefill_rates
 
 _WIDE_SPREAD = 0.3  # of runs: beyond it a median says little
-_FASTER = 1.1  # times as fast: smaller factors may be chance
+# Times as fast: smaller factors may be chance.
+_FASTER = 1.1
 
 
 def tables(found: Sequence[Bench]) -> list[Table]:
@@ -27,8 +28,8 @@ def tables(found: Sequence[Bench]) -> list[Table]:
 
 
 def sheet(found: Sequence[Bench]) -> Table:
-    """All tables as one, for programs: a row for each model, or with contexts for each context and
-    number of sequences.
+    """Return all tables as one, for programs: a row for each model, or with contexts for each
+    context and number of sequences.
     """
     first, *others = _of_models(found)
     head = first.head
@@ -70,7 +71,10 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
             (
                 one.name,
                 _digits(one.load_seconds),
-                *(_digits(1000 * taken) for taken in one.first_token_seconds),
+                *(
+                    _digits(1000 * first_token_second)
+                    for first_token_second in one.first_token_seconds
+                ),
                 _digits(one.peak_bytes / 1e6),
                 str(one.threads),
                 one.device,
@@ -118,7 +122,7 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
 
 
 def _decoding(found: Sequence[Bench]) -> Table:
-    """A row for each context and number of sequences."""
+    """Return a row for each context and number of sequences."""
     table = Table(
         f"Decoding the last {CONTEXT_NEW} tokens of a context: tokens a second for each sequence"
         " and together, median ± furthest run; memory",
@@ -144,7 +148,7 @@ def _decoding(found: Sequence[Bench]) -> Table:
 
 
 def _prefill(found: Sequence[Bench]) -> Table:
-    """A row for each context."""
+    """Return a row for each context."""
     rates = []
     for one in found:
         for of in prefill_rates(one.at_contexts).items():
@@ -163,7 +167,7 @@ def _prefill(found: Sequence[Bench]) -> Table:
 def _with_costs(
     table: Table, found: Sequence[Bench], what: str, rates: Sequence[tuple[Bench, Rate]]
 ) -> Table:
-    """A table with a column of costs, if there is a price."""
+    """Return a table with a column of costs, if there is a price."""
     if not _priced(found):
         return table
     rows = []
@@ -222,8 +226,8 @@ def warnings(found: Sequence[Bench]) -> list[str]:
 
 
 def notes(found: Sequence[Bench]) -> list[str]:
-    """A line for each model that one thread decodes faster than several, and for each omitted
-    measurement.
+    """Return a line for each model that one thread decodes faster than several, and for each
+    omitted measurement.
     """
     return [
         f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second,"
@@ -302,8 +306,8 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     )
     if with_contexts:
         grid = lower[0].subplots(rows, columns, squeeze=False, sharey=True).flatten()
-        for axes, one in zip(grid, with_contexts, strict=False):
-            _contexts(axes, one)
+        for axes, with_context in zip(grid, with_contexts, strict=False):
+            _contexts(axes, with_context)
         for axes in grid[len(with_contexts) :]:
             axes.set_visible(False)
     return picture_bytes(figure, kind)

@@ -7,7 +7,8 @@ from typing import Any
 
 from quantkit.evals.timing import AtContext, LeftOut, Rate, prefill_rates
 
-_IDLE_CORES = 0.3  # that other processes may use in addition to the threads that compute
+# That other processes may use in addition to the threads that compute.
+_IDLE_CORES = 0.3
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Bench:
 
     @property
     def share_of_bandwidth(self) -> float | None:
-        """The share of the bandwidth that reading weights uses when one sequence is decoded;
+        """Return the share of the bandwidth that reading weights uses when one sequence is decoded;
         None if not measured.
         """
         if 1 in self.decode:
@@ -73,7 +74,7 @@ class Bench:
 
     @property
     def busy(self) -> bool:
-        """Whether other processes used cores that this one needed."""
+        """Return whether other processes used cores that this one needed."""
         if self.device == "cpu":
             needed = self.threads
         else:
@@ -81,13 +82,13 @@ class Bench:
         return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
 
     def cost(self, tokens_per_second: float) -> float | None:
-        """The cost of a thousand tokens at a rate; None without a price."""
+        """Return the cost of a thousand tokens at a rate; None without a price."""
         if self.price_per_hour is None:
             return None
         return 1000 * self.price_per_hour / (3600 * tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, in tokens a second, seconds and bytes, and with a price the cost of a
+        """Return all figures, in tokens a second, seconds and bytes, and with a price the cost of a
         thousand tokens.
         """
         prefill_at = prefill_rates(self.at_contexts)
@@ -95,7 +96,9 @@ class Bench:
             **asdict(self),
             "share_of_bandwidth": self.share_of_bandwidth,
             "busy": self.busy,
-            "at_contexts": [{**asdict(one), "each": one.each} for one in self.at_contexts],
+            "at_contexts": [
+                {**asdict(at_context), "each": at_context.each} for at_context in self.at_contexts
+            ],
             "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
         }
         if self.price_per_hour is not None:
@@ -108,8 +111,8 @@ class Bench:
                 kind: {key: self.cost(rate.median) for key, rate in rates.items()}
                 for kind, rates in by_kind.items()
             }
-            for one, value in zip(self.at_contexts, values["at_contexts"], strict=True):
-                value["cost_of_thousand_tokens"] = self.cost(one.together.median)
+            for at_context, value in zip(self.at_contexts, values["at_contexts"], strict=True):
+                value["cost_of_thousand_tokens"] = self.cost(at_context.together.median)
         return values
 
 
@@ -117,11 +120,11 @@ class BenchResult(list[Bench]):
     """The figures of each model, in order."""
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What `Bench.to_json` returns for each model."""
+        """Return what `Bench.to_json` returns for each model."""
         return [one.to_json() for one in self]
 
     def lines(self) -> list[str]:
-        """The tables as text."""
+        """Return the tables as text."""
         from quantkit.evals.bench_report import tables  # which knows this type
         from quantkit.evals.table import render
 

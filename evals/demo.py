@@ -84,14 +84,14 @@ class DemoReport:
     left_out: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """All results; verdicts in lower case."""
+        """Return all results; verdicts in lower case."""
         return {
             **asdict(self),
             "verdicts": {name: verdict.name.lower() for name, verdict in self.verdicts.items()},
         }
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The report as text, in lines of at most `width` columns."""
+        """Return the report as text, in lines of at most `width` columns."""
 
         def wrapped(text: str, indent: str = "") -> str:
             return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
@@ -193,9 +193,8 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     samples = {}
     for path in paths:
         step(f"generate with {path.name}")
-        model, tokenizer = load(
-            path, device="cpu", allow_slow=True
-        )  # so small a model is still quick
+        # So small a model is still quick.
+        model, tokenizer = load(path, device="cpu", allow_slow=True)
         ids = tokenizer.encode(PROMPT)
         new = generate(
             model, ids, max_new_tokens=_QUICK_NEW_TOKENS if quick else _NEW_TOKENS, **_SAMPLING

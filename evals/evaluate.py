@@ -40,7 +40,7 @@ from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
 from quantkit.kernels.dispatch import allowed_backends
 from quantkit.model.device import usable_device
-from quantkit.model.load import own_dtype, require_kernels
+from quantkit.model.load import choose_default_dtype, require_kernels
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
@@ -182,7 +182,10 @@ def evaluate(
                 found=f"run by {run_by}",
             )
     for checkpoint in (model.checkpoint for model in models):
-        dtypes = [*([torch.float32] if tasks else []), *([own_dtype(checkpoint)] if speed else [])]
+        dtypes = [
+            *([torch.float32] if tasks else []),
+            *([choose_default_dtype(checkpoint)] if speed else []),
+        ]
         for dtype in dtypes:
             require_kernels(checkpoint, where, dtype, allowed_backends(allow_slow=allow_slow))
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
@@ -215,7 +218,7 @@ def evaluate(
                 closer[text.name] = text_details(listeners, windows[0], models[0].tokenizer)
             buckets, more = _by_position(models, text, by_positions, hidden, group, progress)
             notes += more
-            for measured, model, (tokens, _), figures, own in zip(
+            for measured, model, (tokens, _), figures, bucket in zip(
                 measures, models, cut, found, buckets, strict=True
             ):
                 perplexity, divergence, ratio_error = figures
@@ -234,7 +237,7 @@ def evaluate(
                     divergence,
                     perplexity.error,
                     ratio_error,
-                    own,
+                    bucket,
                 )
         placed = where, allow_slow, group
         answers = [
@@ -271,7 +274,7 @@ def _facts(text: Text) -> TextFacts:
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
-    """The device for tasks and speed."""
+    """Return the device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
         raise RequestError(
             "a device goes with tasks or speed; perplexity is computed on the CPU", found=name
@@ -287,23 +290,23 @@ _Sources = list[Path] | dict[str, Path | Iterable[object]]
 
 
 def _sources(texts: object) -> _Sources:
-    """The paths of the texts, or the texts by name."""
+    """Return the paths of the texts, or the texts by name."""
     hint = 'strings and datasets need a name: {"name": ["..."]}'
     if not isinstance(texts, Mapping):
         return as_paths("texts", texts, hint=hint)
-    found: dict[str, Path | Iterable[object]] = {}
-    for name, one in texts.items():
-        documents = is_several(one) and not isinstance(one, str)
-        found[as_string("texts", name)] = (
-            one if documents else as_path("texts", one, hint="text goes in a list")
+    result: dict[str, Path | Iterable[object]] = {}
+    for name, text in texts.items():
+        documents = is_several(text) and not isinstance(text, str)
+        result[as_string("texts", name)] = (
+            text if documents else as_path("texts", text, hint="text goes in a list")
         )
-    return found
+    return result
 
 
 def _texts(
     sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
 ) -> list[Text]:
-    """The texts by distinct names."""
+    """Return the texts by distinct names."""
     if isinstance(sources, dict):
         texts = [read_text(source, column, chat, name) for name, source in sources.items()]
     else:
@@ -331,14 +334,14 @@ def _over_fixed_windows(
     group: ProcessGroup,
     progress: Progress,
 ) -> list[tuple[Estimate, Divergence | None, float | None]]:
-    """Each model's token perplexity; with `hidden`, of all but the first also the divergence from
-    the first, and the error of the ratio of perplexities.
+    """Return each model's token perplexity; with `hidden`, of all but the first also the divergence
+    from the first, and the error of the ratio of perplexities.
     """
     if hidden is None:
         alone = []
-        for model, own in zip(models, windows, strict=True):
+        for model, window in zip(models, windows, strict=True):
             report = in_phase(progress, f"{model.name}: token perplexity")
-            alone += perplexity_estimates(model.checkpoint, [own], group=group, progress=report)
+            alone += perplexity_estimates(model.checkpoint, [window], group=group, progress=report)
         return [(one, None, None) for one in alone]
     reference, *others = (model.checkpoint for model in models)
     found = compare(
@@ -369,8 +372,8 @@ def _answers(
     group: ProcessGroup,
     progress: Progress,
 ) -> _Answers:
-    """A model's scores in the tasks, and the backends of its quantized layers there; frees the
-    model.
+    """Return a model's scores in the tasks, and the backends of its quantized layers there; frees
+    the model.
     """
     report = in_phase(progress, f"{model.name}: tasks")
     report("tasks", 0, len(questions), "tasks")
@@ -405,7 +408,7 @@ def _row(
 def _checked_positions(
     positions: object, windows: object, *, against: bool
 ) -> tuple[int, int | None] | None:
-    """The validated tokens of a window and number of windows; None if no positions are
+    """Return the validated tokens of a window and number of windows; None if no positions are
     requested.
     """
     if positions is None:
@@ -430,8 +433,8 @@ def _by_position(
     group: ProcessGroup,
     progress: Progress,
 ) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:
-    """The divergence by position of each model, none of the reference, which is the first; and
-    notes.
+    """Return the divergence by position of each model, none of the reference, which is the first;
+    and notes.
     """
     if requested is None:
         return [{} for _ in models], []

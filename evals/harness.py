@@ -34,8 +34,8 @@ def as_lm(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Any:
-    """An ``lm_eval.api.model.LM`` that answers with this model, in float32, and sees a rolling
-    window at once. Raises `RequestError` if lm-evaluation-harness is not installed, and as
+    """Return an ``lm_eval.api.model.LM`` that answers with this model, in float32, and sees a
+    rolling window at once. Raises `RequestError` if lm-evaluation-harness is not installed, and as
     `load_model` does.
     """
     base = optional("lm_eval.api.model").TemplateLM
@@ -48,7 +48,8 @@ class Scorer:
     in its ``args``.
     """
 
-    eot_token_id = -1  # a model has its own
+    # A model has its own.
+    eot_token_id = -1
 
     def __init__(
         self,
@@ -80,17 +81,17 @@ class Scorer:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log probability of whole texts, in rolling windows."""
+        """Return the log probability of whole texts, in rolling windows."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         windows = [rolling(ids, self.eot_token_id, self.max_length) for ids in texts]
         items = []
-        for one in windows:
-            for ids, targets in one:
+        for window in windows:
+            for ids, targets in window:
                 items.append((ids, [t for t in targets if t != NOT_SCORED]))
         scores = iter(self._score(items))
         result: list[float] = []
-        for one in windows:
-            result.append(sum(next(scores)[0] for _ in one))
+        for window in windows:
+            result.append(sum(next(scores)[0] for _ in window))
         return result
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -124,7 +125,7 @@ class Scorer:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The log probability of continuations given contexts, and whether greedy decoding
+        """Return the log probability of continuations given contexts, and whether greedy decoding
         generates them.
         """
         for text, _, answer in requests:
@@ -151,9 +152,8 @@ class Scorer:
         while len(scores) < len(items):
             self._progress("tasks", len(scores), len(items), "requests")
             width = len(items[order[len(scores)]][0])
-            batched = (
-                width <= self._model.config.max_unscaled_context
-            )  # else rotary positions are those of the longest
+            # Else rotary positions are those of the longest.
+            batched = width <= self._model.config.max_unscaled_context
             batch = order[
                 len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width if batched else 1)
             ]
@@ -162,9 +162,8 @@ class Scorer:
             )
             tokens = tokens.to(self._model.device)
             positions = torch.arange(width, device=self._model.device)
-            hidden = self._model.hidden(
-                tokens, positions
-            )  # causal: what is padded on the right is not seen
+            # Causal: what is padded on the right is not seen.
+            hidden = self._model.hidden(tokens, positions)
             for states, index in zip(hidden, batch, strict=True):
                 self._progress("tasks", len(scores), len(items), "requests")
                 ids, targets = items[index]

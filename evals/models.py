@@ -64,11 +64,11 @@ def open_models(
     *,
     trust_remote_code: bool = False,
 ) -> list[Model]:
-    """All models, the reference first and once, by their given names or the shortest distinct ends
-    of their paths; folders may be given as ``NAME=PATH``; `backend` and `trust_remote_code` are as
-    for `open_to_run`. Raises `RequestError` if there is none but the reference, two have one name,
-    the window exceeds a context, or processes cannot share a model, and `QuantkitError` if one
-    cannot be opened.
+    """Return all models, the reference first and once, by their given names or the shortest
+    distinct ends of their paths; folders may be given as ``NAME=PATH``; `backend` and
+    `trust_remote_code` are as for `open_to_run`. Raises `RequestError` if there is none but the
+    reference, two have one name, the window exceeds a context, or processes cannot share a model,
+    and `QuantkitError` if one cannot be opened.
     """
     requested = named(paths)
     if against is not None:
@@ -115,9 +115,9 @@ def backend_names(model: Decoder) -> list[str]:
 def streams(
     models: Sequence[Model], text: Text, length: int, *, same: bool
 ) -> list[tuple[int, Tensor]]:
-    """A text as each model reads it: the number of its tokens, and the text as one stream, cut into
-    windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if `same` is
-    set and they do not all read the same tokens, or if there are less than two tokens.
+    """Return a text as each model reads it: the number of its tokens, and the text as one stream,
+    cut into windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if
+    `same` is set and they do not all read the same tokens, or if there are less than two tokens.
     """
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
     if same and (

@@ -29,7 +29,8 @@ _LAYERS_HEIGHT = 2.1
 _MAX_PANELS = 3
 _MARKS = "os^vDP*X"
 _MAX_LABEL = 26  # characters
-_LABEL_DISTANCES = (9, 16, 26, 40, 58)  # points from a mark to its label
+# Points from a mark to its label.
+_LABEL_DISTANCES = (9, 16, 26, 40, 58)
 _LOG_RATIO = 5  # of the largest to the smallest perplexity: beyond it the axis is logarithmic
 # points
 _SMALL = 7.5
@@ -88,7 +89,7 @@ def require_drawable(models: Sequence[Path]) -> None:
 
 
 def _drawn_by_layers(methods: Sequence[str]) -> bool:
-    """Whether the layers of models are drawn that were quantized by these methods.
+    """Return whether the layers of models are drawn that were quantized by these methods.
 
     GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding,
     the errors of its weights would suggest the opposite of what is lost.
@@ -130,10 +131,11 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     for point in points:
         bar = None
         if point.error is not None and math.isfinite(point.error):
+            # Above 0 for a logarithmic axis.
             bar = [
                 [min(point.error, 0.9 * point.cost)],
                 [point.error],
-            ]  # above 0 for a logarithmic axis
+            ]
         axes.errorbar(
             point.row.bits_per_weight,
             point.cost,
@@ -264,14 +266,17 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, sizes in inches. Raises `RequestError` if matplotlib is not installed."""
+    """Return an empty figure, sizes in inches.
+
+    Raises `RequestError` if matplotlib is not installed.
+    """
     return optional("matplotlib.figure").Figure(
         figsize=(width, height), dpi=150, layout="constrained"
     )
 
 
 def picture_bytes(figure: Any, kind: str) -> bytes:
-    """The figure as a file: ``png``, ``pdf`` or ``svg``."""
+    """Return the figure as a file: ``png``, ``pdf`` or ``svg``."""
     out = io.BytesIO()
     with ignore_missing_glyphs():
         figure.savefig(out, format=kind)
@@ -306,7 +311,7 @@ class Box:
     high: float
 
     def overlap(self, other: Box) -> float:
-        """The area that both cover."""
+        """Return the area that both cover."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.high, other.high) - max(self.low, other.low)
         return max(0.0, width) * max(0.0, height)
@@ -319,16 +324,15 @@ def place_label(
     within: Box,
     taken: list[Box],
 ) -> Box:
-    """The box for a label of this width and height, at one of the distances from a point, that
-    overlaps `taken` the least and stays within an area if it can. If several do, the nearest is
-    used. It is added to `taken`.
+    """Return the box for a label of this width and height, at one of the distances from a point,
+    that overlaps `taken` the least and stays within an area if it can. If several do, the nearest
+    is used. It is added to `taken`.
     """
 
     def cost(box: Box) -> float:
         outside = size[0] * size[1] - box.overlap(within)
-        return round(
-            sum(box.overlap(other) for other in taken) + 10 * outside, 3
-        )  # equal where only floats differ
+        # Equal where only floats differ.
+        return round(sum(box.overlap(other) for other in taken) + 10 * outside, 3)
 
     candidates = []
     for distance, (right, up) in product(distances, _DIRECTIONS):
@@ -341,7 +345,7 @@ def place_label(
 
 
 def shorten(name: str, length: int) -> str:
-    """A name of at most `length` characters: the two ends of a longer one."""
+    """Return a name of at most `length` characters: the two ends of a longer one."""
     half = (length - 1) // 2
     if len(name) <= length:
         return name

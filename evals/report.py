@@ -43,7 +43,7 @@ _KEYS = {
 
 
 def markdown(found: Evaluation) -> str:
-    """The whole report."""
+    """Return the whole report."""
     lines = [
         "# Evaluation",
         "",
@@ -56,7 +56,7 @@ def markdown(found: Evaluation) -> str:
 
 
 def tables(found: Evaluation) -> list[Table]:
-    """A table for each text, a row per model, tasks and speed in the first; then those of
+    """Return a table for each text, a row per model, tasks and speed in the first; then those of
     divergence.
     """
     rest = _task_and_speed_columns(found)
@@ -64,21 +64,23 @@ def tables(found: Evaluation) -> list[Table]:
         task_note = _TASK_ERRORS
     else:
         task_note = ""
-    made = []
+    result = []
     for text in found.texts:
         title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}"
-        made.append(_table(title.rstrip(), found.rows, [*_SIZE, *_text_columns(text), *rest]))
+        result.append(_table(title.rstrip(), found.rows, [*_SIZE, *_text_columns(text), *rest]))
         rest = []
         task_note = ""
     if not found.texts:
-        made.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
+        result.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
     elif found.reference is not None:
-        made += [_divergence_table(found, found.reference), *position_tables(found).values()]
-    return made
+        result += [_divergence_table(found, found.reference), *position_tables(found).values()]
+    return result
 
 
 def side_by_side(found: Evaluation) -> list[Table]:
-    """A table for each text with all figures of the models; then one of means over the texts."""
+    """Return a table for each text with all figures of the models; then one of means over the
+    texts.
+    """
     rest = _task_and_speed_columns(found)
     made = []
     for text in found.texts:
@@ -123,7 +125,7 @@ def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
 
 
 def _counted(found: Evaluation, text: str) -> str:
-    """A text and its length, as a range where tokenizers differ."""
+    """Return a text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in found.rows}
     return (
         f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
@@ -242,7 +244,7 @@ def method(evaluation: Evaluation) -> list[str]:
     """
 
     def each(describe: Callable[..., str], *args: str) -> str:
-        """What all models share, or what each has."""
+        """Return what all models share, or what each has."""
         names: dict[str, list[str]] = {}
         for row in evaluation.rows:
             names.setdefault(describe(row, *args), []).append(row.name)
@@ -269,8 +271,8 @@ def method(evaluation: Evaluation) -> list[str]:
 
 
 def position_tables(found: Evaluation) -> dict[str, Table]:
-    """A table by text: a row per model and bucket, and one with the change of divergence with
-    the position.
+    """Return a table by text: a row per model and bucket, and one with the change of divergence
+    with the position.
     """
     result: dict[str, Table] = {}
     for text, extent in _windows_by_position(found).items():
@@ -284,8 +286,8 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
         if caches := row.texts[text].positions:
             for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
                 cells = []
-                for one in buckets:
-                    for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}"):
+                for bucket in buckets:
+                    for cell in (str(bucket.estimate), f"{100 * bucket.top1_agreement:.1f}"):
                         cells.append(cell)
                 rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
             rises = [
@@ -333,7 +335,7 @@ def _position_columns(found: Evaluation, text: str) -> list[_Column]:
 
 
 def _windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
-    """The windows' length and number, for each text measured by position."""
+    """Return the windows' length and number, for each text measured by position."""
     return {
         text: (buckets[-1].stop, buckets[0].tokens // buckets[0].stop)
         for text in found.texts

@@ -162,15 +162,17 @@ class Evaluation:
                     yield number, index, cost
 
     def lines(self) -> list[str]:
-        """The tables as text: models side by side, and their divergence from the reference."""
+        """Return the tables as text: models side by side, and their divergence from the
+        reference.
+        """
         from quantkit.evals.report import tables  # which knows this type
         from quantkit.evals.table import render
 
         return render(tables(self), "terminal")
 
     def to_html(self) -> str:
-        """A page that needs nothing else: tables, charts, and texts with their tokens coloured by
-        divergence.
+        """Return a page that needs nothing else: tables, charts, and texts with their tokens
+        coloured by divergence.
 
         The texts are included only if `evaluate` was called with `details` and a reference.
         """
@@ -208,7 +210,7 @@ class Evaluation:
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """The mean of independent figures."""
+    """Return the mean of independent figures."""
     count = len(values)
     mean = sum(values) / len(values)
     return Estimate(

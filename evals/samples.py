@@ -17,7 +17,8 @@ LIKELIEST = 5
 SAMPLE_TOKENS = 192
 """Of one part."""
 _FIRST_POSITIONS = 16
-_MAX_SHIFT = 16  # tokens by which a part may begin earlier, at a word
+# Tokens by which a part may begin earlier, at a word.
+_MAX_SHIFT = 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def text_details(
     """Samples and divergence by position from the predictions of the models, by name, on one text,
     whose token ids are in `windows` [W, T] one after the other.
     """
-    found = {name: one.gathered() for name, one in predictions.items()}
+    found = {name: prediction.gathered() for name, prediction in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
     samples = []
     for some in _parts(kls, windows.flatten().tolist(), tokenizer):
@@ -107,8 +108,8 @@ def text_details(
 
 
 def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
-    """The beginning of a text, and the later part where models, equally weighted, diverge most;
-    a short text whole.
+    """Return the beginning of a text, and the later part where models, equally weighted, diverge
+    most; a short text whole.
     """
     count = len(ids)
     if count <= 2 * SAMPLE_TOKENS:
@@ -131,7 +132,9 @@ def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> 
 def _sample(
     found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
 ) -> TextSample:
-    """One part; a token is predicted one position before it, except the first of a window."""
+    """Return one part; a token is predicted one position before it, except the first of a
+    window.
+    """
     length = windows.shape[1]
     ids = windows.flatten()
     rows = []
@@ -165,7 +168,7 @@ def _sample(
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:
-    """The bytes of tokens; names for those without."""
+    """Return the bytes of tokens; names for those without."""
     names = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
     names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | (
         {} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"}

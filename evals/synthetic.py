@@ -53,7 +53,8 @@ _SHAPES = {
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
     "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 30000, 2048, 128, 64, 8),
 }
-_MIN_CONTEXT = 4096  # so that all shapes can be timed there
+# So that all shapes can be timed there.
+_MIN_CONTEXT = 4096
 _SPREAD = 0.02  # of the weights
 _HEAD = QuantScheme(8, None)
 
@@ -121,9 +122,9 @@ class SyntheticCheckpoint:
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:
-    """A checkpoint of a named shape. `scheme` is that of the decoder's linears, None for floats;
-    `head` is that of the head where the linears have one, int8 by default. Raises `RequestError`
-    for an unknown shape or scheme.
+    """Return a checkpoint of a named shape. `scheme` is that of the decoder's linears, None for
+    floats; `head` is that of the head where the linears have one, int8 by default. Raises
+    `RequestError` for an unknown shape or scheme.
     """
     if shape not in _SHAPES:
         raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
@@ -154,8 +155,8 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
 
 
 def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
-    """A checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named
-    shape.
+    """Return a checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a
+    named shape.
 
     Args:
         scheme: of the linears where there are no weights; see `synthetic`. None is that of the

@@ -120,8 +120,8 @@ def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def _wrapped(column: Sequence[str], width: int) -> list[str]:
-    """A column whose cells are broken between words; a word that is longer than the width, also
-    at hyphens.
+    """Return a column whose cells are broken between words; a word that is longer than the width,
+    also at hyphens.
     """
 
     def lines(cell: str) -> list[str]:
@@ -132,7 +132,7 @@ def _wrapped(column: Sequence[str], width: int) -> list[str]:
 
 
 def _narrow(column: Sequence[str]) -> list[str]:
-    """A column whose head is no wider than its cells or its longest word."""
+    """Return a column whose head is no wider than its cells or its longest word."""
     head, *cells = column
     return [
         *_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])),
@@ -186,7 +186,7 @@ def _latex(table: Table) -> list[str]:
 
 
 def _latex_cell(text: str) -> str:
-    """A figure in mathematics, another text escaped."""
+    """Return a figure in mathematics, another text escaped."""
     if text == NONE:
         return "--"
     figure = _FIGURE.fullmatch(text)
@@ -234,7 +234,7 @@ def _csv(table: Table) -> list[str]:
 
 
 def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
-    """A column of CSV, its unit in its head."""
+    """Return a column of CSV, its unit in its head."""
     figures = [cell for cell in cells if cell not in ("", NONE)]
     if not figures or not all(_PERCENT.fullmatch(cell) for cell in figures):
         return [key, *cells]
@@ -242,7 +242,7 @@ def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
 
 
 def _columns(table: Table) -> list[list[str]]:
-    """The cells of each column, its head first, each on one line."""
+    """Return the cells of each column, its head first, each on one line."""
     columns: list[list[str]] = []
     for column in zip(table.head, *table.rows, strict=True):
         columns.append([" ".join(cell.split()) for cell in column])
@@ -250,7 +250,7 @@ def _columns(table: Table) -> list[list[str]]:
 
 
 def columns_to_right(table: Table) -> list[bool]:
-    """Which columns are right-aligned: those of numbers, except the first."""
+    """Return which columns are right-aligned: those of numbers, except the first."""
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
     numbers = []
     for column in columns:
@@ -265,13 +265,13 @@ def _padded(text: str, width: int, to_right: bool) -> str:
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """The shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a
+    """Return the shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a
     ``b/int4`` too.
     """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     result: list[str] = []
-    for own in parts:
-        result.append(_end(own, {other for other in parts if other != own}))
+    for part in parts:
+        result.append(_end(part, {other for other in parts if other != part}))
     return result
 
 
@@ -286,9 +286,9 @@ def named(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
     """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole
     string.
     """
-    found: list[tuple[str | None, Path]] = []
+    result: list[tuple[str | None, Path]] = []
     for text in map(str, texts):
         name, _, path = text.partition("=")
         whole = not name.strip() or not path or "/" in name or os.path.lexists(text)
-        found.append((None, Path(text)) if whole else (name.strip(), Path(path)))
-    return found
+        result.append((None, Path(text)) if whole else (name.strip(), Path(path)))
+    return result

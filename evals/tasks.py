@@ -27,7 +27,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.evals import optional
 from quantkit.evals.texts import articles
-from quantkit.files.hub_answers import checked_answers
+from quantkit.files.hub_answers import validate_hub_answers
 from quantkit.quality.figures import Estimate
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
@@ -63,7 +63,7 @@ class TaskScore:
 
     @property
     def estimate(self) -> Estimate:
-        """The value with its standard error."""
+        """Return the value with its standard error."""
         return Estimate(self.value, self.error)
 
 
@@ -135,7 +135,8 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
             found = evaluator.evaluate(lm, loaded, bootstrap_iters=_RESAMPLES, log_samples=False)
     except QuantkitError:
         raise
-    except Exception as error:  # whatever the harness or a task's own code raise
+    except Exception as error:
+        # Whatever the harness or a task's own code raise.
         for task in loaded["tasks"].values():
             if place := _unusable(task):
                 raise RequestError(
@@ -200,7 +201,9 @@ def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
 
 
 def _hub_answers() -> bool:
-    """Whether a download can be tried; with the hub declared offline, only its cache is read."""
+    """Return whether a download can be tried; with the hub declared offline, only its cache is
+    read.
+    """
     if {os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")} & {
         "1",
         "TRUE",
@@ -218,18 +221,19 @@ def _hub_answers() -> bool:
 
 
 def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
-    """A task or group of the harness; for a tag, all its tasks."""
+    """Return a task or group of the harness; for a tag, all its tasks."""
     spec: Any = name
     if file is not None:
         if _manager().task_index[name].kind.name != "TASK":
             raise RequestError(f"'{name}' is a group; local data are for single tasks", path=file)
         spec = {"group": "local data", "task": [_local_task(name, file, scratch)]}
     try:
-        with _quiet(), checked_answers(name):
+        with _quiet(), validate_hub_answers(name):
             loaded = _manager().load([spec])
     except CheckpointError:
         raise
-    except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
+    except Exception as error:
+        # Whatever the harness, a task's own code or the data's reader raise.
         if file is not None:
             # datasets wraps its reader's
             line = _first_bad_line(name, file, scratch)
@@ -247,7 +251,7 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
 
 
 def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
-    """A task of the harness, its data taken from one file instead."""
+    """Return a task of the harness, its data taken from one file instead."""
     files: dict[str, Any] = {"data_files": {_SPLIT: str(file)}, "cache_dir": scratch}
     splits = {
         "training_split": None,
@@ -266,8 +270,8 @@ def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
 
 
 def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
-    """The first line of a file that its task cannot load, by bisection; None if no single line
-    is the cause.
+    """Return the first line of a file that its task cannot load, by bisection; None if no single
+    line is the cause.
     """
     if file.suffix != ".jsonl":
         return None
@@ -292,7 +296,7 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
 
 
 def _unusable(task: Any) -> tuple[Path, str] | None:
-    """The first line of a task's file that does not form a question."""
+    """Return the first line of a task's file that does not form a question."""
     files = (task.config.dataset_kwargs or {}).get("data_files", {})
     if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
         return None
@@ -307,7 +311,8 @@ def _unusable(task: Any) -> tuple[Path, str] | None:
                 *(make for setting, make in made_by if setting is not None),
             ):
                 make(document)
-        except Exception:  # whatever a task's own code raises
+        except Exception:
+            # Whatever a task's own code raises.
             return Path(files[_SPLIT]), f"line {number}"
     return None
 

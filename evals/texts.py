@@ -23,13 +23,14 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.quality.measures import NOT_SCORED, Windows, log_loss, perplexity
 from quantkit.text.export import export_json
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 _TITLE = re.compile(r"^ = (?!=).*(?<!=) = $", re.MULTILINE)
-_LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
+# Bytes; in languages with spaces a word has some 5 to 20.
+_LONG_WORDS = 40
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Text:
 
     @cached_property
     def documents(self) -> list[str]:
-        """The documents as they are in the file."""
+        """Return the documents as they are in the file."""
         if self.rows is not None:
             return [*self.rows]
         if self.is_wikitext:
@@ -65,23 +66,25 @@ class Text:
 
     @property
     def readings(self) -> list[str]:
-        """The documents that a model predicts: WikiText detokenized, others unchanged."""
+        """Return the documents that a model predicts: WikiText detokenized, others unchanged."""
         if self.is_wikitext:
-            return [detokenize(one) for one in self.documents]
+            return [detokenize(document) for document in self.documents]
         return self.documents
 
     @property
     def words(self) -> int:
-        """The harness's count: pieces between white space, empty ones at the ends included."""
-        return sum(len(re.split(r"\s+", one)) for one in self.documents)
+        """Return the harness's count: pieces between white space, empty ones at the ends
+        included.
+        """
+        return sum(len(re.split(r"\s+", document)) for document in self.documents)
 
     @property
     def bytes(self) -> int:
-        return sum(len(one.encode()) for one in self.documents)
+        return sum(len(document.encode()) for document in self.documents)
 
     @property
     def note(self) -> str | None:
-        """A note on figures per word for texts with few spaces, as in Chinese or Thai."""
+        """Return a note on figures per word for texts with few spaces, as in Chinese or Thai."""
         if self.bytes <= _LONG_WORDS * self.words:
             return None
         return (
@@ -96,8 +99,8 @@ def read_text(
     chat: ModelChat | None = None,
     name: str | None = None,
 ) -> Text:
-    """A text from a file or folder, or under a name from a dataset, strings or rows; `column` and
-    `chat` are those of `read_documents`.
+    """Return a text from a file or folder, or under a name from a dataset, strings or rows;
+    `column` and `chat` are those of `read_documents`.
 
     Raises:
         RequestError: if it cannot be read, is not what its suffix says, or has nothing but white
@@ -107,11 +110,11 @@ def read_text(
     if isinstance(source, Path) and column is None and not has_documents(source):
         text, digest = text_of(source)
         return Text(own, digest, text)
-    found = read_documents(source, sys.maxsize, column=column, chat=chat, name=own)
-    rows = tuple(one for one in found.documents or () if one.strip())
+    documents = read_documents(source, sys.maxsize, column=column, chat=chat, name=own)
+    rows = tuple(document for document in documents.documents or () if document.strip())
     if not rows:
         raise RequestError("the text is empty", path=source if isinstance(source, Path) else own)
-    return Text(own, found.sha256, found.text, rows, found.specials, found.notes)
+    return Text(own, documents.sha256, documents.text, rows, documents.specials, documents.notes)
 
 
 def articles(raw: str) -> list[str]:
@@ -137,7 +140,8 @@ def detokenize(text: str) -> str:
     wikitext task.
     """
     text = text.replace("s '", "s'")
-    text = re.sub(r"/' [0-9]/", "/'[0-9]/", text)  # meant otherwise there, but figures depend on it
+    # Meant otherwise there, but figures depend on it.
+    text = re.sub(r"/' [0-9]/", "/'[0-9]/", text)
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)
     for mark in ":;.!?,":
@@ -158,13 +162,14 @@ def detokenize(text: str) -> str:
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write. Raises
-    `CheckpointError` if there is none, it is damaged, or it knows more tokens than the embedding.
+    """Return a checkpoint's tokenizer; for sentencepiece, the one that `convert` would write.
+    Raises `CheckpointError` if there is none, it is damaged, or it knows more tokens than the
+    embedding.
 
     A text may spell special tokens, as WikiText does with ``<unk>``. transformers encodes them as
     these tokens, and so must what is compared with it; sentencepiece cannot.
     """
-    tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
+    tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     if tokenizer.kind != "sentencepiece":
         return tokenizer
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-") as scratch:
@@ -182,8 +187,8 @@ def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
-    """The token that the first token of a text is predicted from: BOS, or EOS in a model without
-    BOS. Raises `CheckpointError` if the tokenizer has neither.
+    """Return the token that the first token of a text is predicted from: BOS, or EOS in a model
+    without BOS. Raises `CheckpointError` if the tokenizer has neither.
     """
     found = [token for token in (tokenizer.bos_id, *tokenizer.eos_ids) if token is not None]
     if not found:
@@ -209,17 +214,18 @@ def score_documents(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> DocumentScore:
-    """The log probability of a text's documents, in rolling windows, per word and byte of the raw
-    text. Raises `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with, and
-    `NonFiniteError` if the model's logits are NaN or Inf.
+    """Return the log probability of a text's documents, in rolling windows, per word and byte of
+    the raw text. Raises `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with,
+    and `NonFiniteError` if the model's logits are NaN or Inf.
     """
     prefix = prefix_token(tokenizer, checkpoint)
     pairs = (
-        pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window)
+        pair
+        for reading in text.readings
+        for pair in rolling(token_ids(tokenizer, reading), prefix, window)
     )
-    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(
-        list
-    )  # each length is a batch
+    # Each length is a batch.
+    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for pair in pairs:
         by_length[len(pair[0])].append(pair)
     windows = []

@@ -34,7 +34,8 @@ NEW_TOKENS = 32
 RUNS = 3
 _PROBE_BYTES = 1 << 29
 _MIN_RUN_SECONDS = (
-    0.1  # calls are repeated for so long that a wake-up of another process counts little
+    # Calls are repeated for so long that a wake-up of another process counts little.
+    0.1
 )
 PROC_STAT = Path("/proc/stat")
 
@@ -54,7 +55,7 @@ class Rate:
 
     @property
     def spread(self) -> float:
-        """The largest distance of a run from the median, as a share of the median."""
+        """Return the largest distance of a run from the median, as a share of the median."""
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
@@ -201,13 +202,15 @@ class Decoding:
         """
         whole = self._prompts[0]
         chunk = self.engine.chunk
-        warm_up = 2 * chunk + (len(whole) % chunk or chunk)  # each kind of step once
+        # Each kind of step once.
+        warm_up = 2 * chunk + (len(whole) % chunk or chunk)
         _read(self.engine, 0, whole[:warm_up]).argmax().item()
         logits: list[torch.Tensor] = []
 
         def read() -> None:
             logits[:] = [_read(self.engine, 0, whole)]
-            logits[0].argmax().item()  # waits until the GPU is done
+            # Waits until the GPU is done.
+            logits[0].argmax().item()
 
         taken = _mean_seconds(partial(seconds, read), self._group)
         shared = len(whole) - PROMPT
@@ -245,7 +248,7 @@ def weight_bytes(model: Decoder) -> int:
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
         experts = [part.experts for part in model.modules() if isinstance(part, Experts)]
-        left_out += round(sum(unused * loaded_bytes(one) for one in experts))
+        left_out += round(sum(unused * loaded_bytes(expert) for expert in experts))
     return loaded_bytes(model) - left_out
 
 
@@ -302,7 +305,8 @@ def decoding_speed(
     return Speed(found.median, DType.of(model.dtype), backends, str(model.device), threads)
 
 
-CONTEXT_NEW = 16  # tokens of each sequence that are decoded in a run: the last ones of its context
+# Tokens of each sequence that are decoded in a run: the last ones of its context.
+CONTEXT_NEW = 16
 MIN_CONTEXT = PROMPT + CONTEXT_NEW
 SPARE_BYTES = 256_000_000  # for intermediate results
 
@@ -414,7 +418,8 @@ def _measure_context(
 ) -> AtContext:
     device = model.device
     if compiled or device.type == "cuda":
-        torch.compiler.reset()  # graphs for another cache would count toward the limit
+        # Graphs for another cache would count toward the limit.
+        torch.compiler.reset()
     malloc_trim()
     if on_gpu := device.type == "cuda":
         torch.cuda.empty_cache()

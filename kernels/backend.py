@@ -261,8 +261,8 @@ class Backend:
         return f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        """The allowed error of products of activations of `dtype`; the self-test at load checks
-        it.
+        """Return the allowed error of products of activations of `dtype`; the self-test at load
+        checks it.
         """
         return Rounding(0, 0)
 
@@ -285,7 +285,7 @@ class Backend:
         )
 
     def operations(self) -> Operations | None:
-        """What else it provides; None if nothing."""
+        """Return what else it provides; None if nothing."""
         return None
 
     def linear(
@@ -304,7 +304,9 @@ REFERENCE = Backend()
 def gated(
     gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA
 ) -> Tensor:
-    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
+    """Return the product of an activated gate and `up`, [..., F] each; it may reuse their
+    memory.
+    """
     if activation == "silu":
         return F.silu(gate, inplace=not gate.requires_grad).mul_(up)
     if activation == "gelu_tanh":

@@ -35,7 +35,8 @@ _FLAGS = (
     "-fvisibility=hidden",
     "-w",
     "-fno-trapping-math",
-    "-fno-math-errno",  # change no result; without them exp stays scalar
+    # Change no result; without them exp stays scalar.
+    "-fno-math-errno",
 )
 if platform.machine() in ("aarch64", "arm64"):
     _NATIVE_FLAGS = ("-mcpu=native",)
@@ -46,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache
-    folder.
+    """Return where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's
+    cache folder.
     """
     if named := os.environ.get("QUANTKIT_CACHE"):
         return Path(named)
@@ -55,8 +56,8 @@ def cache_folder() -> Path:
 
 
 def compiled(name: str) -> Path:
-    """The library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is in the
-    cache. Raises `UnsupportedError` if there is no compiler, it fails, or the cache can't be
+    """Return the library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is
+    in the cache. Raises `UnsupportedError` if there is no compiler, it fails, or the cache can't be
     written.
     """
     command, target = _library(name)
@@ -65,11 +66,12 @@ def compiled(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling
+            # Another process may be compiling.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not intact(target):
                 _log.info("compiling the CPU kernels, once for this machine")
-                for left in target.parent.glob(f"{target.stem}.*/"):
-                    shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+                for path in target.parent.glob(f"{target.stem}.*/"):
+                    shutil.rmtree(path, ignore_errors=True)  # by a process that was killed
                 with tempfile.TemporaryDirectory(
                     prefix=f"{target.stem}.", dir=target.parent
                 ) as folder:
@@ -86,7 +88,7 @@ def compiled(name: str) -> Path:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether `compiled` finds the library in the cache.
+    """Return whether `compiled` finds the library in the cache.
 
     Raises `UnsupportedError` if there is no compiler.
     """
@@ -100,8 +102,8 @@ def seal(made: Path, target: Path) -> None:
 
 
 def intact(library: Path) -> bool:
-    """Whether a library is there as `seal` left it: a truncated one would end the process when
-    it is loaded.
+    """Return whether a library is there as `seal` left it: a truncated one would end the process
+    when it is loaded.
     """
     try:
         return (
@@ -113,7 +115,7 @@ def intact(library: Path) -> bool:
 
 
 def _library(name: str) -> tuple[list[str], Path]:
-    """The command that compiles the kernels, and where in the cache they are."""
+    """Return the command that compiles the kernels, and where in the cache they are."""
     found = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
     compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
     if not compiler:
@@ -121,7 +123,8 @@ def _library(name: str) -> tuple[list[str], Path]:
             "there is no C++ compiler", hint="install g++ or clang++, or name one in CXX"
         )
     command = [*compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
-    known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
+    # The compiler and the processor.
+    known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])
     sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
     key = hashlib.sha256(repr((known, _FLAGS, command[1:], sources)).encode())
     return command, cache_folder() / f"quantkit-{name}-{key.hexdigest()[:32]}.so"
@@ -134,7 +137,7 @@ def compile_library(command: Sequence[str], target: Path) -> None:
     objects = {}
     for source in _SOURCES.glob("*.cpp"):
         objects[str(source)] = f"{target}.{source.stem}.o"
-    _run(*([*command, *_FLAGS, "-c", source, "-o", made] for source, made in objects.items()))
+    _run(*([*command, *_FLAGS, "-c", source, "-o", object_] for source, object_ in objects.items()))
     _run([*command, "-shared", "-pthread", *objects.values(), "-o", str(target)])
 
 

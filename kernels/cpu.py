@@ -34,7 +34,8 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COLUMNS = 32  # that share an activation scale
+# That share an activation scale.
+_COLUMNS = 32
 # the largest integers that activations become
 _EXACT_MAX = 127 * 256
 _FAST_MAX = 127
@@ -68,7 +69,8 @@ class CpuBackend(Backend):
     def __init__(self, name: str, *, exact: bool) -> None:
         self.name = name
         self._exact = exact
-        self._operators: Any = None  # once `unsupported_reason` has found that they can be had
+        # Once `unsupported_reason` has found that they can be had.
+        self._operators: Any = None
 
     def unsupported_reason(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
@@ -108,8 +110,8 @@ class CpuBackend(Backend):
         return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        found: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
-        return found
+        result: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
+        return result
 
     def linear(
         self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
@@ -225,7 +227,7 @@ def prepare_blocks(
 
 
 def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> BlockOperands:
-    """The weights of attention and of the feed-forward, and the settings."""
+    """Return the weights of attention and of the feed-forward, and the settings."""
     attention = [
         weights.input_norm,
         *_packed(weights.qkv),

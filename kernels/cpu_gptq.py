@@ -112,7 +112,7 @@ def _floats(tensor: Tensor) -> c_void_p:
 
 
 def _pointer(tensor: Tensor, dtype: torch.dtype) -> c_void_p:
-    """The address of a tensor; raises `ValueError` for one that C++ would read wrongly."""
+    """Return the address of a tensor; raises `ValueError` for one that C++ would read wrongly."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}"

@@ -30,12 +30,14 @@ _TYPES = {
     torch.int64: 5,
 }
 _OTHER = len(_TYPES)
-_LIBRARY: Any = torch.library.Library  # whose methods have no types
+# Whose methods have no types.
+_LIBRARY: Any = torch.library.Library
 _DIMS = 4
 _VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
 _MISSING = _VIEWS[0].pack(0, 0, -1)  # in a list
 _HUGE_PAGE = 2 << 20  # bytes
-_HEAD = 64  # bytes before a packed weight's numbers, which say how it is packed
+# Bytes before a packed weight's numbers, which say how it is packed.
+_HEAD = 64
 
 BlockOperands = tuple[Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
 """Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its
@@ -73,23 +75,24 @@ class Operators:
     def __reduce__(self) -> tuple[Any, ...]:
         from quantkit.kernels.library import load_kernels
 
-        return load_kernels, (self.name,)  # copies of a model share them
+        # Copies of a model share them.
+        return load_kernels, (self.name,)
 
     @property
     def namespace(self) -> Any:
-        """The torch operators."""
+        """Return the torch operators."""
         return getattr(torch.ops, self._traced.ns)
 
     def instructions(self) -> str:
-        """The instruction set."""
+        """Return the instruction set."""
         name: bytes = self.library.quantkit_instructions()
         return name.decode()
 
     def pack(
         self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool
     ) -> Tensor:
-        """A weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O, G];
-        `exact` is for activations of 16 bits.
+        """Return a weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O,
+        G]; `exact` is for activations of 16 bits.
         """
         count = ctypes.c_int64()
         weight = (codes, scale, zero, bits, exact)
@@ -313,7 +316,7 @@ class _Views:
     def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
         if tensors is None:
             return None
-        return b"".join([_View.from_param(one) or _MISSING for one in tensors])
+        return b"".join([_View.from_param(tensor) or _MISSING for tensor in tensors])
 
 
 class _Output:

@@ -28,10 +28,10 @@ BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values(
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
-_SUMS = torch.finfo(
-    torch.float32
-).eps  # what a term adds to the rounding of a sum in float32, at most
-_SPAN = 64  # columns that some tokens are confined to where rows have no groups
+# What a term adds to the rounding of a sum in float32, at most.
+_SUMS = torch.finfo(torch.float32).eps
+# Columns that some tokens are confined to where rows have no groups.
+_SPAN = 64
 
 
 def require_backend(name: str | None) -> None:
@@ -43,8 +43,8 @@ def require_backend(name: str | None) -> None:
 
 
 def allowed_backends(name: str | None = None, *, allow_slow: bool = False) -> tuple[Backend, ...]:
-    """The backends that may run a model, fastest first: the named one, or all with kernels if
-    `name` is None; with `allow_slow` also the reference, for layers that these do not support.
+    """Return the backends that may run a model, fastest first: the named one, or all with kernels
+    if `name` is None; with `allow_slow` also the reference, for layers that these do not support.
     Raises `RequestError` for an unknown name.
     """
     require_backend(name)
@@ -62,14 +62,15 @@ def select_backend(
     scale_dtype: torch.dtype,
     allowed: Sequence[Backend],
 ) -> Backend:
-    """The first of the allowed backends for activations of `dtype` on `device` and weights of
-    `scheme` with scales of `scale_dtype`. If it is the reference, for lack of kernels, a warning
+    """Return the first of the allowed backends for activations of `dtype` on `device` and weights
+    of `scheme` with scales of `scale_dtype`. If it is the reference, for lack of kernels, a warning
     says so.
 
     Raises:
         RequestError: if none supports the case, with every backend's reason.
     """
-    reasons: dict[str, list[str]] = {}  # the backends that have each
+    # The backends that have each.
+    reasons: dict[str, list[str]] = {}
     for backend in allowed:
         reason = backend.unsupported_reason(scheme, device, dtype)
         if reason is None and backend is not REFERENCE:
@@ -88,8 +89,8 @@ def select_backend(
 
 
 def _slower(device: torch.device) -> str:
-    """How the reference compares with kernels; docs/kernels.md has the measurements, which are
-    of CPUs.
+    """Return how the reference compares with kernels; docs/kernels.md has the measurements, which
+    are of CPUs.
     """
     if device.type == "cpu":
         return "new tokens 20 to 200 times slower, prompts 5 times slower"
@@ -101,8 +102,8 @@ def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """A GPU backend's operations for a model without quantized layers; None on a CPU, where kernels
-    would have to be compiled first.
+    """Return a GPU backend's operations for a model without quantized layers; None on a CPU, where
+    kernels would have to be compiled first.
     """
     if device.type == "cpu":
         return None
@@ -132,7 +133,8 @@ class _Size(NamedTuple):
     ragged: bool = True
 
 
-SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
+# 23 is 16 + 4 + 2 + 1, and 600 ends in 8.
+SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)
 # Large enough that loops repeat, rows are split, and there are many tiles; and columns as most
 # models have them.
 ON_GPUS = (
@@ -149,13 +151,14 @@ def self_test(
     dtype: torch.dtype,
     scale_dtype: torch.dtype,
 ) -> str | None:
-    """What is wrong with a backend's products of activations of `dtype` with weights whose scales
-    are of `scale_dtype`; None if each is within the backend's `Rounding`.
+    """Return what is wrong with a backend's products of activations of `dtype` with weights whose
+    scales are of `scale_dtype`; None if each is within the backend's `Rounding`.
     """
     for size in ON_GPUS if device.type == "cuda" else (SMALL,):
         try:
             wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
-        except Exception as error:  # drivers and compilers have their own exception types
+        except Exception as error:
+            # Drivers and compilers have their own exception types.
             return (
                 f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[
                     :300
@@ -174,7 +177,7 @@ def _wrong_tokens(
     scale_dtype: torch.dtype,
     size: _Size,
 ) -> int | None:
-    """A number of tokens whose products with an example are wrong."""
+    """Return a number of tokens whose products with an example are wrong."""
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)
     wide = weight.dequantize().double()
@@ -196,11 +199,12 @@ def _wrong_tokens(
 
 
 def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
-    """Whether each number is right, up to its slack and `steps` steps of its dtype; false if one
-    is not finite.
+    """Return whether each number is right, up to its slack and `steps` steps of its dtype; false if
+    one is not finite.
     """
     own = torch.finfo(found.dtype)
-    smallest = own.smallest_normal * own.eps  # a step of the smallest numbers
+    # A step of the smallest numbers.
+    smallest = own.smallest_normal * own.eps
     rounding = steps * own.eps * (right.abs() + slack) + smallest
     return found.shape == right.shape and bool(
         ((found.double() - right).abs() <= slack + rounding).all()
@@ -208,8 +212,8 @@ def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> b
 
 
 def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> QuantTensor:
-    """A weight with every code in it, all zero points, and scales of either sign and of many sizes;
-    in an odd number of groups, or in columns that fill no word of kernels.
+    """Return a weight with every code in it, all zero points, and scales of either sign and of many
+    sizes; in an odd number of groups, or in columns that fill no word of kernels.
     """
     rows = size.rows
     group = scheme.group_size

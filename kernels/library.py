@@ -33,17 +33,17 @@ native.
 
 
 def load_kernels(name: str | None = None) -> Operators:
-    """The kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none of that
-    name, and `UnsupportedError` if they do not run here or cannot be compiled.
+    """Return the kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none
+    of that name, and `UnsupportedError` if they do not run here or cannot be compiled.
     """
-    found = _load_once(_chosen(name))
-    if isinstance(found, UnsupportedError):
-        raise found
-    return found
+    once = _load_once(_chosen(name))
+    if isinstance(once, UnsupportedError):
+        raise once
+    return once
 
 
 def describe_kernels() -> str:
-    """Which kernels `load_kernels` chooses and where they come from, or why there are none.
+    """Return which kernels `load_kernels` chooses and where they come from, or why there are none.
 
     Compiles nothing.
     """
@@ -92,7 +92,9 @@ def compile_ahead() -> Thread:
 
 @functools.cache
 def _load_once(name: str) -> Operators | UnsupportedError:
-    """The kernels or the error: a compiler that fails is not called again for every layer."""
+    """Return the kernels or the error: a compiler that fails is not called again for every
+    layer.
+    """
     try:
         return _open(_shipped(name) or compiled(name), name)
     except UnsupportedError as error:
@@ -119,7 +121,7 @@ def _open(path: Path, name: str) -> Operators:
 
 @functools.cache
 def _shipped(name: str) -> Path | None:
-    """The library that this installation of quantkit has; None if it has none, or, with a
+    """Return the library that this installation of quantkit has; None if it has none, or, with a
     warning, a damaged one.
     """
     path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"

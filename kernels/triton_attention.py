@@ -144,11 +144,9 @@ def attend_span(
         if SLOTS:
             stored = tl.load(slots + sequence).to(tl.int64) * kv_heads + pair % kv_heads
         stored *= length
-        keys = keys + stored * SIZE
-        values = values + stored * SIZE
+        keys, values = keys + stored * SIZE, values + stored * SIZE
         if CODES:
-            key_scales = key_scales + stored
-            value_scales = value_scales + stored
+            key_scales, value_scales = key_scales + stored, value_scales + stored
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -426,9 +424,7 @@ def cached_attention(
     """
     batch, heads, tokens, size = queries.shape
     kv_heads, length = keys.shape[1:3]
-    pairs = batch * kv_heads
-    rows = heads // kv_heads * tokens
-    gpu = gpu_spec(queries.device)
+    pairs, rows, gpu = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
     tile = tile_for(rows, size, queries.dtype, gpu)
     spans = spans or spans_for(pairs, rows, length, tile, gpu)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
@@ -453,8 +449,7 @@ def cached_attention(
     }
     of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
     grid = spans, triton.cdiv(rows, tile.block_m), pairs
-    keys = keys.contiguous()
-    values = values.contiguous()
+    keys, values = keys.contiguous(), values.contiguous()
     given = (
         queries.contiguous(),
         keys,

@@ -43,13 +43,13 @@ blocks.
 _TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
-_FEW_TOKENS = 16  # up to which attention is bound by reading the cache
+# Up to which attention is bound by reading the cache.
+_FEW_TOKENS = 16
 # steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by
 # default
 _PARTS = 1.0
-_TRUNCATES = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # the interpreter truncates floats to bfloat16
+# The interpreter truncates floats to bfloat16.
+_TRUNCATES = os.environ.get("TRITON_INTERPRET") == "1"
 _MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
@@ -75,12 +75,12 @@ class TritonBackend(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         if device.type == "cuda" and torch.version.hip is None:
-            found = torch.cuda.get_device_capability(device)
-            if found < _MIN_CAPABILITY[dtype]:
+            device_capability = torch.cuda.get_device_capability(device)
+            if device_capability < _MIN_CAPABILITY[dtype]:
                 needed = ".".join(map(str, _MIN_CAPABILITY[dtype]))
                 return (
                     f"{dtype} needs compute capability {needed}, this GPU has"
-                    f" {'.'.join(map(str, found))}"
+                    f" {'.'.join(map(str, device_capability))}"
                 )
         return None
 
@@ -193,8 +193,8 @@ def _experts(
 
 
 def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
-    """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N,
-    K, I].
+    """Return the outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or
+    [N, K, I].
     """
     words = linear.prepared["words"]
     scale = linear.prepared["scale"]

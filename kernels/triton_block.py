@@ -51,7 +51,8 @@ FEATURES = frozenset(
 """What they serve, see `BlockKernel`; of norms of queries and keys those of each head."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_HEADS = 16  # what head sizes are multiples of, up to the most
+# What head sizes are multiples of, up to the most.
+_HEADS = 16
 _MAX_HEAD = 256
 
 _Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, int]
@@ -89,7 +90,7 @@ class _Block:
         self._arrived = attention_counters(MAX_TOKENS, *heads, norm.weight.device)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that the kernels read or count in."""
+        """Yield all that the kernels read or count in."""
         for value in vars(self).values():
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, Tensor):
@@ -151,8 +152,8 @@ class _Block:
             own.activation_alpha,
         )
         after = self._next_norm.weight, own.residual_multiplier
-        found: tuple[Tensor, Tensor, Tensor] = added_product(inner, states, *self._down, *after)
-        return found
+        result: tuple[Tensor, Tensor, Tensor] = added_product(inner, states, *self._down, *after)
+        return result
 
 
 def prepare_blocks(
@@ -172,9 +173,8 @@ def prepare_blocks(
             blocks.append(_Block(*layer, *pair))
     if norms[0].weight.is_cuda:
         for tensor in {id(one): one for block in blocks for one in block.tensors()}.values():
-            torch._dynamo.mark_static_address(
-                tensor, guard=False
-            )  # else each recorded step would copy it
+            # Else each recorded step would copy it.
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
     def run(x: Tensor, step: BlockStep) -> Tensor:
         states = x.flatten(0, 1).contiguous()
@@ -187,7 +187,7 @@ def prepare_blocks(
 
 
 def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
-    """Whether the kernels support a block."""
+    """Return whether the kernels support a block."""
     size = settings.head_dim
     return (
         weights.experts is None

@@ -73,10 +73,7 @@ def grouped_gemv(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     x += (tl.where(there, place, 0) // per_row * k)[:, None, None]
-    if GROUP == 0:
-        groups = 1
-    else:
-        groups = units * (128 // GROUP)
+    groups = 1 if GROUP == 0 else units * (128 // GROUP)
     words += expert * (n * units * (32 if GROUP == 0 else 16))
     scale += expert * (n * groups)
     zero += expert * (n * groups)
@@ -131,10 +128,7 @@ def grouped_gemm(
         return
     first_row = tl.program_id(1) * BLOCK_N
     x += (tl.where(there, place, 0) // per_row * (units * 128))[None, :]
-    if GROUP == 0:
-        groups = 1
-    else:
-        groups = units * (128 // GROUP)
+    groups = 1 if GROUP == 0 else units * (128 // GROUP)
     words += expert * (n * units * (32 if GROUP == 0 else 16))
     scale += expert * (n * groups)
     zero += expert * (n * groups)
@@ -212,8 +206,7 @@ def grouped_linear(
         chosen: the experts, int64 [N, K].
     """
     count, n, width = words.shape
-    k = x.shape[-1]
-    total = chosen.numel()
+    k, total = x.shape[-1], chosen.numel()
     per_row = chosen.shape[1] if x.dim() == 2 else 1
     out = x.new_empty(*chosen.shape, n)
     if total == 0:
@@ -221,8 +214,7 @@ def grouped_linear(
     bits = 8 if group is None else 4
     config = config_for(bits, total, count, n, k, x.dtype == torch.float32, gpu_spec(x.device))
     places, experts = blocks_of(chosen, count, config.block_m)
-    units = width // (4 * bits)
-    blocks = triton.cdiv(n, config.block_n)
+    units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
     weight = words, scale, scale if zero is None else zero, scale if bias is None else bias
     constants = {
         "GROUP": group or 0,

@@ -47,19 +47,13 @@ def dot_order(x: Tensor, bits: int) -> Tensor:
 
 def base_of(dtype: torch.dtype) -> int:
     """The bits of the float under a code, once in a word or twice."""
-    if dtype == torch.float32:
-        return MAGIC
-    return base_bits(dtype)
+    return MAGIC if dtype == torch.float32 else base_bits(dtype)
 
 
 @triton.constexpr_function
 def under(dtype):
     """The number under a code."""
-    if dtype == tl.float32:
-        return 2.0**23
-    if dtype == tl.bfloat16:
-        return 128.0
-    return 1024.0
+    return 2.0**23 if dtype == tl.float32 else 128.0 if dtype == tl.bfloat16 else 1024.0
 
 
 @triton.jit
@@ -70,11 +64,9 @@ def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr
     ADD: `base` has bits where codes have some.
     """
     if DTYPE.is_fp32():
-        low = codes & MASK
-        high = (codes >> 16) & MASK
+        low, high = codes & MASK, (codes >> 16) & MASK
         low, high = (low + base, high + base) if ADD else (low | base, high | base)
-        low = low.to(tl.float32, bitcast=True)
-        high = high.to(tl.float32, bitcast=True)
+        low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     else:  # a return above would not keep Triton from compiling this
         codes = codes & (MASK * 0x10001)
         low, high = halves(codes + base if ADD else codes | base, DTYPE)
@@ -129,10 +121,7 @@ def int4_pair(
 ):
     """One of four tiles [ROWS, 32] of weights of 4 bits."""
     at = group + NUMBER * PARTS // 4
-    if DTYPE.is_fp32():
-        lanes: tl.constexpr = 1
-    else:
-        lanes = 0x10001
+    lanes: tl.constexpr = 1 if DTYPE.is_fp32() else 0x10001
     step = tl.load(scale + at)
     if SYMMETRIC:
         low, high = pair(words >> 4 * NUMBER, base, False, 15, DTYPE)
@@ -212,10 +201,7 @@ def gemm_tile(
     bits are exact in it.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    if GROUP == 0:
-        PARTS: tl.constexpr = 0
-    else:
-        PARTS = 128 // GROUP
+    PARTS: tl.constexpr = 0 if GROUP == 0 else 128 // GROUP
     WIDTH: tl.constexpr = 32 if GROUP == 0 else 16
     row = tile_rows(first_row, BLOCK_N)
     safe = tl.where(row < n, row, 0)[:, None]
@@ -225,15 +211,9 @@ def gemm_tile(
     for start in tl.range(first, last, UNITS):
         for ahead in tl.static_range(UNITS):
             unit = start + ahead
-            if UNITS == 1:
-                here = unit
-            else:
-                here = tl.minimum(unit, units - 1)
+            here = unit if UNITS == 1 else tl.minimum(unit, units - 1)
             left = tl.load(word + here * WIDTH)
-            if GROUP == 0:
-                right = tl.load(word + here * WIDTH + 16)
-            else:
-                right = left
+            right = tl.load(word + here * WIDTH + 16) if GROUP == 0 else left
             group = safe * (units * PARTS) + here * PARTS
             if DTYPE.is_fp32():  # no tensor cores: as much at a time as the registers hold
                 for number in tl.static_range(4):

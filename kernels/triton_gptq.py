@@ -13,11 +13,9 @@ from torch import Tensor
 
 from quantkit.kernels.triton_words import INTERPRETED
 
-# of one program, which is a warp: a few hundred of them fill a GPU
-if INTERPRETED:
-    _ROWS = 512
-else:
-    _ROWS = 32
+_ROWS = (
+    512 if INTERPRETED else 32
+)  # of one program, which is a warp: a few hundred of them fill a GPU
 _WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
 
 

@@ -80,10 +80,7 @@ def gemv_tile(
     BLOCK_N rows, in float32.
     """
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
-    if GROUP == 0:
-        PARTS: tl.constexpr = 1
-    else:
-        PARTS = 128 // GROUP
+    PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
     PLANES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = 4 * BITS
     first, last = unit_range(units, UNITS, 1)
@@ -181,10 +178,7 @@ def floats(
 ):
     """The weight [n, k] in the dtype of `out`."""
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
-    if GROUP == 0:
-        PARTS: tl.constexpr = 1
-    else:
-        PARTS = 128 // GROUP
+    PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
     PLANES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = 4 * BITS
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -195,8 +189,7 @@ def floats(
     tile = tl.load(words + safe * (units * RUN) + word, mask=word < units * RUN, other=0)
     for part in tl.static_range(PARTS):
         step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
-        step = spread(step, BLOCK_N, UNITS, BITS)
-        centre = spread(centre, BLOCK_N, UNITS, BITS)
+        step, centre = spread(step, BLOCK_N, UNITS, BITS), spread(centre, BLOCK_N, UNITS, BITS)
         for plane in tl.static_range(part * PLANES // PARTS, (part + 1) * PLANES // PARTS):
             weight = centred(tile, centre, magic, plane, BITS) * (
                 step * 0.5 ** bit_position(plane, BITS)
@@ -229,10 +222,7 @@ def linear(
         group: columns that share a scale, with 4 bits.
         arrived: for `skinny_product`.
     """
-    if group is None:
-        scheme = "int8"
-    else:
-        scheme = f"int4-g{group}"
+    scheme = "int8" if group is None else f"int4-g{group}"
     config = tile_config_for(scheme, len(x), len(scale), x.shape[1], x.dtype, gpu_spec(x.device))
     return linear_product(x, words, scale, zero, bias, group, config, arrived)
 
@@ -260,8 +250,7 @@ def linear_product(
     if (
         config.path == "matmul"
     ):  # by torch, with parts of a large weight as floats, one after the other
-        products = []
-        size = max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
+        products, size = [], max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
         for start in range(0, n, size):
             part = slice(start, min(start + size, n))
             weights = x.new_empty(part.stop - start, k)
@@ -281,9 +270,7 @@ def linear_product(
                 num_stages=config.stages,
             )
             products.append(F.linear(x, weights, None if bias is None else bias[part]))
-        if len(products) == 1:
-            return products[0]
-        return torch.cat(products, 1)
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
     out = tw.product_buffer(x, n, config)
     fused = bias is not None and config.split == 1
     wrap_triton(gemv)[(triton.cdiv(n, config.block_n), config.split)](

@@ -261,8 +261,10 @@ def gate_product(
         token = tl.arange(0, TOKENS)
         inner = start + tl.arange(0, HALF)
         there = (token < m)[:, None] & (inner < n)[None, :]
-        column = tl.broadcast_to(inner[None, :], (TOKENS, HALF))
-        line = tl.broadcast_to(token[:, None], (TOKENS, HALF))
+        column, line = (
+            tl.broadcast_to(inner[None, :], (TOKENS, HALF)),
+            tl.broadcast_to(token[:, None], (TOKENS, HALF)),
+        )
         factor = inverse_rms(squares, token, token < m, blocks, k, EPS, TOKENS)[:, None] * growth
         gate = sum_parts(parts, m, 2 * n, line, column, there, SPLIT) * factor
         up = sum_parts(parts, m, 2 * n, line, column + n, there, SPLIT) * factor
@@ -317,8 +319,7 @@ def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their
     squares, float32 [M, 1].
     """
-    weighted = torch.empty_like(x)
-    squares = x.new_empty(len(x), 1, dtype=torch.float32)
+    weighted, squares = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     wrap_triton(weigh_states)[(len(x),)](
         x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4

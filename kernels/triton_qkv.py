@@ -46,7 +46,7 @@ def codes_of(values, step):
 
 @triton.jit
 def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.constexpr):
-    """As `store_halves`, to a cache: floats, or codes and their scales as `cached_rows` has
+    """As `store_halves`, to a cache: floats, or codes and their scales as `to_cached_rows` has
     them.
     """
     if stored.dtype.element_ty == tl.int8:
@@ -55,8 +55,7 @@ def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.cons
         broken = tl.sum(first * 0.0 + second * 0.0, 1)  # no number if one is none
         tl.store(scales + at, scale + broken, mask=there)
         step = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], first.shape)
-        first = codes_of(first, step)
-        second = codes_of(second, step)
+        first, second = codes_of(first, step), codes_of(second, step)
     store_halves(stored, at, first, second, inside, SIZE)
 
 
@@ -157,20 +156,17 @@ def project_heads(
                     tl.float32
                 )
             if CLIP > 0:
-                first = limited(first, CLIP)
-                second = limited(second, CLIP)
+                first, second = limited(first, CLIP), limited(second, CLIP)
             if NORMS:
                 own = norms + tl.where(head < heads, 0, SIZE) + column
                 inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / SIZE + EPS)
                 inverse = tl.where(turned, inverse, 1.0)[:, None]
                 first *= inverse * tl.load(own, mask=turns, other=1)
                 second *= inverse * tl.load(own + SIZE // 2, mask=turns, other=1)
-            sequence = token // tokens
-            place = token % tokens
+            sequence, place = token // tokens, token % tokens
             if ROTARY:
                 angle = (sequence * stride + place)[:, None] * SIZE + column
-                low = first
-                high = second
+                low, high = first, second
                 first = low * tl.load(cosine + angle, mask=turns, other=1)
                 first -= high * tl.load(sine + angle, mask=turns, other=0)
                 second = high * tl.load(cosine + angle + SIZE // 2, mask=turns, other=1)
@@ -180,8 +176,7 @@ def project_heads(
                     scaled = tl.load(query_scale + sequence * stride + place, mask=there, other=1)[
                         :, None
                     ]
-                    first = first * scaled
-                    second = second * scaled
+                    first, second = first * scaled, second * scaled
                 store_halves(
                     queries, (sequence * heads + head) * tokens + place, first, second, inside, SIZE
                 )

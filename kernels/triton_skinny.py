@@ -82,8 +82,7 @@ def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: 
         column[None, :], (1, 4)
     )  # as many as words in a load: the layouts agree, nothing moves
     if WHOLE:
-        low = tl.load(x + column)
-        high = tl.load(x + column + APART)
+        low, high = tl.load(x + column), tl.load(x + column + APART)
     else:
         low = tl.load(x + column, mask=column < k, other=0)
         high = tl.load(x + column + APART, mask=column + APART < k, other=0)
@@ -95,9 +94,7 @@ def present(unit, units, WHOLE: tl.constexpr):
     """A unit, or the last one in place of what lies beyond it, whose activations are loaded as
     zeros.
     """
-    if WHOLE:
-        return unit
-    return tl.minimum(unit, units - 1)
+    return unit if WHOLE else tl.minimum(unit, units - 1)
 
 
 @triton.jit
@@ -163,10 +160,7 @@ def int4_skinny_tile(
     """
     PARTS: tl.constexpr = 128 // GROUP
     DTYPE: tl.constexpr = x.dtype.element_ty
-    if x.dtype.element_ty == tl.bfloat16:
-        OFFSET: tl.constexpr = 128.0
-    else:
-        OFFSET = 1024.0
+    OFFSET: tl.constexpr = 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0
     run = tl.arange(0, 16)
     ones = tl.full((BLOCK_N, 32), 1.0, DTYPE)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -186,10 +180,7 @@ def int4_skinny_tile(
                     total = dot_add(ones, tokens, total)
                 group = safe * (units * PARTS) + here * PARTS + part
                 step = tl.load(scale + group).to(tl.float32)
-                if SYMMETRIC:
-                    centre = 8.0
-                else:
-                    centre = tl.load(zero + group).to(tl.float32)
+                centre = 8.0 if SYMMETRIC else tl.load(zero + group).to(tl.float32)
                 product += step * (biased - (OFFSET + centre) * total)
     return product
 
@@ -354,10 +345,7 @@ def skinny_product(
     units = words.shape[1] // (32 if group is None else 16)
     joined = config.split > 1
     out = x.new_empty(m, n)
-    if joined:
-        parts = x.new_empty(config.split, m, n, dtype=torch.float32)
-    else:
-        parts = out
+    parts = x.new_empty(config.split, m, n, dtype=torch.float32) if joined else out
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
         x.contiguous(),

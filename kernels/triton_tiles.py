@@ -79,11 +79,9 @@ class TileConfig:
 
     def constants(self) -> dict[str, int]:
         """What the kernels of the first three paths are compiled for."""
-        # Triton looks ahead for tensor cores only
-        if self.path == "gemv":
-            ahead = {"STAGES": self.stages}
-        else:
-            ahead = {}
+        ahead = (
+            {"STAGES": self.stages} if self.path == "gemv" else {}
+        )  # Triton looks ahead for tensor cores only
         return ahead | {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -144,10 +142,9 @@ def _tile_config(
     ):
         return TileConfig(**shapes[near][str(bucket)])
     config = default_config(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, gpu)
-    # its time goes by programs
-    if gpu is INTERPRETER:
-        return replace(config, block_n=512)
-    return config
+    return (
+        replace(config, block_n=512) if gpu is INTERPRETER else config
+    )  # its time goes by programs
 
 
 @functools.cache
@@ -179,10 +176,7 @@ def save_configs(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-    else:
-        found = {}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
@@ -214,11 +208,10 @@ def skinny_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec)
     """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes
     fewer in 32 rows.
     """
-    block_m = 8 if tokens <= 8 else 16
-    if rows > SKINNY_ROWS:
-        block_n = 2 * SKINNY_ROWS
-    else:
-        block_n = SKINNY_ROWS
+    block_m, block_n = (
+        8 if tokens <= 8 else 16,
+        2 * SKINNY_ROWS if rows > SKINNY_ROWS else SKINNY_ROWS,
+    )
     config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[bits])
     return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[bits])
 
@@ -238,15 +231,11 @@ def gemm_config(
     bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, wide: bool = False
 ) -> TileConfig:
     """The default config of ``gemm``; for `wide` see `default_config`."""
-    block_m = min(max(tokens, 16), 128)
-    block_n = 128 if tokens >= 128 else 64
+    block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
     room = gpu.shared_memory - (16 << 10)
     while 2 * staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
         block_m //= 2
-    if wide:
-        stages = 2
-    else:
-        stages = max(2, min(4, room // staged_bytes(bits, block_m, block_n)))
+    stages = 2 if wide else max(2, min(4, room // staged_bytes(bits, block_m, block_n)))
     config = TileConfig("gemm", block_m, block_n, 1, warps=gemm_warps(block_n), stages=stages)
     return _split(config, bits, tokens, rows, columns, gpu)
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def tune(
     prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]
 ) -> dict[int, TileConfig]:
-    """The fastest tile configs for a weight that the backend prepared, by number of tokens;
+    """Return the fastest tile configs for a weight that the backend prepared, by number of tokens;
     `scheme` is ``int8``, ``int4-g128`` and so on.
     """
     if scheme == "int8":
@@ -56,7 +56,7 @@ def multiply(
 def fastest(
     prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int
 ) -> TileConfig:
-    """The fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
+    """Return the fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
     A candidate that does not fit the GPU is left out, and so is one whose product is not that of
     the default config.
@@ -75,7 +75,8 @@ def fastest(
     best = default
     shortest = float("inf")
     configs = list(dict.fromkeys((default, *candidates(bits, tokens, rows, columns))))
-    with ThreadPoolExecutor() as pool:  # to compile; `multiply` below raises again
+    # To compile; `multiply` below raises again.
+    with ThreadPoolExecutor() as pool:
         wait([pool.submit(multiply, x, prepared, group, config) for config in configs])
     for config in configs:
         try:
@@ -85,7 +86,8 @@ def fastest(
             if not error < 2**-6:
                 raise RuntimeError(f"a product is off by {error.item():.0e}")
             seconds = seconds_each([partial(multiply, x, copy, group, config) for copy in copies])
-        except Exception as error:  # what a compiler or a driver says to a tile that does not fit
+        except Exception as error:
+            # What a compiler or a driver says to a tile that does not fit.
             _log.debug("%s: %s", config, error)
             continue
         if seconds < shortest:
@@ -168,7 +170,8 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls[0]()  # compiles, and lets libraries allocate what they need
+        # Compiles, and lets libraries allocate what they need.
+        calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = _captured(calls, 1)
     rounds = math.ceil(_MIN_SECONDS / max(min(_replays(graph, 3)), 1e-7))
@@ -190,7 +193,8 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     times = []
     for _ in range(count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        graph.replay()  # the GPU is busy with it while the next one is launched
+        # The GPU is busy with it while the next one is launched.
+        graph.replay()
         start.record()
         graph.replay()
         end.record()
@@ -200,7 +204,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def copies_beyond_cache(size: int, device: torch.device) -> int:
-    """How many operands of `size` bytes are twice the GPU's L2 cache; at least 4."""
+    """Return how many operands of `size` bytes are twice the GPU's L2 cache; at least 4."""
     if device.type == "cpu":
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20

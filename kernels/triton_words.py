@@ -56,10 +56,7 @@ def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = (
             with torch.cuda.device_of(x):
                 return function(x, *arguments, **options)
 
-        if INTERPRETED:
-            make: Any = custom_op
-        else:
-            make = triton_op
+        make: Any = custom_op if INTERPRETED else triton_op
         found = make(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
         found.register_fake(result)
         return found
@@ -115,18 +112,14 @@ def sum_splits(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 @triton.constexpr_function
 def word_bit(plane, bits):
     """Where a plane's codes begin in a word."""
-    if bits == 4:
-        return plane // 2 * 4 + plane % 2 * 16
-    return plane * 8
+    return plane // 2 * 4 + plane % 2 * 16 if bits == 4 else plane * 8
 
 
 @triton.constexpr_function
 def bit_position(plane, bits):
     """The bit at which `biased_codes` takes a plane's codes, in the word or in the shifted word."""
     at = word_bit(plane, bits)
-    if at + bits <= 23:
-        return at
-    return at - (12 if bits == 4 else 16)
+    return at if at + bits <= 23 else at - (12 if bits == 4 else 16)
 
 
 @triton.jit
@@ -179,6 +172,5 @@ def unit_range(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
 def dot_add(weight, x, sums):
     """``sums + weight @ x`` on tensor cores."""
     if WIDEN:
-        weight = weight.to(tl.float32)
-        x = x.to(tl.float32)
+        weight, x = weight.to(tl.float32), x.to(tl.float32)
     return tl.dot(weight, x, sums, input_precision="ieee")

@@ -35,5 +35,5 @@ VARIANTS = {
 
 
 def runs_here(name: str) -> bool:
-    """Whether this machine has the instruction set."""
+    """Return whether this machine has the instruction set."""
     return VARIANTS[name].features <= cpu_features()

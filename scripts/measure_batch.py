@@ -72,14 +72,14 @@ def serve(folder: str, mode: str) -> None:
     from quantkit.model.decoder import Decoder
     from quantkit.model.load import load_model
     from quantkit.runtime.engine import Engine
-    from quantkit.runtime.request import checked_request
+    from quantkit.runtime.request import create_request
     from quantkit.runtime.scheduler import Scheduler
 
     def together(model: Decoder, prompts: list[list[int]], new: int) -> float:
         length = max(len(prompt) for prompt in prompts) + new
         scheduler = Scheduler(Engine(model, length, slots=len(prompts)))
         running = [
-            scheduler.add(checked_request(model.config, prompt, new, {}))[0] for prompt in prompts
+            scheduler.add(create_request(model.config, prompt, new, {}))[0] for prompt in prompts
         ]
         while not all(one.tokens for one in running):
             scheduler.step()

@@ -87,7 +87,9 @@ def stored_bytes(checkpoint: Checkpoint) -> int:
         floats = [StoredTensor(name, spec.dtype, spec.shape)]
         total += sum(
             one.nbytes
-            for one in (PackQuantized(spec.scheme).stored(spec) if spec.scheme else floats)
+            for one in (
+                PackQuantized(spec.scheme).list_stored_tensors(spec) if spec.scheme else floats
+            )
         )
     return total
 

@@ -22,7 +22,7 @@ import torch
 
 from quantkit.grammar.grammars import Grammars
 from quantkit.grammar.lark import json_grammar
-from quantkit.grammar.schema import checked_schema
+from quantkit.grammar.schema import check_schema
 from quantkit.text.token_bytes import TokenBytes
 
 LETTERS = "eeeeetttaaaooiinnnsshhrrddllcumwfgypbvkjxqz"
@@ -119,7 +119,7 @@ def measured(
     found: Grammars, tokens: list[bytes], schema: dict[str, Any], answers: int
 ) -> tuple[float, list[float]]:
     """The seconds that a schema takes to compile, and each token of answers."""
-    grammar = json_grammar(checked_schema(schema))
+    grammar = json_grammar(check_schema(schema))
     begun = time.perf_counter()
     factory = found.constraint(grammar)
     compiled, times = time.perf_counter() - begun, list[float]()
@@ -129,7 +129,7 @@ def measured(
         constraint = factory()
         for _ in range(MAX_TOKENS):
             begun = time.perf_counter()
-            allowed = constraint.allowed()
+            allowed = constraint.compute_token_mask()
             spent = time.perf_counter() - begun
             weights = allowed.float()
             weights[closing] *= 0.15 * float(allowed.sum())

@@ -82,7 +82,9 @@ def compare(
         with_it / without for without, with_it in zip(speeds[plain], speeds[other], strict=True)
     ]
     accepted = (
-        f"{other.accepted} of {other.proposed} accepted" if other.proposed else "nothing proposed"
+        f"{other.num_accepted_tokens} of {other.num_proposed_tokens} accepted"
+        if other.num_proposed_tokens
+        else "nothing proposed"
     )
     print(
         f"| {name} | {len(ids)} | {statistics.median(speeds[plain]):.1f} |"
@@ -107,7 +109,7 @@ def replay(options: argparse.Namespace) -> None:
     text, _ = timed(plain, ids, options.new)
     for right in options.right:
         drafted: Any = Replay(text, right, vocabulary)
-        other.draft, other.proposed, other.accepted = drafted, 0, 0
+        other.draft, other.num_proposed_tokens, other.num_accepted_tokens = drafted, 0, 0
         compare(f"replayed, {right:.0%} right", plain, other, ids, options.new, options.rounds)
 
 

@@ -62,7 +62,7 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
     import torch
 
     from quantkit.formats.detect import open_checkpoint
-    from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors, stored_offset
+    from quantkit.formats.gguf.names import get_norm_offset, gguf_architecture, gguf_tensors
     from quantkit.tensors.qtensor import QuantTensor
 
     checkpoint = open_checkpoint(file)
@@ -77,7 +77,7 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
         for place in tensor.places:
             value = checkpoint.load(place.name)
             expected = meant if place.expert is None else meant[place.expert]
-            expected = expected[place.first : place.first + place.shape[0]] - stored_offset(
+            expected = expected[place.first : place.first + place.shape[0]] - get_norm_offset(
                 config, tensor
             )
             if gguf_architecture(config).interleaved_rotary and tensor.name.endswith(

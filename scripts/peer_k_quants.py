@@ -88,13 +88,13 @@ def main() -> None:
     from quantkit.calibration.data import load_calibration
     from quantkit.calibration.importance import squared_inputs
     from quantkit.formats.detect import open_checkpoint
-    from quantkit.formats.folder import checked_tokenizer
+    from quantkit.formats.folder import load_checked_tokenizer
     from quantkit.formats.gguf.names import gguf_tensors
     from quantkit.quality.measures import text_windows
     from quantkit.text.tokenizer import prompt_start
 
     source = open_checkpoint(options.model)
-    tokenizer, _ = checked_tokenizer(source)
+    tokenizer, _ = load_checked_tokenizer(source)
     assert tokenizer is not None
     folder = Path(tempfile.mkdtemp())
     floats = folder / "floats.gguf"

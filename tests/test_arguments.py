@@ -283,7 +283,7 @@ def test_none_listens_to_no_progress(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "hf", progress=None)
     quantkit.quantize(demo_model, tmp_path / "int8", "int8", progress=None)
     assert quantkit.verify(tmp_path / "int8", progress=None).ok
-    assert quantkit.verify(tmp_path / "hf", demo_model, progress=None).same
+    assert quantkit.verify(tmp_path / "hf", demo_model, progress=None).is_same
     assert quantkit.evaluate(tmp_path / "hf", texts=text, window=64, progress=None).rows
 
 

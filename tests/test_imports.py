@@ -72,7 +72,7 @@ NO_TORCH = {
     "quantkit.architectures",
     "quantkit.tensors.scheme",
     "quantkit.tensors.recipe",
-    "quantkit.text.contained",
+    "quantkit.text.convert_library_errors",
     "quantkit.text.tokenizer",
     "quantkit.formats.manifest",
     "quantkit.tensors.spec",

@@ -40,7 +40,7 @@ class Axis:
     log: bool
 
     def pixel(self, value: float) -> float:
-        """The position of a value; values outside the axis are moved to its ends."""
+        """Return the position of a value; values outside the axis are moved to its ends."""
         scaled = math.log if self.log else float
         low = scaled(self.low)
         high = scaled(self.high)
@@ -49,7 +49,7 @@ class Axis:
         )
 
     def ticks(self) -> list[float]:
-        """A few round values."""
+        """Return a few round values."""
         if not self.log:
             step = round_up((self.high - self.low) / _MAX_TICKS, (1, 2, 2.5, 5, 10))
             first = math.ceil(self.low / step - 1e-9)
@@ -89,7 +89,7 @@ class Drawing:
 
     @property
     def wide(self) -> bool:
-        """Whether it is the drawing for wide windows."""
+        """Return whether it is the drawing for wide windows."""
         return self.width > 400
 
     def line(
@@ -155,7 +155,7 @@ def left_margin(y: Axis) -> float:
 
 
 def tick_label(value: float) -> str:
-    """A round value with all its digits."""
+    """Return a round value with all its digits."""
     if value and not 1e-3 <= abs(value) < _LARGE:
         digits, _, power = f"{value:.{_DIGITS - 1}e}".partition("e")
         digits = digits.rstrip("0").rstrip(".")
@@ -169,8 +169,8 @@ def tick_label(value: float) -> str:
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
-    """The ends of an axis for values, and whether it is logarithmic; a logarithmic axis shows 0
-    at its low end.
+    """Return the ends of an axis for values, and whether it is logarithmic; a logarithmic axis
+    shows 0 at its low end.
     """
     positive = [value for value in values if value > 0]
     if min(values) >= 0 and positive and max(positive) > LOG_RATIO * min(positive):
@@ -182,7 +182,9 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
 
 
 def fit(name: str, letters: int) -> str:
-    """A name no wider than a number of average letters; of a longer name both ends remain."""
+    """Return a name no wider than a number of average letters; of a longer name both ends
+    remain.
+    """
     if text_width(name) <= letters * _LETTER:
         return name
     for kept in range(len(name) - 1, 1, -1):
@@ -193,12 +195,12 @@ def fit(name: str, letters: int) -> str:
 
 
 def text_width(content: str) -> float:
-    """The approximate width of a text in pixels."""
+    """Return the approximate width of a text in pixels."""
     return _LETTER * sum(map(_relative_width, content))
 
 
 def _relative_width(character: str) -> float:
-    """The width of a character in average letters: an estimate, since fonts differ."""
+    """Return the width of a character in average letters: an estimate, since fonts differ."""
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0.0
     if unicodedata.east_asian_width(character) in "WF" or character in "MW@%":
@@ -234,7 +236,7 @@ pixels.
 
 
 def model_color(index: int) -> str:
-    """The color of a model by its row."""
+    """Return the color of a model by its row."""
     return f"var(--m{index % 6})"
 
 
@@ -337,8 +339,8 @@ def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
     rows = list(enumerate(evaluation.rows))
     for index, row in rows:
         requested += [
-            Line(index, row.name, cache != FLOAT, own)
-            for cache, own in row.texts[text].positions.items()
+            Line(index, row.name, cache != FLOAT, position)
+            for cache, position in row.texts[text].positions.items()
         ]
     if requested or text not in evaluation.details:
         return requested
@@ -351,7 +353,7 @@ def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
 
 
 def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
-    """The lines; None if there is nothing to draw."""
+    """Return the lines; None if there is nothing to draw."""
     finite = []
     for line in lines:
         for bucket in line.buckets:
@@ -382,7 +384,7 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
     def name(line: Line) -> str:
         """With the value of a line of zeros, which a logarithmic axis cannot show."""
         return fit(line.name, 20 if drawing.wide else 11) + (
-            "" if any(one.kl for one in line.buckets) else ": 0"
+            "" if any(bucket.kl for bucket in line.buckets) else ": 0"
         )
 
     last = max(bucket.stop for line in lines for bucket in line.buckets)
@@ -398,12 +400,15 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
     named: set[int] = set()
     for line in sorted(lines, key=lambda one: (one.dashed, -one.buckets[-1].kl)):
         color = model_color(line.model)
-        buckets = [one for one in line.buckets if math.isfinite(one.kl)]
+        buckets = [bucket for bucket in line.buckets if math.isfinite(bucket.kl)]
         if not buckets:
             continue
         points = [
-            (x.pixel(math.sqrt(max(one.start, one.stop / 2) * one.stop)), y.pixel(one.kl))
-            for one in buckets
+            (
+                x.pixel(math.sqrt(max(bucket.start, bucket.stop / 2) * bucket.stop)),
+                y.pixel(bucket.kl),
+            )
+            for bucket in buckets
         ]
         for one, (at, _) in zip(buckets, points, strict=True):
             error = one.kl_error or 0
@@ -427,6 +432,6 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
 
 
 def _model_mark(model: int, x: float, y: float, title: str | None = None) -> Shape:
-    """A mark that distinguishes a model's line without colors too."""
+    """Return a mark that distinguishes a model's line without colors too."""
     attributes = {"d": _MODEL_MARKS[model % 6], "transform": f"translate({x:.1f} {y:.1f})"}
     return Shape("path", {**attributes, "style": f"fill:{model_color(model)}"}, title=title)

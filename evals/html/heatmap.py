@@ -16,7 +16,8 @@ from quantkit.quality.figures import significant
 
 STEPS = 8
 _LOG_RATIO = 20  # of the largest to the smallest value: beyond it steps are logarithmic
-_MIN_RATIO = 2  # closer values have colors from the middle of the scale
+# Closer values have colors from the middle of the scale.
+_MIN_RATIO = 2
 _DECADE = (1, 2, 5)
 
 
@@ -29,7 +30,7 @@ class ColorScale:
     limits: tuple[float, ...]
 
     def color(self, value: float) -> int:
-        """The color of a value."""
+        """Return the color of a value."""
         return sum(value >= limit for limit in self.limits)
 
 
@@ -61,7 +62,7 @@ def error_scale(values: Iterable[float]) -> ColorScale:
 
 
 def round_up(value: float, steps: Sequence[float]) -> float:
-    """The next larger step in the value's decade; the last step is 10."""
+    """Return the next larger step in the value's decade; the last step is 10."""
     power = 10.0 ** math.floor(math.log10(value))
     return power * next(step for step in steps if step * power >= value * (1 - 1e-9))
 
@@ -99,12 +100,12 @@ class HeatMap:
 
     @property
     def digits(self) -> bool:
-        """Whether there is room for the values."""
+        """Return whether there is room for the values."""
         return self.layers <= _MAX_LAYERS_WITH_DIGITS
 
 
 def comparable(evaluation: Evaluation) -> bool:
-    """Whether errors of all models can be compared.
+    """Return whether errors of all models can be compared.
 
     GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights
     do not compare with those of rounding.
@@ -114,7 +115,7 @@ def comparable(evaluation: Evaluation) -> bool:
 
 
 def heat_maps(evaluation: Evaluation) -> list[HeatMap]:
-    """A map for each model whose manifest has errors."""
+    """Return a map for each model whose manifest has errors."""
     rows = [row for row in evaluation.rows if row.layer_errors]
     scale = error_scale(error for row in rows for error in row.layer_errors.values())
     return [_heat_map(row, scale) for row in rows]
@@ -173,16 +174,15 @@ def _place(name: str) -> tuple[str, int | None, int | None]:
 
 
 def _kind(role: str) -> str:
-    """A short name for the linears of a role: ``q``, ``down``, ``expert up``."""
+    """Return a short name for the linears of a role: ``q``, ``down``, ``expert up``."""
     group, _, part = role.partition(".")
     return (
         f"{_GROUPS.get(group, group)} {'o' if part == 'output' else part.replace('_', ' ')}".strip()
     )
 
 
-_NUMBER = re.compile(
-    r"\\\{(layer|expert)\\\}"
-)  # a place for a number in a name, as `re.escape` spells it
+# A place for a number in a name, as `re.escape` spells it.
+_NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 _PATTERNS = {
     role: re.compile(_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(name)))
     for role, name in CANONICAL.items()

@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page(evaluation: Evaluation) -> str:
-    """The page as one file that loads nothing."""
+    """Return the page as one file that loads nothing."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -62,9 +62,8 @@ def page(evaluation: Evaluation) -> str:
         style=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         data=Markup(script_data(evaluation)) if evaluation.details else None,
     )
-    return whole.encode(errors="surrogateescape").decode(
-        errors="replace"
-    )  # a folder's name need not be Unicode
+    # A folder's name need not be Unicode.
+    return whole.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
@@ -87,8 +86,8 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
 
 
 def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
-    """The title, the sentence below it where there is a reference, and a sentence for each of
-    the other models.
+    """Return the title, the sentence below it where there is a reference, and a sentence for each
+    of the other models.
     """
     main = main_model(evaluation)
     compared = _compared(evaluation)
@@ -101,7 +100,9 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
         rank = ""
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
-        agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
+        agreement = _range(
+            [divergence.times(100) for divergence in _divergences(evaluation, main)[1]]
+        )
         lead += (
             f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
         )
@@ -109,8 +110,8 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
 
 
 def main_model(evaluation: Evaluation) -> Row:
-    """The model that diverges least from the reference; if several do, or there is no reference,
-    the smallest.
+    """Return the model that diverges least from the reference; if several do, or there is no
+    reference, the smallest.
     """
 
     def mean_kl(row: Row) -> float:
@@ -168,12 +169,13 @@ def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list
 
 
 def _range(estimates: list[Estimate]) -> str:
-    """One figure, or the smallest and the largest, with the digits that tables have, without
+    """Return one figure, or the smallest and the largest, with the digits that tables have, without
     errors and line breaks.
     """
     ordered = sorted(estimates, key=lambda one: one.value)
     values = []
-    for one in (ordered[0], ordered[-1]):  # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05
+    # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05.
+    for one in (ordered[0], ordered[-1]):
         value, sign, error = str(one).partition(" ± ")
         values.append(value.lstrip("(") + error.partition(")")[2] if sign else value)
     return " to ".join(dict.fromkeys(values)).replace("e-", "e\u2011")

@@ -17,11 +17,12 @@ from quantkit.evals.table import Table
 from quantkit.quality.figures import significant
 
 _NUM_WORST = 10
-_CONTEXT = 6  # tokens shown before each of the worst
+# Tokens shown before each of the worst.
+_CONTEXT = 6
 
 
 def token_scale(evaluation: Evaluation) -> ColorScale:
-    """The color scale of all tokens of a page."""
+    """Return the color scale of all tokens of a page."""
     samples = (sample for details in evaluation.details.values() for sample in details.samples)
     tokens = (
         token for sample in samples for of_model in sample.models.values() for token in of_model
@@ -30,7 +31,7 @@ def token_scale(evaluation: Evaluation) -> ColorScale:
 
 
 def script_data(evaluation: Evaluation) -> str:
-    """The tokens and predictions as JSON that is safe within a ``script`` element.
+    """Return the tokens and predictions as JSON that is safe within a ``script`` element.
 
     A prediction is a flat list: five times a token and its probability in thousandths, then the
     probability of the token in the text; a model's prediction begins with its KL.
@@ -64,7 +65,7 @@ def script_data(evaluation: Evaluation) -> str:
             "tokens": [number(sample, token) for token in sample.tokens],
             "reference": [guess(sample, one) for one in sample.reference],
             "models": [
-                [divergence(sample, one) for one in tokens] for tokens in sample.models.values()
+                [divergence(sample, token) for token in tokens] for tokens in sample.models.values()
             ],
         }
 
@@ -74,14 +75,15 @@ def script_data(evaluation: Evaluation) -> str:
     models = [row.name for row in evaluation.rows[1:]]
     value = {"reference": evaluation.reference, "models": models, "pieces": pieces, "texts": texts}
     encoded = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":  # which could end the script or one of its lines
+    # Which could end the script or one of its lines.
+    for character in "<>&\u2028\u2029":
         encoded = encoded.replace(character, f"\\u{ord(character):04x}")
     return encoded
 
 
 def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
-    """The tokens where a model diverges most: for print, and for readers who cannot point at a
-    token.
+    """Return the tokens where a model diverges most: for print, and for readers who cannot point at
+    a token.
     """
     tokens = [
         (one, expected, sample, place)
@@ -126,7 +128,7 @@ def _likeliest(sample: TextSample, guess: Guess) -> str:
 
 
 def _percent(share: float) -> str:
-    """A probability in the script's format."""
+    """Return a probability in the script's format."""
     thousandths = round(1000 * share)
     if thousandths:
         return f"{thousandths / 10:.1f} %"
@@ -135,11 +137,12 @@ def _percent(share: float) -> str:
 
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
 _INVISIBLE = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
-_JOINERS = "\u200d\u200c"  # part of emoji and of Persian words
+# Part of emoji and of Persian words.
+_JOINERS = "\u200d\u200c"
 
 
 def in_text(piece: bytes | str) -> Markup:
-    """A token within a text: spaces next to words stay as they are."""
+    """Return a token within a text: spaces next to words stay as they are."""
     text = _decoded(piece)
     if text is None:
         return _sign(_spelled(piece))
@@ -156,13 +159,12 @@ def in_text(piece: bytes | str) -> Markup:
 
 
 def in_list(piece: bytes | str) -> str:
-    """A token in a list, as plain text with all white space visible."""
+    """Return a token in a list, as plain text with all white space visible."""
     text = _decoded(piece)
     if text is None:
         return f"⟨{_spelled(piece)}⟩"
-    combining = unicodedata.category(text[0]).startswith(
-        "M"
-    )  # would combine with the character before it
+    # Would combine with the character before it.
+    combining = unicodedata.category(text[0]).startswith("M")
     return "".join(
         _visible(character)
         if _is_invisible(character, text) or (combining and index == 0)
@@ -172,7 +174,7 @@ def in_list(piece: bytes | str) -> str:
 
 
 def _decoded(piece: bytes | str) -> str | None:
-    """The text of a token; None for incomplete characters and for special tokens, which have
+    """Return the text of a token; None for incomplete characters and for special tokens, which have
     only a name.
     """
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from quantkit.answers.pieces import Call, Piece, held
+from quantkit.answers.pieces import Call, Piece, count_held_back
 
 
 class Syntax(Protocol):
@@ -26,13 +26,15 @@ class Syntax(Protocol):
     marks: tuple[str, ...]
 
     def start(self, text: str) -> int | None:
-        """Where the JSON value begins in the text after `opens`; None if that is not known yet,
-        -1 if there is none.
+        """Return where the JSON value begins in the text after `opens`; None if that is not known
+        yet, -1 if there is none.
         """
         ...
 
     def calls(self, head: str, value: str) -> list[Call] | None:
-        """The calls in a JSON value, with the text before it; None if it is something else."""
+        """Return the calls in a JSON value, with the text before it; None if it is something
+        else.
+        """
         ...
 
 
@@ -45,7 +47,7 @@ class _Scan:
         self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """The place after the value's last bracket; None if more has to come."""
+        """Return the place after the value's last bracket; None if more has to come."""
         for place, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -81,19 +83,19 @@ class CallParser:
         self._started = False
         self._called = False
         self._closed = False
-        self._buffer = ""  # text that is not read
-        self._raw: list[
-            str
-        ] = []  # what may become a call: `opens`, the text before the value, and parts of the value
+        # Text that is not read.
+        self._buffer = ""
+        # What may become a call: `opens`, the text before the value, and parts of the value.
+        self._raw: list[str] = []
         self._scan = _Scan()
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
-        found: list[Piece] = []
+        result: list[Piece] = []
         read = {"text": self._text, "head": self._head, "value": self._value, "after": self._after}
-        while read[self._state](found):
+        while read[self._state](result):
             pass
-        return found
+        return result
 
     def close(self) -> list[Piece]:
         left = "".join(self._raw) + ("" if self._state == "after" else self._buffer)
@@ -105,7 +107,7 @@ class CallParser:
 
     # Each of these reads what it can of the buffer; whether the next state may read on.
 
-    def _text(self, found: list[Piece]) -> bool:
+    def _text(self, pieces: list[Piece]) -> bool:
         opens = self._syntax.opens
         if not self._started:
             start = self._buffer.lstrip()
@@ -118,7 +120,7 @@ class CallParser:
                 return False
         place = self._buffer.find(opens)
         if place >= 0:
-            self._emit(self._buffer[:place].rstrip(), found)
+            self._emit(self._buffer[:place].rstrip(), pieces)
             self._raw, self._buffer = (
                 [self._buffer[place : place + len(opens)]],
                 self._buffer[place + len(opens) :],
@@ -126,23 +128,23 @@ class CallParser:
             self._state = "head"
             self._started = True
             return True
-        count = held(self._buffer, [opens])
+        count = count_held_back(self._buffer, [opens])
         self._started = True
-        self._emit(self._buffer[: len(self._buffer) - count], found)
+        self._emit(self._buffer[: len(self._buffer) - count], pieces)
         self._buffer = self._buffer[len(self._buffer) - count :]
         return False
 
-    def _head(self, found: list[Piece]) -> bool:
+    def _head(self, pieces: list[Piece]) -> bool:
         place = self._syntax.start(self._buffer)
         if place is None:
             return False
         if place < 0:
-            return self._give_up(found)
+            return self._give_up(pieces)
         self._raw += [self._buffer[:place], ""]
         self._buffer, self._state, self._scan = self._buffer[place:], "value", _Scan()
         return True
 
-    def _value(self, found: list[Piece]) -> bool:
+    def _value(self, pieces: list[Piece]) -> bool:
         end = self._scan.end(self._buffer)
         self._raw.append(self._buffer[:end])
         if end is None:
@@ -152,18 +154,18 @@ class CallParser:
         if end is None:
             return False
         calls = self._syntax.calls(self._raw[1], "".join(self._raw[2:]))
-        if not calls or not all(one.name in self._names for one in calls):
-            return self._give_up(found)
-        for one in calls:
+        if not calls or not all(call.name in self._names for call in calls):
+            return self._give_up(pieces)
+        for call in calls:
             if self._parallel or not self._called:
-                found.append(Piece(call=one))
+                pieces.append(Piece(call=call))
             self._called = True
         self._raw = []
         self._state = "after"
         self._closed = False
         return True
 
-    def _after(self, found: list[Piece]) -> bool:
+    def _after(self, pieces: list[Piece]) -> bool:
         closes = self._syntax.closes
         separator = self._syntax.separator
         self._buffer = self._buffer.lstrip()
@@ -188,12 +190,12 @@ class CallParser:
         self._state = "text"
         return True
 
-    def _give_up(self, found: list[Piece]) -> bool:
-        self._emit("".join(self._raw), found)
+    def _give_up(self, pieces: list[Piece]) -> bool:
+        self._emit("".join(self._raw), pieces)
         self._raw = []
         self._state = "text"
         return True
 
-    def _emit(self, text: str, found: list[Piece]) -> None:
+    def _emit(self, text: str, pieces: list[Piece]) -> None:
         if text:
-            found.append(Piece(text))
+            pieces.append(Piece(text))

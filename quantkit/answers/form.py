@@ -32,7 +32,7 @@ class AnswerForm:
     reasoning: Reasoning | None = None
 
     def parser(self) -> Parser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         rest: Parser = Plain()
         if self.syntax is not None:
             rest = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
@@ -40,7 +40,7 @@ class AnswerForm:
             return rest
         return ReasoningParser(rest, self.reasoning.opened)
 
-    def spelled(self, tokenizer: Tokenizer) -> dict[int, str]:
+    def find_hidden_marks(self, tokenizer: Tokenizer) -> dict[int, str]:
         """Special tokens that the parser has to see, and that texts of tokens do not show."""
         if self.reasoning is not None:
             marks = [OPENS, CLOSES]
@@ -50,13 +50,13 @@ class AnswerForm:
             marks += SYNTAXES[self.syntax]().marks
         known = tokenizer.special_tokens or {}
         result: dict[int, str] = {}
-        for one in marks:
-            if one in known and not tokenizer.decode([known[one]]):
-                result[known[one]] = one
+        for mark in marks:
+            if mark in known and not tokenizer.decode([known[mark]]):
+                result[known[mark]] = mark
         return result
 
     def reasoning_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of an answer's tokens are reasoning, with those that begin and end it."""
+        """Return how many of an answer's tokens are reasoning, with those that begin and end it."""
         if self.reasoning is None or not (
             self.reasoning.opened or self.reasoning.begin in tokens[:4]
         ):
@@ -76,26 +76,26 @@ class Parts:
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Append more of it."""
-        for one in pieces:
-            self.content += one.content
-            self.reasoning += one.reasoning
-            if one.call is not None:
-                self.calls += [one.call]
+        for piece in pieces:
+            self.content += piece.content
+            self.reasoning += piece.reasoning
+            if piece.call is not None:
+                self.calls += [piece.call]
             else:
                 self.calls += []
 
 
 def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
-    """The grammar of the answers that tools allow; None if that is any text. Raises `RequestError`
-    as `Tools.grammar`.
+    """Return the grammar of the answers that tools allow; None if that is any text. Raises
+    `RequestError` as `Tools.grammar`.
     """
     hidden: Mapping[str, int] = {
-        mark: token for token, mark in AnswerForm(syntax).spelled(tokenizer).items()
+        mark: token for token, mark in AnswerForm(syntax).find_hidden_marks(tokenizer).items()
     }
 
-    def spelled(mark: str) -> str:
+    def spell_mark(mark: str) -> str:
         if mark in hidden:
             return f"<[{hidden[mark]}]>"
         return json.dumps(mark)
 
-    return tools.grammar(syntax, spelled)
+    return tools.grammar(syntax, spell_mark)

@@ -30,11 +30,11 @@ class Parser(Protocol):
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are known with more text."""
+        """Return the pieces that are known with more text."""
         ...
 
     def close(self) -> list[Piece]:
-        """What is left at the end of the text."""
+        """Return what is left at the end of the text."""
         ...
 
 
@@ -48,7 +48,7 @@ class Plain:
         return []
 
 
-def begun(text: str, marks: Sequence[str]) -> int:
+def count_partial_mark(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text that may be the beginning of a mark."""
     longest = min(max((len(mark) for mark in marks), default=0) - 1, len(text))
     found = (
@@ -59,6 +59,6 @@ def begun(text: str, marks: Sequence[str]) -> int:
     return next(found, 0)
 
 
-def held(text: str, marks: Sequence[str]) -> int:
-    """The same, together with the space before it, or at the end of the text."""
-    return len(text) - len(text[: len(text) - begun(text, marks)].rstrip())
+def count_held_back(text: str, marks: Sequence[str]) -> int:
+    """Return the same, together with the space before it, or at the end of the text."""
+    return len(text) - len(text[: len(text) - count_partial_mark(text, marks)].rstrip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.answers.pieces import Parser, Piece, held
+from quantkit.answers.pieces import Parser, Piece, count_held_back
 from quantkit.grammar.after_reasoning import Reasoning
 from quantkit.text.tokenizer import Tokenizer
 
@@ -14,8 +14,8 @@ CLOSES = "</think>"
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
-    """How the answer to a prompt may begin with reasoning; None if the vocabulary has no tokens for
-    that, or the prompt itself has closed it, as templates do where none is wanted.
+    """Return how the answer to a prompt may begin with reasoning; None if the vocabulary has no
+    tokens for that, or the prompt itself has closed it, as templates do where none is wanted.
     """
     known = tokenizer.special_tokens or {}
     if OPENS not in known or CLOSES not in known:
@@ -42,7 +42,7 @@ class ReasoningParser:
             reasoning.
     """
 
-    rest: Parser
+    answer_parser: Parser
     opened: bool
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class ReasoningParser:
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
-        found: list[Piece] = []
+        result: list[Piece] = []
         if self._state == "start":
             start = self._buffer.lstrip()
             if start.startswith(OPENS):
@@ -65,7 +65,7 @@ class ReasoningParser:
             else:
                 self._state = "content"
         if self._state == "reasoning":
-            found += self._reasoning()
+            result += self._reasoning()
         if self._state == "after":
             self._buffer = self._buffer.lstrip()
             if self._buffer:
@@ -75,8 +75,8 @@ class ReasoningParser:
         if self._state == "content":
             text = self._buffer
             self._buffer = ""
-            found += self.rest.feed(text)
-        return found
+            result += self.answer_parser.feed(text)
+        return result
 
     def _reasoning(self) -> list[Piece]:
         place = self._buffer.find(CLOSES)
@@ -85,7 +85,7 @@ class ReasoningParser:
             self._buffer = self._buffer[place + len(CLOSES) :]
             self._state = "after"
         else:
-            place = len(self._buffer) - held(self._buffer, [CLOSES])
+            place = len(self._buffer) - count_held_back(self._buffer, [CLOSES])
             text = self._buffer[:place]
             self._buffer = self._buffer[place:]
         if self._blank:
@@ -107,6 +107,6 @@ class ReasoningParser:
                 return [Piece(reasoning=text)]
             return []
         return [
-            *(self.rest.feed(left) if left and self._state == "start" else []),
-            *self.rest.close(),
+            *(self.answer_parser.feed(left) if left and self._state == "start" else []),
+            *self.answer_parser.close(),
         ]

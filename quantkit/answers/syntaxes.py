@@ -27,7 +27,7 @@ class Hermes:
         return _first(text, "{")
 
     def calls(self, head: str, value: str) -> list[Call] | None:
-        return _one(_loaded(value), "arguments")
+        return _parse_call(_load_json(value), "arguments")
 
 
 class Llama3:
@@ -43,7 +43,7 @@ class Llama3:
         return _first(text, "{")
 
     def calls(self, head: str, value: str) -> list[Call] | None:
-        return _one(_loaded(value), "parameters", "arguments")
+        return _parse_call(_load_json(value), "parameters", "arguments")
 
 
 class Mistral:
@@ -73,15 +73,15 @@ class Mistral:
 
     def calls(self, head: str, value: str) -> list[Call] | None:
         if value.startswith("{"):
-            named = self._head.fullmatch(head)
-            arguments = _loaded(value)
-            if named is None or not isinstance(arguments, dict):
+            match = self._head.fullmatch(head)
+            arguments = _load_json(value)
+            if match is None or not isinstance(arguments, dict):
                 return None
-            return [Call(named[1], _json(arguments))]
-        listed = _loaded(value)
+            return [Call(match[1], _json(arguments))]
+        listed = _load_json(value)
         if head.strip() or not isinstance(listed, list) or not listed:
             return None
-        calls = [_one(one, "arguments") for one in listed]
+        calls = [_parse_call(one, "arguments") for one in listed]
         if None in calls:
             return None
         return [call for one in calls if one is not None for call in one]
@@ -97,8 +97,8 @@ SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
 
 
 def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
-    """The name of the syntax in which a model calls tools, by its chat template and its special
-    tokens; None if it is none of these.
+    """Return the name of the syntax in which a model calls tools, by its chat template and its
+    special tokens; None if it is none of these.
     """
     if "<tool_call>" in template:
         if "<function=" in template or "<arg_key>" in template:
@@ -115,7 +115,7 @@ def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
 
 
 def _first(text: str, bracket: str) -> int | None:
-    """Where a bracket is that only space is before; None if there is nothing else yet, -1 if
+    """Return where a bracket is that only space is before; None if there is nothing else yet, -1 if
     something else is.
     """
     start = text.lstrip()
@@ -126,8 +126,8 @@ def _first(text: str, bracket: str) -> int | None:
     return -1
 
 
-def _one(value: Any, *keys: str) -> list[Call] | None:
-    """The call that an object is, with its arguments under one of the keys."""
+def _parse_call(value: Any, *keys: str) -> list[Call] | None:
+    """Return the call that an object is, with its arguments under one of the keys."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     key = next((one for one in keys if one in value), None)
@@ -136,8 +136,8 @@ def _one(value: Any, *keys: str) -> list[Call] | None:
     return None
 
 
-def _loaded(text: str) -> Any:
-    """The JSON value of a text; None if it is none."""
+def _load_json(text: str) -> Any:
+    """Return the JSON value of a text; None if it is none."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         if depth(value) <= MAX_DEPTH:

@@ -12,7 +12,7 @@ from quantkit.base.arguments import as_string, require_flags
 from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_rule
-from quantkit.grammar.schema import MAX_CHARACTERS, checked_schema
+from quantkit.grammar.schema import MAX_CHARACTERS, check_schema
 
 MAX_TOOLS = 128
 """Of one request, as in OpenAI's API."""
@@ -37,15 +37,15 @@ class Tools:
         parallel: whether one answer may have several calls.
     """
 
-    given: list[dict[str, Any]]
+    definitions: list[dict[str, Any]]
     parameters: dict[str, Any]
     strict: frozenset[str]
     required: tuple[str, ...]
     parallel: bool
 
-    def grammar(self, syntax: str, spelled: Callable[[str], str]) -> str | None:
-        """The grammar of the answers that are allowed, as `Grammars` takes it; None if that is any
-        text.
+    def grammar(self, syntax: str, spell_mark: Callable[[str], str]) -> str | None:
+        """Return the grammar of the answers that are allowed, as `Grammars` takes it; None if that
+        is any text.
 
         Args:
             syntax: the name of the family's.
@@ -62,7 +62,7 @@ class Tools:
         rules = []
         for number, schema in enumerate(arguments):
             rules.append(f"args_{number}: {json_rule(schema)}\n")
-        form = _GRAMMARS[syntax](names, spelled, self.parallel, bool(self.required)) + "".join(
+        form = _GRAMMARS[syntax](names, spell_mark, self.parallel, bool(self.required)) + "".join(
             rules
         )
         if len(form) > _MAX_CHARACTERS:
@@ -75,11 +75,11 @@ class Tools:
         if not restricted:
             return {"type": "object"}
         schema = self.parameters[name]
-        return checked_schema({"type": "object", **schema})
+        return check_schema({"type": "object", **schema})
 
 
-def checked_tools(tools: object, choice: object, parallel: object) -> Tools | None:
-    """The tools of a request; None if there are none, or none may be called.
+def check_tools(tools: object, choice: object, parallel: object) -> Tools | None:
+    """Return the tools of a request; None if there are none, or none may be called.
 
     Args:
         choice, parallel: its ``tool_choice`` and ``parallel_tool_calls``, None where it has none.
@@ -102,8 +102,8 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
         raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
     parameters = dict[str, Any]()
     strict = set[str]()
-    for one in tools:
-        function = _function(one)
+    for tool in tools:
+        function = _function(tool)
         name = function["name"]
         if name in parameters:
             raise RequestError("two tools have the same name", found=shown(name))
@@ -112,14 +112,18 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
             strict.add(name)
     if choice == "none":
         return None
-    required = _required(choice, tuple(parameters))
+    required = _find_required_functions(choice, tuple(parameters))
     return Tools(
-        tools, parameters, frozenset(strict), required, parallel is not False and not _named(choice)
+        tools,
+        parameters,
+        frozenset(strict),
+        required,
+        parallel is not False and not _is_function_choice(choice),
     )
 
 
 def _function(tool: object) -> dict[str, Any]:
-    """The function of a tool, with all its keys."""
+    """Return the function of a tool, with all its keys."""
     if isinstance(tool, Mapping):
         function = tool.get("function")
     else:
@@ -149,12 +153,12 @@ def _function(tool: object) -> dict[str, Any]:
     return {"name": name, "parameters": parameters or _NOTHING, "strict": strict}
 
 
-def _named(choice: object) -> bool:
+def _is_function_choice(choice: object) -> bool:
     return isinstance(choice, Mapping)
 
 
-def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
-    """The functions of which one must be called."""
+def _find_required_functions(choice: object, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the functions of which one must be called."""
     if choice is None or choice == "auto":
         return ()
     if choice == "required":
@@ -177,10 +181,10 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _hermes(
-    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+    names: Sequence[str], spell_mark: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
-    opens = spelled("<tool_call>")
-    closes = spelled("</tool_call>")
+    opens = spell_mark("<tool_call>")
+    closes = spell_mark("</tool_call>")
     body = _bodies(names, "arguments") + f'rest: "\\n" body "\\n" {closes}\n'
     if required:
         if parallel:
@@ -192,22 +196,22 @@ def _hermes(
 
 
 def _mistral(
-    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+    names: Sequence[str], spell_mark: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
     if parallel:
         several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}'
     else:
         several = ""
     body = _bodies(names, "arguments") + f'rest: " "? "[" body{several} "]"\n'
-    opens = spelled("[TOOL_CALLS]")
+    opens = spell_mark("[TOOL_CALLS]")
     return (f"answer: {opens} rest\n" if required else _among_text(opens, parallel=False)) + body
 
 
 def _mistral_args(
-    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+    names: Sequence[str], spell_mark: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
-    opens = spelled("[TOOL_CALLS]")
-    args = spelled("[ARGS]")
+    opens = spell_mark("[TOOL_CALLS]")
+    args = spell_mark("[ARGS]")
     rest = (
         "rest: "
         + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names))
@@ -223,13 +227,13 @@ def _mistral_args(
 
 
 def _llama3(
-    names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool
+    names: Sequence[str], spell_mark: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
     body = _bodies(names, "parameters")
     if required:
         return "answer: body\n" + body
     return (
-        f"answer: PLAIN? | {spelled('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n"
+        f"answer: PLAIN? | {spell_mark('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n"
         + body
     )
 
@@ -243,7 +247,7 @@ _GRAMMARS: dict[str, Callable[[Sequence[str], Callable[[str], str], bool, bool],
 
 
 def _bodies(names: Sequence[str], key: str) -> str:
-    """The rule ``body`` of an object with a function's name and its arguments."""
+    """Return the rule ``body`` of an object with a function's name and its arguments."""
     heads = [json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ') for name in names]
     return (
         "body: "
@@ -257,5 +261,6 @@ def _among_text(opens: str, parallel: bool) -> str:
     calls = "call*" if parallel else "call?"
     begin = f"head: TEXT {opens}\n"
     if opens.startswith('"'):
-        begin = f"head[lazy]: TEXT {opens}\n"  # ends as soon as the mark is there
+        # Ends as soon as the mark is there.
+        begin = f"head[lazy]: TEXT {opens}\n"
     return f"answer: {calls} tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n{begin}call: head rest\n"

@@ -136,7 +136,7 @@ class OpaqueTensor:
 
     @property
     def module(self) -> str:
-        """The module of a linear's weight."""
+        """Return the module of a linear's weight."""
         return self.name.removesuffix(".weight")
 
 
@@ -218,13 +218,13 @@ class ModelConfig:
 
     @property
     def runnable(self) -> bool:
-        """Whether the decoder can run the model."""
+        """Return whether the decoder can run the model."""
         return self.tensors is None
 
     @property
     def measurable(self) -> bool:
-        """Whether the model can be run at all, so that its logits are known: by the decoder or
-        by transformers.
+        """Return whether the model can be run at all, so that its logits are known: by the decoder
+        or by transformers.
         """
         return self.runnable or self.run_by is not None
 
@@ -234,18 +234,18 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
+        """Return the window of each layer."""
         return tuple(layer.window for layer in self.layers)
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """The rotary positions of a layer."""
+        """Return the rotary positions of a layer."""
         if self.window_rope and self.layers[layer].window is not None:
             return self.window_rope
         return self.rope
 
     @property
     def features(self) -> frozenset[str]:
-        """The fields of the config, and of its layers, that are not at their defaults."""
+        """Return the fields of the config, and of its layers, that are not at their defaults."""
         every: tuple[ModelConfig | LayerConfig, ...] = (self, *set(self.layers))
         return frozenset(
             field.name
@@ -257,13 +257,13 @@ class ModelConfig:
 
     @property
     def follows_length(self) -> bool:
-        """Whether rotary angles depend on the length of the sequence."""
+        """Return whether rotary angles depend on the length of the sequence."""
         return any(rope.follows_length for rope in (self.rope, self.window_rope or self.rope))
 
     @property
     def rope_switch(self) -> int | None:
-        """The longest sequence with LongRoPE's short factors, if longer ones exist: these use other
-        angles at all positions, so that cached keys must be computed again.
+        """Return the longest sequence with LongRoPE's short factors, if longer ones exist: these
+        use other angles at all positions, so that cached keys must be computed again.
         """
         ropes = (self.rope, self.window_rope or self.rope)
         ends = []
@@ -276,19 +276,19 @@ class ModelConfig:
 
     @property
     def max_unscaled_context(self) -> int:
-        """The longest sequence whose angles do not depend on its length."""
+        """Return the longest sequence whose angles do not depend on its length."""
         return min(self.max_context, self.rope_switch or self.max_context)
 
     @property
     def max_positions(self) -> int:
-        """The maximum length of a sequence: beyond the trained context if the scaling grows with
-        the length.
+        """Return the maximum length of a sequence: beyond the trained context if the scaling grows
+        with the length.
         """
         return int(
             self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1)
         )
 
-    def validated(self, path: object) -> ModelConfig:
+    def validate(self, path: object) -> ModelConfig:
         """Return self, checked; raises `CheckpointError` if sizes do not fit, or a token of the
         config is not in the vocabulary.
         """
@@ -326,20 +326,20 @@ class ModelConfig:
         return self
 
     def with_dtype(self, dtype: str) -> ModelConfig:
-        """The same model in another float type."""
+        """Return the same model in another float type."""
         return replace(self, dtype=dtype)
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """The differences between two models except for the float type, such as ``hidden_size
-        128 against 256``.
+        """Return the differences between two models except for the float type, such as
+        ``hidden_size 128 against 256``.
         """
         skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"} | _NOT_COMPUTED
-        found = _differences(self, other, skipped) + _tensor_differences(
+        found = _list_differences(self, other, skipped) + _list_tensor_differences(
             self.tensors, other.tensors
         )
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
-        return found + _layer_differences(self.layers, other.layers)
+        return found + _list_layer_differences(self.layers, other.layers)
 
 
 _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_tokens"})
@@ -348,54 +348,61 @@ _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_token
 _Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
 
 
-def _differences(
-    own: _Part, other: _Part, skipped: Collection[str] = (), inside: str = ""
+def _list_differences(
+    part: _Part, other: _Part, skipped: Collection[str] = (), inside: str = ""
 ) -> list[str]:
-    """The differences between two configs, or parts of them, field by field."""
-    found = []
-    for field in fields(own):
+    """Return the differences between two configs, or parts of them, field by field."""
+    result = []
+    for field in fields(part):
         if field.name in skipped:
             continue
-        first = getattr(own, field.name)
+        first = getattr(part, field.name)
         second = getattr(other, field.name)
         if isinstance(first, _Part) and isinstance(second, _Part):
-            found += _differences(first, second, inside=f"{field.name}.")
+            result += _list_differences(first, second, inside=f"{field.name}.")
         elif first != second:
-            found.append(f"{inside}{field.name} {_shown(first)} against {_shown(second)}")
-    return found
+            result.append(
+                f"{inside}{field.name} {_format_value(first)} against {_format_value(second)}"
+            )
+    return result
 
 
-def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, ...]) -> list[str]:
-    """The differences between layers: one line for each field, with the first layer that
+def _list_layer_differences(
+    first_layers: tuple[LayerConfig, ...], second_layers: tuple[LayerConfig, ...]
+) -> list[str]:
+    """Return the differences between layers: one line for each field, with the first layer that
     differs.
     """
-    found = []
+    result = []
     for field in fields(LayerConfig):
         pairs = []
-        for a, b in zip(own, others, strict=True):
+        for a, b in zip(first_layers, second_layers, strict=True):
             pairs.append((getattr(a, field.name), getattr(b, field.name)))
         places = [index for index, (first, second) in enumerate(pairs) if first != second]
         if places:
-            first, second = map(_shown, pairs[places[0]])
+            first, second = map(_format_value, pairs[places[0]])
             if len(places) > 1:
                 more = f" and {len(places) - 1} more"
             else:
                 more = ""
-            found.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
-    return found
+            result.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
+    return result
 
 
-def _tensor_differences(
-    own: tuple[OpaqueTensor, ...] | None, others: tuple[OpaqueTensor, ...] | None
+def _list_tensor_differences(
+    first_tensors: tuple[OpaqueTensor, ...] | None, second_tensors: tuple[OpaqueTensor, ...] | None
 ) -> list[str]:
-    """The first tensor that one model lacks or has in another shape, and the number of such
+    """Return the first tensor that one model lacks or has in another shape, and the number of such
     tensors.
     """
-    if own is None or others is None:
-        if own is others:
+    if first_tensors is None or second_tensors is None:
+        if first_tensors is second_tensors:
             return []
         return ["one is known by its tensors only, the other is not"]
-    first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
+    first, second = (
+        {tensor.name: tensor.shape for tensor in tensors}
+        for tensors in (first_tensors, second_tensors)
+    )
     differing = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     if not differing:
         return []
@@ -407,8 +414,8 @@ def _tensor_differences(
     ]
 
 
-def _shown(value: object) -> str:
-    """A value of a config in messages."""
+def _format_value(value: object) -> str:
+    """Return a value of a config in messages."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -419,6 +426,6 @@ def _shown(value: object) -> str:
         return repr(value)
     if isinstance(value, _Part):
         return ", ".join(
-            f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value)
+            f"{field.name} {_format_value(getattr(value, field.name))}" for field in fields(value)
         )
     return str(value)

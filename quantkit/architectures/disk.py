@@ -65,22 +65,22 @@ class DiskTensor:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The canonical names, in order."""
+        """Return the canonical names, in order."""
         return tuple(place.name for place in self.places)
 
     @property
     def module(self) -> str:
-        """The name of its module; its own name if all experts are one tensor."""
+        """Return the name of its module; its own name if all experts are one tensor."""
         return self.name.removesuffix(".weight")
 
     @property
     def quantizable(self) -> bool:
-        """Whether it is the weight of a linear that may be quantized."""
+        """Return whether it is the weight of a linear that may be quantized."""
         return self.linear is not None and self.linear.quantizable
 
     @property
     def whole(self) -> bool:
-        """Whether it is a canonical tensor without changes."""
+        """Return whether it is a canonical tensor without changes."""
         return len(self.places) == 1 and self.stacked is None and self.places[0].head_order is None
 
 
@@ -100,7 +100,7 @@ class ExpertForm:
 def disk_tensors(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
 ) -> list[DiskTensor]:
-    """The tensors of a folder in the order of writing.
+    """Return the tensors of a folder in the order of writing.
 
     Args:
         quantized: canonical names of quantized modules; a layer with such an expert stores each
@@ -110,16 +110,18 @@ def disk_tensors(
     """
     if config.tensors is not None:
         alone = []
-        for one in config.tensors:
-            if quantized and one.stack is not None and one.stack.apart:
-                alone.append(one.module)
+        for tensor in config.tensors:
+            if quantized and tensor.stack is not None and tensor.stack.apart:
+                alone.append(tensor.module)
         return _opaque_tensors(config, {*quantized, *alone})
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
         return _tensors(
             config,
-            dict.fromkeys(range(config.num_layers), ExpertForm(stacked=_joined(family, gate))),
+            dict.fromkeys(
+                range(config.num_layers), ExpertForm(stacked=_list_mlx_experts(family, gate))
+            ),
         )
     apart = set()
     for p in parameters(config):
@@ -149,15 +151,16 @@ def parameters_as_written(
 def found_tensors(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object
 ) -> list[DiskTensor]:
-    """The tensors that a folder should hold, with its experts in the form that it uses. `shapes`
-    are those of the existing tensors by name; those of a quantized module under the module's name.
-    Raises `CheckpointError` if a layer has its experts in two forms, or more than the config says.
+    """Return the tensors that a folder should hold, with its experts in the form that it uses.
+    `shapes` are those of the existing tensors by name; those of a quantized module under the
+    module's name. Raises `CheckpointError` if a layer has its experts in two forms, or more than
+    the config says.
     """
     if config.tensors is not None:
         apart = [
-            one.module
-            for one in config.tensors
-            if one.stack is not None and one.stack.name not in shapes
+            tensor.module
+            for tensor in config.tensors
+            if tensor.stack is not None and tensor.stack.name not in shapes
         ]
         return _opaque_tensors(config, apart)
     if config.experts is None:
@@ -204,8 +207,8 @@ _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """What transformers loads wrongly from a folder with quantized modules, in words; None if
-    nothing.
+    """Return what transformers loads wrongly from a folder with quantized modules, in words; None
+    if nothing.
 
     It expects all experts to be quantized by one scheme, in families that store each float expert
     separately (seen in 5.23). `schemes` are those of quantized modules by canonical name.
@@ -230,14 +233,14 @@ def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | 
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
-    """The name on disk of the weight of a role outside the layers."""
+    """Return the name on disk of the weight of a role outside the layers."""
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
 def rotary_order(
     head_dim: int, rotary_dim: int | None, *, interleaved: bool
 ) -> tuple[int, ...] | None:
-    """The row on disk for each row of a head in canonical order; None if they are the same.
+    """Return the row on disk for each row of a head in canonical order; None if they are the same.
 
     Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary
     positions: the first halves of the rotated rows and of the others, then the second halves.
@@ -260,7 +263,7 @@ def rotary_order(
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
-    """The forms in which a family's experts are read, its own form first."""
+    """Return the forms in which a family's experts are read, its own form first."""
     own = {role: family.names.get(role, CANONICAL[role]) for role in EXPERT_ROLES}
     canonical = {role: CANONICAL[role] for role in EXPERT_ROLES}
     if family.stacked:
@@ -268,7 +271,9 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
     else:
         forms = []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
-    joined = dict.fromkeys(_joined(family, names["expert.gate"]) for names in (own, canonical))
+    joined = dict.fromkeys(
+        _list_mlx_experts(family, names["expert.gate"]) for names in (own, canonical)
+    )
     if family.stacked:
         forms += []
     else:
@@ -276,9 +281,9 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
     return [*forms, *(ExpertForm(stacked=stacked) for stacked in joined)]
 
 
-def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
-    """The experts of a layer in mlx-lm: one module of all experts for each role. `gate` is the name
-    of an expert's gate where each expert is a separate module.
+def _list_mlx_experts(family: Family, gate: str) -> tuple[StackedExperts, ...]:
+    """Return the experts of a layer in mlx-lm: one module of all experts for each role. `gate` is
+    the name of an expert's gate where each expert is a separate module.
     """
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
     modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in EXPERT_ROLES]
@@ -289,7 +294,7 @@ def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
-    """The possible names of a layer's experts in a form."""
+    """Return the possible names of a layer's experts in a form."""
     biases = [stacked.bias for stacked in form.stacked if stacked.bias is not None]
     templates = [*form.names.values(), *(stacked.name for stacked in form.stacked), *biases]
     if form.names:
@@ -328,9 +333,9 @@ def _require_no_more_experts(
             )
 
 
-def stacked_tensors(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
-    """The linears of experts of a model that is known by its tensors, expert by expert, by the
-    tensor for all.
+def group_stacked_experts(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
+    """Return the linears of experts of a model that is known by its tensors, expert by expert, by
+    the tensor for all.
     """
     found: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
     for tensor in config.tensors or ():
@@ -343,12 +348,12 @@ def stacked_tensors(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, S
 
 
 def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[DiskTensor]:
-    """The tensors of a model of unknown architecture: their names on disk are canonical, except of
-    experts that are one tensor, because none of them is quantized.
+    """Return the tensors of a model of unknown architecture: their names on disk are canonical,
+    except of experts that are one tensor, because none of them is quantized.
     """
     stacks = {
         name: parts
-        for name, parts in stacked_tensors(config).items()
+        for name, parts in group_stacked_experts(config).items()
         if not any(tensor.module in quantized for tensor, _ in parts)
     }
     found: dict[str, DiskTensor] = {}
@@ -387,32 +392,32 @@ def _as_oriented(
             turned[tensor.name] = replace(tensor, shape=(experts, columns, rows), stacked=stacked)
     oblong = {name: other for name, other in turned.items() if other.shape[-1] != other.shape[-2]}
     others = {_layer(name) for name, other in oblong.items() if shapes.get(name) == other.shape}
-    found = []
+    result = []
     for tensor in tensors:
         other = turned.get(tensor.name, tensor)
         shape = shapes.get(tensor.name)
         encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
-        found.append(
+        result.append(
             other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor
         )
-    return found
+    return result
 
 
 def _layer(name: str) -> str:
-    """The common prefix of a layer's stacked tensors."""
+    """Return the common prefix of a layer's stacked tensors."""
     return name.rpartition(".")[0]
 
 
 def _tensors(
     config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()
 ) -> list[DiskTensor]:
-    """The tensors on disk, in the order of their first parts among a model's parameters. `forms`
-    are those of the experts by layer; in the layers of `renamed`, the router has its canonical
-    name.
+    """Return the tensors on disk, in the order of their first parts among a model's parameters.
+    `forms` are those of the experts by layer; in the layers of `renamed`, the router has its
+    canonical name.
     """
     family = families()[config.architecture]
 
-    def held(parameter: Parameter) -> tuple[str, StackedExperts | None]:
+    def locate_parameter(parameter: Parameter) -> tuple[str, StackedExperts | None]:
         if parameter.layer is None:
             form = None
         else:
@@ -428,16 +433,17 @@ def _tensors(
         own = parameter.role == "router" and parameter.layer in renamed
         return parameter.name if own else _name(family, form, parameter), None
 
-    return joined_tensors(config, held, interleaved=family.interleaved_rotary)
+    return build_disk_tensors(config, locate_parameter, interleaved=family.interleaved_rotary)
 
 
-def joined_tensors(
+def build_disk_tensors(
     config: ModelConfig,
-    held: Callable[[Parameter], tuple[str, StackedExperts | None]],
+    locate_parameter: Callable[[Parameter], tuple[str, StackedExperts | None]],
     *,
     interleaved: bool,
 ) -> list[DiskTensor]:
-    """The tensors on disk that hold a model's canonical ones, in the order of their first parts.
+    """Return the tensors on disk that hold a model's canonical ones, in the order of their first
+    parts.
 
     Args:
         held: the tensor on disk that holds a canonical one, and how it holds experts, if it does.
@@ -449,7 +455,7 @@ def joined_tensors(
         orders.append(rotary_order(config.head_dim, turned, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
-        name, stacked = held(parameter)
+        name, stacked = locate_parameter(parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
     return [
         _disk_tensor(
@@ -460,7 +466,7 @@ def joined_tensors(
 
 
 def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
-    """The name of a tensor that does not hold all experts."""
+    """Return the name of a tensor that does not hold all experts."""
     linear = parameter.linear
     if form is not None and parameter.role in form.names:
         template = form.names[parameter.role]
@@ -482,8 +488,8 @@ def _disk_tensor(
     parts: Sequence[Parameter],
     order: tuple[int, ...] | None,
 ) -> DiskTensor:
-    """The tensor on disk that holds some canonical ones; `order` is that of its layer's rotary
-    rows, see `rotary_order`.
+    """Return the tensor on disk that holds some canonical ones; `order` is that of its layer's
+    rotary rows, see `rotary_order`.
     """
     if stacked is None:
         rows = 0

@@ -119,7 +119,7 @@ def config_from_meta(
         dtype=dtype,
         bos_token_id=None,
         eos_token_ids=(),
-    ).validated(path)
+    ).validate(path)
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
@@ -165,14 +165,13 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         params["use_scaled_rope"] = True
         params["rope_scaling_factor"] = config.rope.factor
     if _family_context(config.rope, config.norm_eps) != config.max_context:
-        params["max_seq_len"] = (
-            config.max_context
-        )  # only if needed: Meta's own code passes it separately
+        # Only if needed: Meta's own code passes it separately.
+        params["max_seq_len"] = config.max_context
     return params
 
 
-def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
-    """The Llama 3 rope factor that had to be assumed, or None if the file states it."""
+def find_assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
+    """Return the Llama 3 rope factor that had to be assumed, or None if the file states it."""
     stated = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
     if stated:
         return None
@@ -202,7 +201,7 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
 
 
 def _family_context(rope: RopeConfig, norm_eps: float) -> int:
-    """The training context in tokens; params.json rarely states it, so it follows from the
+    """Return the training context in tokens; params.json rarely states it, so it follows from the
     family.
     """
     if rope.type == "llama3":

@@ -86,7 +86,9 @@ _DERIVED_BUFFERS = re.compile(
 
 
 def expert_bank(module: str) -> str | None:
-    """The name of all experts of a layer, if a module is a linear of one of them; None if not."""
+    """Return the name of all experts of a layer, if a module is a linear of one of them; None if
+    not.
+    """
     match = _EXPERT.fullmatch(module)
     if match is None:
         return None
@@ -94,10 +96,10 @@ def expert_bank(module: str) -> str | None:
 
 
 def is_embedding(module: str) -> bool:
-    """Whether a module, by its name in any family, is the embedding of tokens."""
+    """Return whether a module, by its name in any family, is the embedding of tokens."""
     return module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def is_derived_buffer(name: str) -> bool:
-    """Whether a stored tensor is a rotary table that the config already determines."""
+    """Return whether a stored tensor is a rotary table that the config already determines."""
     return _DERIVED_BUFFERS.fullmatch(name) is not None

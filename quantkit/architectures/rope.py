@@ -88,7 +88,7 @@ class RopeConfig:
 
     @property
     def follows_length(self) -> bool:
-        """Whether a position's angles depend on the length of its sequence."""
+        """Return whether a position's angles depend on the length of its sequence."""
         return self.type in ("dynamic", "longrope")
 
     @classmethod
@@ -119,7 +119,7 @@ class RopeConfig:
         settings = [
             whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)
         ]
-        inner = next((one for one in settings if one.values), Settings({}, path))
+        inner = next((setting for setting in settings if setting.values), Settings({}, path))
         stated = inner.values
         where = whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
@@ -194,7 +194,7 @@ class RopeConfig:
             )
         return rope
 
-    def _require_order(self, where: str) -> None:
+    def _require_order(self, path: str) -> None:
         """Require the order of the blended frequencies that the formula assumes."""
         for low, high, names in (
             (self.low_freq_factor, self.high_freq_factor, "low_freq_factor and high_freq_factor"),
@@ -203,7 +203,7 @@ class RopeConfig:
             if low is not None and high is not None and low >= high:
                 raise CheckpointError(
                     f"{names} of rope scaling are in the wrong order",
-                    path=where,
+                    path=path,
                     found=f"{low:g} and {high:g}",
                     expected="the first below the second",
                 )
@@ -222,7 +222,7 @@ class RopeConfig:
                 )
 
     def to_hf(self, head_dim: int) -> dict[str, Any]:
-        """The keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
+        """Return the keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
         scaling: dict[str, Any] = {"rope_type": self.type}
         for key in _REQUIRED[self.type] + _OPTIONAL.get(self.type, ()):
             value = getattr(self, key)
@@ -253,8 +253,8 @@ def ropes_by_layer(
     head_dim: int,
     windowed: Sequence[bool],
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary positions of the layers with full attention, and of those with a window if they
-    differ.
+    """Return the rotary positions of the layers with full attention, and of those with a window if
+    they differ.
 
     Read as by transformers, for families with separate settings: ``rope_parameters`` by kind of
     layer, or older keys, whose scaling is only for full attention. Settings of a kind that no layer
@@ -317,7 +317,7 @@ def ropes_by_layer(
 
 
 def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
-    """The settings of layers with full attention: ``rope_scaling`` overrides
+    """Return the settings of layers with full attention: ``rope_scaling`` overrides
     ``rope_parameters``.
     """
     if kinds.has(FULL):

@@ -26,10 +26,10 @@ _TIED = "tie_word_embeddings"
 _ROTARY = ("rope_parameters", "rope_scaling")
 _IDS = ("bos_token_id", "eos_token_id")
 _OF_FILES = ("dtype", "torch_dtype", "quantization_config")
-_SECTIONS = frozenset(
-    {"mrope_section", "mrope_interleaved"}
-)  # one part of a head's angles each for time, row, column
-_WITH_SECTIONS = "mrope"  # once the type; positions of text are the same in all three
+# One part of a head's angles each for time, row, column.
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
+# Once the type; positions of text are the same in all three.
+_WITH_SECTIONS = "mrope"
 
 _WHOLES: dict[str, tuple[str, _Tied]] = {
     "deepseek_vl": ("llama", "by default"),
@@ -66,10 +66,11 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
 embedding.
 """
 
+# Whose older files have the settings of text among those of the whole.
 _FLAT = (
     "qwen2_5_vl",
     "qwen2_vl",
-)  # whose older files have the settings of text among those of the whole
+)
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,16 @@ class _Text:
 
     family: str
     sizes: tuple[float | None, ...]
-    more: Mapping[str, Any] = field(default_factory=dict)
+    other_defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fills: bool = False
 
     @property
     def defaults(self) -> dict[str, Any]:
         stated = zip(_SIZES, self.sizes, strict=False)
-        return {key: value for key, value in stated if value is not None} | dict(self.more)
+        return {key: value for key, value in stated if value is not None} | dict(
+            self.other_defaults
+        )
 
 
 _SIZES = (
@@ -161,8 +164,8 @@ _TEXTS: dict[str, _Text] = {
 
 
 def text_family(raw: Mapping[str, Any]) -> str | None:
-    """The family that computes the text part of a config.json's model with other parts; None if
-    there is none.
+    """Return the family that computes the text part of a config.json's model with other parts; None
+    if there is none.
     """
     stated = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
     if stated and _whole(raw) is not None:
@@ -175,8 +178,8 @@ def text_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """The config.json of the text part of a model that has a `text_family`, as that states it: with
-    transformers' defaults, and without rotary settings that do not concern text.
+    """Return the config.json of the text part of a model that has a `text_family`, as that states
+    it: with transformers' defaults, and without rotary settings that do not concern text.
 
     Raises:
         UnsupportedError: if its attention is not causal.
@@ -186,27 +189,27 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
     text = _TEXTS[_kind(raw)]
     if own.get("use_bidirectional_attention"):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
-    found = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
-    found |= {key: value for key, value in own.items() if value is not None or key not in found}
-    found |= {key: raw[key] for key in _OF_FILES if raw.get(key) is not None}
+    result = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
+    result |= {key: value for key, value in own.items() if value is not None or key not in result}
+    result |= {key: raw[key] for key in _OF_FILES if raw.get(key) is not None}
     for key in _ROTARY:
         if isinstance(own.get(key), dict):
-            found[key] = _for_text(own[key])
+            result[key] = _for_text(own[key])
     missing = {
-        key: value for key, value in text.defaults.items() if key not in own and key not in found
+        key: value for key, value in text.defaults.items() if key not in own and key not in result
     }
-    if any(isinstance(found.get(key), dict) and _THETA in found[key] for key in _ROTARY):
+    if any(isinstance(result.get(key), dict) and _THETA in result[key] for key in _ROTARY):
         missing.pop(_THETA, None)
-    found |= {**missing, **text.fixed, _KIND: text.family}
+    result |= {**missing, **text.fixed, _KIND: text.family}
     if text.fills:
-        settings = Settings(found, path)
+        settings = Settings(result, path)
         heads = settings.integer("num_attention_heads", 1, Limits.heads)
-        found["head_dim"] = settings.integer("hidden_size", 1, Limits.width) // heads
-    return found
+        result["head_dim"] = settings.integer("hidden_size", 1, Limits.width) // heads
+    return result
 
 
 def media_tokens(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens of a config.json that stand for images, video or sound in a text."""
+    """Return the tokens of a config.json that stand for images, video or sound in a text."""
     kinds = []
     for kind in ("image", "video", "audio"):
         for end in ("id", "index"):
@@ -255,8 +258,8 @@ class TextNames:
         return cls(models[0], heads[0] if heads else None)
 
     def plain(self, name: str) -> str | None:
-        """The name that a tensor on disk has in a folder of the text part alone; None for one of
-        another part.
+        """Return the name that a tensor on disk has in a folder of the text part alone; None for
+        one of another part.
         """
         if self.head is not None and name.startswith(f"{self.head}{_HEAD}."):
             return name.removeprefix(self.head)
@@ -265,7 +268,7 @@ class TextNames:
         return None
 
     def on_disk(self, tensor: DiskTensor) -> DiskTensor:
-        """A tensor of such a folder, with its name on disk."""
+        """Return a tensor of such a folder, with its name on disk."""
         name = tensor.name
         if name.startswith(f"{_HEAD}."):
             return replace(tensor, name=(self.head or "") + name)
@@ -273,8 +276,8 @@ class TextNames:
 
 
 def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
-    """Whether the head of a text part is its embedding: by config.json, as transformers reads
-    it, if none is stored.
+    """Return whether the head of a text part is its embedding: by config.json, as transformers
+    reads it, if none is stored.
     """
     whole = _whole(raw)
     assert whole is not None

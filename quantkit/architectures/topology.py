@@ -60,8 +60,8 @@ class Linear:
 
     @property
     def parallel(self) -> Literal["column", "row", "replicated"]:
-        """How tensor parallelism splits it: by outputs, by inputs (then the results are summed),
-        or not.
+        """Return how tensor parallelism splits it: by outputs, by inputs (then the results are
+        summed), or not.
         """
         if self.dims[0] in SPLIT:
             return "column"
@@ -115,7 +115,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """Return the canonical name."""
         if self.leaf:
             return f"{self.module}.{self.leaf}"
         return self.module
@@ -126,12 +126,12 @@ class Parameter:
 
     @property
     def rotary(self) -> bool:
-        """Whether its rows are permuted head by head between layouts."""
+        """Return whether its rows are permuted head by head between layouts."""
         return self.linear is not None and self.linear.rotary
 
     @property
     def split_axis(self) -> int | None:
-        """The axis that tensor parallelism splits; None if the tensor is replicated."""
+        """Return the axis that tensor parallelism splits; None if the tensor is replicated."""
         return next((axis for axis, dim in enumerate(self.dims) if dim in SPLIT), None)
 
 
@@ -158,13 +158,13 @@ class InputGroup:
 
     @property
     def writes(self) -> bool:
-        """Whether their output is added to the hidden states; then it is one linear."""
+        """Return whether their output is added to the hidden states; then it is one linear."""
         return self.linears[0].dims[0] == "hidden"
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
-    """The numbers behind the names in `dims`."""
-    found = {
+    """Return the numbers behind the names in `dims`."""
+    result = {
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
@@ -175,14 +175,14 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "one": 1,
     }
     if config.experts is not None:
-        found |= {
+        result |= {
             "experts": config.experts.count,
             "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
         }
     if config.latent_attention is not None:
         latent = config.latent_attention
-        found |= {
+        result |= {
             "query_rank": latent.query_rank or 0,
             "kv_rank": latent.kv_rank,
             "kv_rank_and_rope": latent.kv_rank + latent.rope_dim,
@@ -190,15 +190,15 @@ def sizes(config: ModelConfig) -> dict[str, int]:
             "latent_kv": config.num_heads * (latent.plain_dim + latent.value_dim),
             "latent_value": config.num_heads * latent.value_dim,
         }
-    return found
+    return result
 
 
 def block_items(config: ModelConfig, layer: int) -> list[Item]:
-    """The items of a layer, in the order of the data flow."""
+    """Return the items of a layer, in the order of the data flow."""
     before = config.norms in ("before", "both")
     after = config.norms in ("after", "both")
     attention = list(_latent_attention(config) if config.latent_attention else _attention(config))
-    mlp = _gated("mlp", "intermediate", "mlp.in", config.mlp_bias)
+    mlp = _iter_gated_mlp("mlp", "intermediate", "mlp.in", config.mlp_bias)
     feed_forward = list(_experts(config) if config.layers[layer].experts else mlp)
     items: list[Item] = []
     for branch, inside in (("attention", attention), ("mlp", feed_forward)):
@@ -219,8 +219,9 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     if config.tensors is not None:
         return [_opaque(tensor) for tensor in config.tensors]
     counts = sizes(config)
-    found = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
-    items: dict[LayerConfig, list[Item]] = {}  # computed once for equal layers
+    result = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
+    # Computed once for equal layers.
+    items: dict[LayerConfig, list[Item]] = {}
     for layer, features in enumerate(config.layers):
         if features not in items:
             items[features] = block_items(config, layer)
@@ -228,13 +229,13 @@ def parameters(config: ModelConfig) -> list[Parameter]:
             if isinstance(item, ExpertBank):
                 for expert in range(item.count):
                     for linear in item.linears:
-                        found += _parameters(linear, counts, layer, expert)
+                        result += _parameters(linear, counts, layer, expert)
             else:
-                found += _parameters(item, counts, layer)
-    found += _parameters(Vector("norm", ("hidden",)), counts, None)
+                result += _parameters(item, counts, layer)
+    result += _parameters(Vector("norm", ("hidden",)), counts, None)
     if not config.tied_embeddings:
-        found += _parameters(HEAD, counts, None)
-    return found
+        result += _parameters(HEAD, counts, None)
+    return result
 
 
 HEAD = Linear("head", ("vocab", "hidden"), "head.in")
@@ -252,8 +253,8 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
 
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
-    """The linear modules that stay floats unless a recipe names them: output heads; in a model of
-    unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
+    """Return the linear modules that stay floats unless a recipe names them: output heads; in a
+    model of unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
     """
     if config.tensors is None:
         return frozenset({CANONICAL[HEAD.role]})
@@ -263,37 +264,37 @@ def kept_unless_named(config: ModelConfig) -> frozenset[str]:
 
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
-    """The linear modules of a model of unknown architecture that write or read a state carried from
-    token to token: of linear attention, state spaces and short convolutions.
+    """Return the linear modules of a model of unknown architecture that write or read a state
+    carried from token to token: of linear attention, state spaces and short convolutions.
     """
     return frozenset(tensor.module for tensor in config.tensors or () if tensor.role == "recurrent")
 
 
-def summed_modules(config: ModelConfig) -> list[str]:
-    """The modules whose results must be summed in tensor parallelism: linears whose inputs are
-    split, and mixtures of experts, each as a whole.
+def list_summed_modules(config: ModelConfig) -> list[str]:
+    """Return the modules whose results must be summed in tensor parallelism: linears whose inputs
+    are split, and mixtures of experts, each as a whole.
     """
-    found = []
+    result = []
     for layer, features in enumerate(config.layers):
         rows = []
         for item in block_items(config, layer):
             if isinstance(item, Linear) and item.parallel == "row":
                 rows.append(item)
-        found += [
+        result += [
             CANONICAL[linear.role].format(layer=layer)
             for linear in rows
             if not (features.experts and linear.role.startswith(("expert.", "shared_expert.")))
         ]
         if features.experts:
-            found += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)]
+            result += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)]
         else:
-            found += []
-    return found
+            result += []
+    return result
 
 
 def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
-    """The linears of a layer that may be quantized, grouped by their input, in the order of the
-    data flow.
+    """Return the linears of a layer that may be quantized, grouped by their input, in the order of
+    the data flow.
     """
     groups: dict[tuple[str, int | None], list[tuple[Linear, str]]] = {}
     for linear, expert in _linears(config, layer):
@@ -303,14 +304,14 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
             )
     return [
         InputGroup(
-            site, tuple(linear for linear, _ in found), tuple(module for _, module in found), expert
+            site, tuple(linear for linear, _ in group), tuple(module for _, module in group), expert
         )
-        for (site, expert), found in groups.items()
+        for (site, expert), group in groups.items()
     ]
 
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
-    """The first layer of each kind with different linears, and the number of layers of this
+    """Return the first layer of each kind with different linears, and the number of layers of this
     kind.
     """
     first = {}
@@ -346,9 +347,9 @@ def head_layers(config: ModelConfig) -> int:
     return max(1, round(head_weights * config.num_layers / max(1, block_weights)))
 
 
-def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """The linears that are fused when a model is loaded, in order, by the name of the fused one
-    within the block.
+def group_fused_linears(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """Return the linears that are fused when a model is loaded, in order, by the name of the fused
+    one within the block.
     """
     found: dict[str, list[str]] = {}
     for linear, expert in _linears(config, layer):
@@ -410,14 +411,15 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
     if experts.shared_gate:
         yield Linear("shared_expert.router", ("one", "hidden"), "mlp.in", quantizable=False)
     yield ExpertBank(
-        experts.count, tuple(_gated("expert", "expert_intermediate", "expert.in", experts.bias))
+        experts.count,
+        tuple(_iter_gated_mlp("expert", "expert_intermediate", "expert.in", experts.bias)),
     )
     if experts.shared_size:
-        yield from _gated("shared_expert", "shared_intermediate", "mlp.in", False)
+        yield from _iter_gated_mlp("shared_expert", "shared_intermediate", "mlp.in", False)
 
 
-def _gated(role: str, size: str, site: str, bias: bool) -> Iterator[Linear]:
-    """A gated feed-forward."""
+def _iter_gated_mlp(role: str, size: str, site: str, bias: bool) -> Iterator[Linear]:
+    """Yield a gated feed-forward."""
     for part in ("gate", "up"):
         yield Linear(f"{role}.{part}", (size, "hidden"), site, f"{role}.gate_up", bias)
     yield Linear(f"{role}.down", ("hidden", size), f"{role}.out", bias=bias)
@@ -452,7 +454,7 @@ def _parameters(
 
 
 def _opaque(tensor: OpaqueTensor) -> Parameter:
-    """A tensor of a model of unknown architecture: a linear's weight, or one that is copied
+    """Return a tensor of a model of unknown architecture: a linear's weight, or one that is copied
     unchanged.
     """
     if not tensor.role:
@@ -469,5 +471,5 @@ def _opaque(tensor: OpaqueTensor) -> Parameter:
 
 
 def _within(role: str, expert: int | None) -> str:
-    """A module's name within its block."""
+    """Return a module's name within its block."""
     return CANONICAL[role].removeprefix(BLOCK).format(expert=expert)

@@ -21,7 +21,7 @@ from quantkit.errors import RequestError
 
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
-    """The error for an argument of the wrong type."""
+    """Return the error for an argument of the wrong type."""
     problem = f"`{name}` is of the wrong type"
     return RequestError(problem, found=shown(value), expected=expected, hint=hint, argument=name)
 
@@ -49,22 +49,25 @@ def require_tokenizer(tokenizer: object) -> None:
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:
-    """An integer, also numpy's, but not a boolean; of at least `minimum`, if there is one."""
-    found = None
+    """Return an integer, also numpy's, but not a boolean; of at least `minimum`, if there is
+    one.
+    """
+    result = None
     if hasattr(value, "__index__") and not _is_boolean(value):
-        with suppress(TypeError):  # arrays have the method whatever they hold
-            found = operator.index(value)
-    if found is None:
+        # Arrays have the method whatever they hold.
+        with suppress(TypeError):
+            result = operator.index(value)
+    if result is None:
         raise wrong_type(name, value, "an integer")
-    if minimum is not None and found < minimum:
+    if minimum is not None and result < minimum:
         raise RequestError(
-            f"`{name}` must be at least {minimum}", found=shown(found), argument=name
+            f"`{name}` must be at least {minimum}", found=shown(result), argument=name
         )
-    return found
+    return result
 
 
 def as_number(name: str, value: object) -> float:
-    """An integer or a float, but not a boolean."""
+    """Return an integer or a float, but not a boolean."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong_type(name, value, "a number")
     try:
@@ -76,11 +79,11 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_seed(name: str, value: object) -> int:
-    """An integer that torch's generators accept: one of 64 bits."""
-    found = as_integer(name, value)
-    if not -(2**63) <= found < 2**64:
-        raise RequestError(f"{name} does not fit 64 bits", found=found, argument=name)
-    return found
+    """Return an integer that torch's generators accept: one of 64 bits."""
+    result = as_integer(name, value)
+    if not -(2**63) <= result < 2**64:
+        raise RequestError(f"{name} does not fit 64 bits", found=result, argument=name)
+    return result
 
 
 def as_string(name: str, value: object) -> str:
@@ -90,15 +93,15 @@ def as_string(name: str, value: object) -> str:
 
 
 def as_strings(name: str, value: object) -> list[str]:
-    """One string or several."""
+    """Return one string or several."""
     if isinstance(value, str):
         return [value]
     return [as_string(name, one) for one in _several(name, value, "a string")]
 
 
 def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
-    """A path; an empty string, which would mean the current folder, and one too long for a path
-    are refused.
+    """Return a path; an empty string, which would mean the current folder, and one too long for a
+    path are refused.
     """
     if isinstance(value, str | os.PathLike):
         found = os.fspath(value)
@@ -119,7 +122,7 @@ def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
 
 
 def as_paths(name: str, value: object, *, hint: str | None = None) -> list[Path]:
-    """One path or several."""
+    """Return one path or several."""
     if isinstance(value, str | os.PathLike):
         return [as_path(name, value, hint=hint)]
     return [as_path(name, one, hint=hint) for one in _several(name, value, "a path")]
@@ -158,10 +161,9 @@ def _is_boolean(value: object) -> bool:
 
 
 def is_several(value: object) -> TypeGuard[Iterable[object]]:
-    """Whether a value is a collection of values: bytes are numbers, and of a mapping only the
-    keys would be used.
+    """Return whether a value is a collection of values: bytes are numbers, and of a mapping only
+    the keys would be used.
     """
     several = isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
-    return (
-        several and getattr(value, "ndim", 1) > 0
-    )  # an array without dimensions has `__iter__` too
+    # An array without dimensions has `__iter__` too.
+    return several and getattr(value, "ndim", 1) > 0

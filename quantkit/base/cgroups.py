@@ -27,7 +27,7 @@ class MemoryLimit:
 
 
 def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """The processors whose time this process may use, such as 0.5; None without a limit.
+    """Return the processors whose time this process may use, such as 0.5; None without a limit.
 
     Args:
         root: where groups are mounted.
@@ -48,8 +48,8 @@ def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
 
 
 def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
-    """The groups that limit this process's memory; arguments as for `cpu_quota`."""
-    found = []
+    """Return the groups that limit this process's memory; arguments as for `cpu_quota`."""
+    result = []
     for group in _groups("memory", root, own):
         limits, used = (
             [
@@ -64,12 +64,14 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
             freed = cache.get(
                 "total_inactive_file", cache.get("inactive_file", 0)
             )  # of version 1, or 2
-            found.append(MemoryLimit(min(limits), max(0, sum(used) - freed)))
-    return found
+            result.append(MemoryLimit(min(limits), max(0, sum(used) - freed)))
+    return result
 
 
 def read_numbers(path: Path) -> dict[str, int]:
-    """The lines of a system file that begin with a name and a number; none if it cannot be read."""
+    """Return the lines of a system file that begin with a name and a number; none if it cannot
+    be read.
+    """
     lines = [line.replace(":", " ").split() for line in _read(path).splitlines()]
     numbers: dict[str, int] = {}
     for line in lines:

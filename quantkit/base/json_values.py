@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError
 
-MAX_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
+# The largest tokenizers published take some 30 MB, the largest indices 10.
+MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 64  # of nested lists and objects
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 """The first bytes of what git checks out in place of a large file that it has not downloaded."""
@@ -37,8 +38,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str, path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON, too
-    deep, or not an object.
+    """Return the JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON,
+    too deep, or not an object.
     """
     if not text.strip():
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
@@ -128,14 +129,14 @@ class Settings:
         return self.values.get(key) is not None
 
     def need(self, key: str, hint: str | None = None) -> Any:
-        """The value of a key that must exist, of any type."""
+        """Return the value of a key that must exist, of any type."""
         if not self.has(key):
             within = f"{self.name} " if self.name else ""
             raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
         return self.values[key]
 
     def integer(self, key: str, low: int, high: int) -> int:
-        """An integer; floats, strings and booleans are refused."""
+        """Return an integer; floats, strings and booleans are refused."""
         value = self.need(key)
         expected = f"an integer from {low} to {high}"
         if type(value) is not int:
@@ -145,7 +146,7 @@ class Settings:
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
-        """An integer or a float."""
+        """Return an integer or a float."""
         value = self.need(key)
         expected = f"a number from {low:g} to {high:g}"
         if type(value) not in (int, float):
@@ -155,7 +156,7 @@ class Settings:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean; `default` if the key is absent."""
+        """Return a boolean; `default` if the key is absent."""
         if not self.has(key):
             return default
         value = self.values[key]
@@ -170,14 +171,14 @@ class Settings:
         return value
 
     def strings(self, key: str) -> list[str]:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self.need(key)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             self.wrong_type(key, "a list of strings")
         return value
 
     def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
-        """A list of numbers."""
+        """Return a list of numbers."""
         value = self.need(key)
         if not isinstance(value, list) or not all(type(one) in (int, float) for one in value):
             self.wrong_type(key, "a list of numbers")
@@ -186,7 +187,7 @@ class Settings:
         return tuple(float(one) for one in value)
 
     def integers(self, key: str, low: int, high: int) -> list[int]:
-        """A list of integers; floats, strings and booleans are refused."""
+        """Return a list of integers; floats, strings and booleans are refused."""
         values = self.need(key)
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             self.wrong_type(key, "a list of integers")
@@ -195,7 +196,7 @@ class Settings:
         return values
 
     def objects(self, key: str) -> list[Settings]:
-        """A list of objects; empty if the key is absent."""
+        """Return a list of objects; empty if the key is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             self.wrong_type(key, "a list of objects")
@@ -218,7 +219,7 @@ class Settings:
         return tuple(ids)
 
     def inside(self, key: str) -> Settings:
-        """An object within this one."""
+        """Return an object within this one."""
         value = self.need(key)
         if not isinstance(value, dict):
             self.wrong_type(key, "an object")
@@ -247,9 +248,10 @@ class Settings:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: as Python spells it, and short."""
+    """Return a value as messages show it: as Python spells it, and short."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
-        return "a huge number"  # which Python may refuse to spell
+        # Which Python may refuse to spell.
+        return "a huge number"
     text = repr(value)
     if len(text) <= _SHOWN:
         return text
@@ -257,9 +259,9 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A string without control characters, which could drive a terminal: they are spelled, such as
-    ``\\x1b``, except those in `keep`. Halves of surrogate pairs, which cannot be encoded, are
-    spelled too.
+    """Return a string without control characters, which could drive a terminal: they are spelled,
+    such as ``\\x1b``, except those in `keep`. Halves of surrogate pairs, which cannot be encoded,
+    are spelled too.
     """
     return _CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
@@ -276,8 +278,8 @@ def finite(value: object) -> Any:
 
 
 def shortest(value: Any) -> Any:
-    """A number that was stored as float32 as the shortest decimal that rounds to it; anything
-    else is unchanged.
+    """Return a number that was stored as float32 as the shortest decimal that rounds to it;
+    anything else is unchanged.
     """
     if isinstance(value, list):
         return [shortest(one) for one in value]
@@ -294,16 +296,16 @@ def shortest(value: Any) -> Any:
 
 
 def within(value: object) -> list[object]:
-    """A value and, for lists and objects, everything inside."""
-    found = [value]
-    for one in found:
+    """Return a value and, for lists and objects, everything inside."""
+    result = [value]
+    for one in result:
         if isinstance(one, dict | list):
-            found.extend(one.values() if isinstance(one, dict) else one)
-    return found
+            result.extend(one.values() if isinstance(one, dict) else one)
+    return result
 
 
 def depth(value: object) -> int:
-    """How deep lists and objects are nested."""
+    """Return how deep lists and objects are nested."""
     deep = 0
     level = [value]
     while level := [one for one in level if isinstance(one, dict | list)]:

@@ -27,7 +27,7 @@ _MMAP_THRESHOLD = -3
 
 
 def size_text(count: int) -> str:
-    """A number of bytes with its unit."""
+    """Return a number of bytes with its unit."""
     for size, unit in ((10**9, "GB"), (10**6, "MB")):
         if count >= 0.9995 * size:  # with three digits, a thousand of the next unit
             return f"{count / size:.3g} {unit}"
@@ -35,7 +35,7 @@ def size_text(count: int) -> str:
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process; its peak on systems that report no more."""
+    """Return the resident memory of this process; its peak on systems that report no more."""
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()
@@ -43,7 +43,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The peak of this process's resident memory, since `reset_peak` if that succeeded."""
+    """Return the peak of this process's resident memory, since `reset_peak` if that succeeded."""
     status = read_numbers(Path("/proc/self/status"))
     peak = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(peak * 1024, resident_bytes())
@@ -59,20 +59,20 @@ def reset_peak() -> bool:
 
 
 def machine_bytes() -> int:
-    """The machine's memory."""
+    """Return the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def total_bytes() -> int:
-    """The memory that this process could use at best: the machine's, or the limit of a control
-    group.
+    """Return the memory that this process could use at best: the machine's, or the limit of a
+    control group.
     """
     return min([machine_bytes(), *(group.limit for group in memory_limits())])
 
 
 def available_bytes() -> int:
-    """The memory that is available without swapping, on the machine and within the limits of the
-    control groups.
+    """Return the memory that is available without swapping, on the machine and within the limits of
+    the control groups.
     """
     meminfo = read_numbers(Path("/proc/meminfo"))
     if "MemAvailable" in meminfo:

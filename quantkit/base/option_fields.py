@@ -69,7 +69,7 @@ def option(
     choices: tuple[str, ...] = (),
     changes_result: bool = True,
 ) -> Any:
-    """A field of a job's options; see `OptionInfo`."""
+    """Return a field of a job's options; see `OptionInfo`."""
     info = OptionInfo(section, help, kind, metavar, choices, changes_result)
     return field(default=default, metadata={_KEY: info})
 
@@ -87,13 +87,15 @@ def require_valid(options: Any) -> None:
         )
 
 
-def declared(options: type) -> dict[str, OptionInfo]:
-    """The fields that are options of the command line, by name, in order."""
+def find_option_fields(options: type) -> dict[str, OptionInfo]:
+    """Return the fields that are options of the command line, by name, in order."""
     return {one.name: one.metadata[_KEY] for one in fields(options) if _KEY in one.metadata}
 
 
 def command_words(values: Mapping[str, object]) -> list[str]:
-    """The words with which the command line gets options, by name; None and False leave one out."""
+    """Return the words with which the command line gets options, by name; None and False leave
+    one out.
+    """
     words = list[str]()
     for name, value in values.items():
         option = "--" + name.replace("_", "-")
@@ -106,7 +108,7 @@ def command_words(values: Mapping[str, object]) -> list[str]:
     return words
 
 
-def called_with(
+def accept_fields_of(
     options: Callable[P, Options],
 ) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
     """Let a job, which takes one object of options, be called with their fields as arguments.
@@ -115,7 +117,7 @@ def called_with(
     too.
     """
 
-    def decorated(job: Callable[[Options], Result]) -> Callable[P, Result]:
+    def decorate(job: Callable[[Options], Result]) -> Callable[P, Result]:
         @functools.wraps(job)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             return job(options(*args, **kwargs))
@@ -124,15 +126,15 @@ def called_with(
         signature = inspect.signature(options)
         call.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
         call.__doc__ = (inspect.getdoc(job) or "").replace(
-            "Args:\n", f"Args:\n{_described(options)}\n", 1
+            "Args:\n", f"Args:\n{_collect_field_docs(options)}\n", 1
         )
         return call
 
-    return decorated
+    return decorate
 
 
-def _described(options: Any) -> str:
-    """What the docstrings of a class of options and its bases say of their fields."""
+def _collect_field_docs(options: Any) -> str:
+    """Return what the docstrings of a class of options and its bases say of their fields."""
     documented = []
     for base in reversed(options.__mro__):
         documented.append(inspect.cleandoc(base.__doc__ or ""))

@@ -21,15 +21,18 @@ from quantkit.errors import CheckpointError
 MAX_SECONDS = 2.0
 """What all patterns of one file may take to match, together."""
 _MAX_LENGTH = (
-    10_000  # some trainers write all module names into one pattern of a few thousand letters
+    # Some trainers write all module names into one pattern of a few thousand letters.
+    10_000
 )
-_MAX_REPETITIONS = 1000  # `regex` expands counted repetitions when it compiles a pattern
+# `regex` expands counted repetitions when it compiles a pattern.
+_MAX_REPETITIONS = 1000
 # of groups; `re` needs a level of Python's stack for each, of which libraries set the limit
 _MAX_DEPTH = 100
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _BRANCHES = re.compile(r"[*+?{|]")
 _READ_DIFFERENTLY = re.compile(
-    r"\[\^?\]?(?:\\.|[^]\\])*\[:"  # `[[:alpha:]]`: a class of POSIX
+    # `[[:alpha:]]`: a class of POSIX.
+    r"\[\^?\]?(?:\\.|[^]\\])*\[:"
     r"|(?<!\\)(?<!\\N)\{[^}]*[deis][^}]*\}"  # `x{e<=1}`: an approximate match
 )
 
@@ -140,7 +143,8 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
         repetitions *= max(1, *(int(count[:9] or 1) for count in counts))
     depth = 0
     deepest = 0
-    for letter in expression:  # escaped parentheses count too, which only makes the limit stricter
+    # Escaped parentheses count too, which only makes the limit stricter.
+    for letter in expression:
         depth += {"(": 1, ")": -1}.get(letter, 0)
         deepest = max(deepest, depth)
     if len(expression) > _MAX_LENGTH or repetitions > _MAX_REPETITIONS or deepest > _MAX_DEPTH:

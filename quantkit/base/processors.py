@@ -47,15 +47,15 @@ _HWCAPS = {"asimd": 1, "asimddp": 20}
 
 
 def logical_processors() -> list[int]:
-    """The numbers of the processors on which the system lets this process run."""
+    """Return the numbers of the processors on which the system lets this process run."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def physical_cores(topology: Path = _TOPOLOGY) -> int:
-    """The number of cores that have these processors: hyper-threads of a core count once, if the
-    system lists them.
+    """Return the number of cores that have these processors: hyper-threads of a core count once, if
+    the system lists them.
     """
     cores = set()
     for number in logical_processors():
@@ -67,7 +67,9 @@ def physical_cores(topology: Path = _TOPOLOGY) -> int:
 
 
 def quota_threads() -> int | None:
-    """The number of threads that a CPU quota allows, if there are more cores; None otherwise."""
+    """Return the number of threads that a CPU quota allows, if there are more cores; None
+    otherwise.
+    """
     quota = cpu_quota()
     if quota is not None and quota <= physical_cores() - 1:
         return math.ceil(quota)
@@ -75,15 +77,15 @@ def quota_threads() -> int | None:
 
 
 def checked_threads(count: object) -> int:
-    """A number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or to the
-    number of processors if that is more.
+    """Return a number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or
+    to the number of processors if that is more.
     """
     limit = max(_MAX_THREADS, os.cpu_count() or 1)
-    if not 1 <= (found := as_integer("threads", count)) <= limit:
+    if not 1 <= (result := as_integer("threads", count)) <= limit:
         raise RequestError(
-            "`threads` is out of range", found=shown(found), expected=f"1 to {limit}"
+            "`threads` is out of range", found=shown(result), expected=f"1 to {limit}"
         )
-    return found
+    return result
 
 
 def set_threads(count: int | None) -> None:
@@ -105,13 +107,13 @@ def set_threads(count: int | None) -> None:
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """The name of the processor, as far as the system reports it."""
+    """Return the name of the processor, as far as the system reports it."""
     return _value(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """What the processor and the system offer of the instruction sets that kernels use or could
-    use, as Linux names them; empty where it is not known.
+    """Return what the processor and the system offer of the instruction sets that kernels use or
+    could use, as Linux names them; empty where it is not known.
     """
     arm = platform.machine() in ("aarch64", "arm64")
     if sys.platform == "darwin":
@@ -126,10 +128,10 @@ def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 def _value(cpuinfo: Path, key: str) -> str:
-    """The value of a line of the first processor; empty if there is no such line."""
+    """Return the value of a line of the first processor; empty if there is no such line."""
     try:
         text = cpuinfo.read_text()
     except OSError:
         return ""
-    found = re.search(rf"^{key}\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{key}\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else ""

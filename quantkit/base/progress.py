@@ -34,7 +34,7 @@ silent: Progress = _Silent()
 
 
 def deduplicated(progress: Progress | None) -> Progress:
-    """A callback that skips a report equal to the one before; `silent` for None. Raises
+    """Return a callback that skips a report equal to the one before; `silent` for None. Raises
     `RequestError` if it is not callable.
     """
     if progress is None or progress is silent:

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.topology import Parameter, fused_modules, parameters
+from quantkit.architectures.topology import Parameter, group_fused_linears, parameters
 from quantkit.base.arguments import as_integer, as_number
 from quantkit.base.memory import size_text
 from quantkit.errors import RequestError
@@ -35,7 +35,8 @@ FLOAT = "float"
 """The name in tables of the choice to keep floats."""
 PICTURE = "bit-allocation.svg"
 """The name of the picture's file, next to the model card."""
-_COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")  # from few bits to many
+# From few bits to many.
+_COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")
 _FLOAT_COLOR = "#f0883e"
 # pixels
 _CELL = 20
@@ -77,7 +78,9 @@ class Unit:
 
 
 def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
-    """The units of all layers, in the order of their first linears, without the modules `kept`."""
+    """Return the units of all layers, in the order of their first linears, without the modules
+    `kept`.
+    """
     linears = [
         parameter
         for parameter in parameters(config)
@@ -110,7 +113,7 @@ def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[
         prefix = BLOCK_PREFIX.format(layer)
         found += [
             [prefix + module for module in modules]
-            for modules in fused_modules(config, layer).values()
+            for modules in group_fused_linears(config, layer).values()
         ]
     return found + [
         [part.removesuffix(".weight") for part in tensor.parts] for tensor in disk_tensors(config)
@@ -152,8 +155,8 @@ class SizeTarget:
 def size_target(
     target_bits: float | None, max_size: int | None, scheme: object
 ) -> SizeTarget | None:
-    """The requested size; None if a scheme is given instead. More than one of the three, or a size
-    that is not a number above 0, is a `RequestError`.
+    """Return the requested size; None if a scheme is given instead. More than one of the three, or
+    a size that is not a number above 0, is a `RequestError`.
     """
     options = (("scheme", scheme), ("target_bits", target_bits), ("max_size", max_size))
     named = [f"`{name}`" for name, value in options if value is not None]
@@ -194,7 +197,7 @@ class UnitChoice:
     def of(
         cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]
     ) -> UnitChoice:
-        """The choice of a scheme, None for floats, given the loss of each."""
+        """Return the choice of a scheme, None for floats, given the loss of each."""
         rounded = {str(one): float(f"{loss:.4g}") for one, loss in losses.items()}
         return cls(
             unit.layer, unit.name, unit.patterns, unit.weights, str(scheme or FLOAT), rounded
@@ -222,12 +225,12 @@ class Allocation:
 
     @property
     def kl(self) -> float:
-        """The estimated KL per token of all units together."""
+        """Return the estimated KL per token of all units together."""
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, others: Iterable[Override] = ()) -> Recipe:
-        """The recipe that gives every unit its scheme; `others` are requested overrides, which
-        precede.
+        """Return the recipe that gives every unit its scheme; `others` are requested overrides,
+        which precede.
         """
         counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
         default = counts.most_common(1)[0][0]
@@ -240,7 +243,7 @@ class Allocation:
         return Recipe(QuantScheme.parse(default), (*overrides, *others))
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's entry."""
+        """Return the manifest's entry."""
         return {
             **self.target.to_json(),
             "bits_per_weight": self.bits,
@@ -251,13 +254,15 @@ class Allocation:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Allocation:
-        """The result of `to_json`, read back."""
+        """Return the result of `to_json`, read back."""
         target = SizeTarget(found.get("target_bits"), found.get("max_size"))
         units = [UnitChoice(**one) for one in found["units"]]
         return cls(target, found["bits_per_weight"], found["weight_bytes"], units)
 
     def table(self) -> list[list[str]]:
-        """A header and a row for each layer: the schemes of its units, and their estimated cost."""
+        """Return a header and a row for each layer: the schemes of its units, and their
+        estimated cost.
+        """
         names = list(dict.fromkeys(unit.linears for unit in self.units))
         rows = [["layer", *names, "KL x 1e-4"]]
         for layer in dict.fromkeys(unit.layer for unit in self.units):
@@ -271,14 +276,14 @@ class Allocation:
         return rows
 
     def line(self) -> str:
-        """A summary in one line."""
+        """Return a summary in one line."""
         return (
             f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
             f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
         )
 
     def lines(self) -> list[str]:
-        """The table as text."""
+        """Return the table as text."""
         rows = self.table()
         first, *middle, last = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines: list[str] = []
@@ -292,9 +297,9 @@ class Allocation:
 
 
 def picture(allocation: Allocation) -> str:
-    """The choice as an SVG: a column for each layer, a row for each kind of linears, darker where
-    there are more bits; above it each layer's estimated loss. It follows the reader's light or dark
-    theme.
+    """Return the choice as an SVG: a column for each layer, a row for each kind of linears, darker
+    where there are more bits; above it each layer's estimated loss. It follows the reader's light
+    or dark theme.
     """
     names = list(dict.fromkeys(unit.linears for unit in allocation.units))
     losses = {unit.layer: 0.0 for unit in allocation.units}

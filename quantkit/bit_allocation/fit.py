@@ -90,8 +90,8 @@ class Fit:
             )
 
     def _hint(self, requested: float) -> str | None:
-        """Which tensors other than the units make the size too small; None if they are not the
-        reason.
+        """Return which tensors other than the units make the size too small; None if they are not
+        the reason.
         """
         coarsest = self._uniform(last=False)
         if self.target.bits is not None:
@@ -107,7 +107,8 @@ class Fit:
                 more = ""
             return f"linears that are kept or named count too: {modules[0]}{more}"
         found = {}
-        if INT8 in self.options[0]:  # rows are as long as those of head and embedding
+        # Rows are as long as those of head and embedding.
+        if INT8 in self.options[0]:
             if not self.source.config.tied_embeddings:
                 found["head"] = CANONICAL["head"]
             if not isinstance(self.codes.codec(INT8, embedding=True), Reason):
@@ -129,31 +130,33 @@ class Fit:
 
     @cached_property
     def options(self) -> list[list[QuantScheme]]:
-        """The schemes that each unit may have: those that the format holds and that fit the rows,
-        without any that is as large as a finer one.
+        """Return the schemes that each unit may have: those that the format holds and that fit the
+        rows, without any that is as large as a finer one.
         """
-        found = []
+        result = []
         for unit in self.units:
             own = []
             for one in CANDIDATES:
                 if not isinstance(codec_of(self.codes, one), Reason):
                     own.append(one)
             own = [
-                one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)
+                one
+                for one in own
+                if all(one.fit_to_columns(p.shape[1]) == one for p in unit.parameters)
             ]
             sizes = [self._unit_bytes(unit, one) for one in own]
-            found.append(
+            result.append(
                 [
                     one
                     for at, one in enumerate(own)
                     if sizes[at] < min(sizes[at + 1 :], default=math.inf)
                 ]
             )
-        return found
+        return result
 
     @property
     def max_bytes(self) -> int:
-        """The approximate size of all files of weights, before the choice is made."""
+        """Return the approximate size of all files of weights, before the choice is made."""
         return self._others_bytes + self._room
 
     def chosen(
@@ -165,7 +168,9 @@ class Fit:
         group: ProcessGroup,
         progress: Progress = silent,
     ) -> Allocation:
-        """The choice, the same in all processes; for arguments and errors see `estimate_losses`."""
+        """Return the choice, the same in all processes; for arguments and errors see
+        `estimate_losses`.
+        """
         schemes = dict(zip(self.units, self.options, strict=True))
         losses = estimate_losses(
             self.source,
@@ -181,8 +186,8 @@ class Fit:
         return group.broadcast_from_rank0(self.allocation(losses))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
-        """The choice, given the loss of each scheme of each unit."""
-        every: list[list[QuantScheme | None]] = [[*own, None] for own in self.options]
+        """Return the choice, given the loss of each scheme of each unit."""
+        every: list[list[QuantScheme | None]] = [[*option, None] for option in self.options]
         items = []
         for unit, own, lost in zip(self.units, every, losses, strict=True):
             items.append(
@@ -202,7 +207,7 @@ class Fit:
             if over <= 0 and any(chosen):
                 best = chosen
                 break
-            taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
+            taken = sum(item[number].size for item, number in zip(items, numbers, strict=True))
             room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
         choices = []
         for unit, one, lost in zip(self.units, best, losses, strict=True):
@@ -225,14 +230,14 @@ class Fit:
         return self.total_bytes(self._schemes(self._uniform(last=True))) - floats
 
     def _uniform(self, last: bool) -> list[QuantScheme | None]:
-        """The coarsest scheme for each unit, or floats for all."""
+        """Return the coarsest scheme for each unit, or floats for all."""
         result: list[QuantScheme | None] = []
-        for own in self.options:
-            result.append(None if last or not own else own[0])
+        for option in self.options:
+            result.append(None if last or not option else option[0])
         return result
 
     def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
-        """A choice's size, in the unit of the target."""
+        """Return a choice's size, in the unit of the target."""
         if self.target.bits is not None:
             return self._bits(chosen)
         return self.total_bytes(self._schemes(chosen))
@@ -262,11 +267,11 @@ class Fit:
         return [self._spec(f"{module}.weight", scheme) for module, scheme in linears]
 
     def _schemes(self, chosen: Sequence[QuantScheme | None]) -> dict[str, QuantScheme]:
-        found = {module: scheme for module, scheme in self.settled.items() if scheme is not None}
+        result = {module: scheme for module, scheme in self.settled.items() if scheme is not None}
         for unit, scheme in zip(self.units, chosen, strict=True):
             if scheme is not None:
-                found |= dict.fromkeys(unit.modules, scheme)
-        return found
+                result |= dict.fromkeys(unit.modules, scheme)
+        return result
 
     @cached_property
     def _scale_dtype(self) -> DType:
@@ -286,7 +291,7 @@ class Fit:
 
     def _require_mixed(self) -> None:
         """Check that a folder of the format can hold several schemes."""
-        every = list(dict.fromkeys(one for own in self.options for one in own))
+        every = list(dict.fromkeys(one for option in self.options for one in option))
         name = self.codes.name
         path = self.source.path
         if not every:
@@ -314,5 +319,5 @@ def stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
     assert not isinstance(holder, Reason)
     if isinstance(holder, BlockType):
         return spec.shape[0] * holder.type.row_bytes(spec.shape[1])
-    stored = holder.stored(spec)  # type: ignore[attr-defined]
+    stored = holder.list_stored_tensors(spec)  # type: ignore[attr-defined]
     return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))

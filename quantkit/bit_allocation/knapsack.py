@@ -28,8 +28,8 @@ class Option(NamedTuple):
 def choose(
     items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS
 ) -> list[int] | None:
-    """The index of the option for each item, with a total size of `room` at most; None if nothing
-    fits. Each item has at least one option; there are at most `cells` cells.
+    """Return the index of the option for each item, with a total size of `room` at most; None if
+    nothing fits. Each item has at least one option; there are at most `cells` cells.
     """
     smallest = []
     for options in items:
@@ -56,8 +56,9 @@ def choose(
 def _chosen(
     items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int
 ) -> list[int]:
-    """The exact choice for sizes in cells; the smallest of each item is 0."""
-    smallest = np.zeros(room + 1)  # loss of the items so far, for each room
+    """Return the exact choice for sizes in cells; the smallest of each item is 0."""
+    # Loss of the items so far, for each room.
+    smallest = np.zeros(room + 1)
     taken = np.zeros((len(items), room + 1), dtype=np.uint8)
     for number, (options, own) in enumerate(zip(items, sizes, strict=True)):
         before = smallest
@@ -80,21 +81,21 @@ def _chosen(
 
 
 def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int) -> list[int]:
-    """The choice with larger options of smaller loss, while any fits: first the one that saves
-    most for its size.
+    """Return the choice with larger options of smaller loss, while any fits: first the one that
+    saves most for its size.
     """
-    found = list(chosen)
-    spare = room - sum(options[one].size for options, one in zip(items, found, strict=True))
+    result = list(chosen)
+    spare = room - sum(options[one].size for options, one in zip(items, result, strict=True))
     while True:
         swaps = [
             ((options[now].loss - option.loss) / max(more, 1), more, number, index)
-            for number, (options, now) in enumerate(zip(items, found, strict=True))
+            for number, (options, now) in enumerate(zip(items, result, strict=True))
             for index, option in enumerate(options)
             if (more := option.size - options[now].size) <= spare
             and option.loss < options[now].loss
         ]
         if not swaps:
-            return found
+            return result
         _, more, number, index = max(swaps, key=lambda swap: swap[0])
         spare -= more
-        found[number] = index
+        result[number] = index

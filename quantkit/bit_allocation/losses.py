@@ -62,8 +62,8 @@ CHOICE = "choose schemes"
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the
-    gradients; `memory_bytes` are for the inputs of the blocks.
+    """Return how many samples of a shape [N, T] are used for the Hessians, and how many of these
+    for the gradients; `memory_bytes` are for the inputs of the blocks.
     """
     count, length = shape
     widest = max(group.columns for group, _ in every_group(config))
@@ -133,7 +133,8 @@ def estimate_losses(
     group: ProcessGroup,
     progress: Progress = silent,
 ) -> list[dict[QuantScheme, float]]:
-    """The KL that each unit would cost in each of its schemes, alone, in the order of the units.
+    """Return the KL that each unit would cost in each of its schemes, alone, in the order of the
+    units.
 
     Args:
         samples: tokens [N, T], of which the first ones are used; each of several processes runs its
@@ -194,17 +195,20 @@ def _block_errors(
     scale_dtype: torch.dtype,
     group: ProcessGroup,
 ) -> dict[str, RowErrors]:
-    """The errors of all linears of a block that are in units."""
-    found: dict[str, RowErrors] = {}
+    """Return the errors of all linears of a block that are in units."""
+    result: dict[str, RowErrors] = {}
     prefix = BLOCK_PREFIX.format(layer)
     unit_of = {module: unit for unit in units for module in unit.modules}
-    tried: dict[str, int] = {}  # rows of each linear that are rounded
+    # Rows of each linear that are rounded.
+    tried: dict[str, int] = {}
     for unit in units:
         share = min(1.0, _WEIGHTS_TRIED / unit.weights)
         tried |= {p.module: math.ceil(share * p.shape[0]) for p in unit.parameters}
     of_site: dict[str, list[str]] = defaultdict(list)
-    for one in input_groups(source.config, layer):
-        of_site[one.site] += [module for module in one.modules if prefix + module in unit_of]
+    for input_group in input_groups(source.config, layer):
+        of_site[input_group.site] += [
+            module for module in input_group.modules if prefix + module in unit_of
+        ]
     for site, modules in of_site.items():
         if not modules:
             continue
@@ -230,16 +234,16 @@ def _block_errors(
         total.div_(rows.clamp_(min=1))
         wanted = list(dict.fromkeys(s for name in weights for s in schemes[unit_of[name]]))
         try:
-            found |= row_errors(weights, total, wanted, scale_dtype, tried)
+            result |= row_errors(weights, total, wanted, scale_dtype, tried)
         except SingularError:
-            found |= row_errors(
+            result |= row_errors(
                 weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried
             )
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"linear '{next(iter(weights))}': {error.problem}", path=source.path
             ) from error
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ def row_errors(
     scale_dtype: torch.dtype,
     tried: Mapping[str, int],
 ) -> dict[str, RowErrors]:
-    """The errors of linears that share their inputs.
+    """Return the errors of linears that share their inputs.
 
     Args:
         weights: [O, I] float32, by module.
@@ -314,11 +318,11 @@ def row_errors(
     for scheme in schemes:
         residual = _rounded(columns, damped.diagonal, scheme, scale_dtype).sub_(columns)
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
-    found = {}
+    result = {}
     for number, (module, weight) in enumerate(weights.items()):
         parts = []
         for start, stop in row_chunks(*weight.shape):
             parts.append(weight[start:stop].square() @ variances)
         own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
-        found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
-    return found
+        result[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
+    return result

@@ -45,9 +45,8 @@ class ActivationStore:
         path = self._folder / str(self._count)
         with scratch_errors(self._folder):
             if not self._count:
-                self._folder.mkdir(
-                    parents=True
-                )  # fails if it exists: it might be a link to another place
+                # Fails if it exists: it might be a link to another place.
+                self._folder.mkdir(parents=True)
             self._count += 1
             _write(path, value)
         self._files[key] = path, value.shape, value.dtype
@@ -62,7 +61,7 @@ class ActivationStore:
         return value
 
     def get(self, key: Hashable) -> Tensor:
-        """A tensor, which stays in the store; what is changed in it may stay unchanged there
+        """Return a tensor, which stays in the store; what is changed in it may stay unchanged there
         until `update`.
         """
         if (value := self._held.get(key)) is not None:
@@ -96,7 +95,7 @@ class ActivationStore:
     def _mapped(
         self, key: Hashable, mode: Literal["r", "r+"]
     ) -> np.memmap[Any, np.dtype[np.float32]]:
-        """The rows of a float32 tensor in a file."""
+        """Return the rows of a float32 tensor in a file."""
         path, shape, _ = self._files[key]
         return np.memmap(path, np.float32, mode, shape=(shape[:-1].numel(), shape[-1]))
 
@@ -112,7 +111,7 @@ def _on_host(value: Tensor) -> bool:
 
 
 def _to_host(value: Tensor, *, stays: bool) -> Tensor:
-    """A GPU's tensor in the host's memory; in pinned pages if it stays there, as a GPU reads
+    """Return a GPU's tensor in the host's memory; in pinned pages if it stays there, as a GPU reads
     these fastest.
     """
     if not stays or value.device.type != "cuda":
@@ -122,6 +121,5 @@ def _to_host(value: Tensor, *, stays: bool) -> Tensor:
 
 def _write(path: Path, value: Tensor) -> None:
     with path.open("wb") as file:
-        file.write(
-            value.contiguous().flatten().view(torch.uint8).numpy().data
-        )  # numpy's own way misses a full disk
+        # Numpy's own way misses a full disk.
+        file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)

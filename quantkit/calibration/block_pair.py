@@ -86,7 +86,7 @@ class BlockPair:
                     _set(block, name, parameter)
 
     def full_name(self, module: str) -> str:
-        """The name of a module of the block within the model."""
+        """Return the name of a module of the block within the model."""
         return BLOCK_PREFIX.format(self.layer) + module
 
     def load(self, group: InputGroup) -> None:
@@ -98,7 +98,7 @@ class BlockPair:
                 _set(self.floats, name, self._parameter(name))
 
     def linears(self, group: InputGroup) -> dict[str, nn.Linear]:
-        """The float linears of a group that have to be solved, by full name."""
+        """Return the float linears of a group that have to be solved, by full name."""
         if self.load_resumed is not None:
             return {}
         named = {}
@@ -151,7 +151,7 @@ class BlockPair:
             _set(self.quantized, module, linear)
 
     def _empty_linear(self, like: nn.Linear) -> StreamLinear:
-        """A linear of the same shape, without weights yet."""
+        """Return a linear of the same shape, without weights yet."""
         linear = StreamLinear(
             like.in_features, like.out_features, like.bias is not None, device="meta"
         )
@@ -163,7 +163,7 @@ class BlockPair:
 
 
 def linear_of(block: Block, module: str) -> nn.Linear:
-    """A linear of a block that has not been unloaded."""
+    """Return a linear of a block that has not been unloaded."""
     linear = block.get_submodule(module)
     assert isinstance(linear, nn.Linear)
     return linear

@@ -116,7 +116,7 @@ class _Expert:
         self.quantized = quantized
 
     def quantize(self) -> dict[str, Result]:
-        """The results by name; the expert's output is then added to both streams."""
+        """Return the results by name; the expert's output is then added to both streams."""
         pair = self.pair
         results: dict[str, Result] = {}
         for group in self.groups:
@@ -137,11 +137,12 @@ class _Expert:
         return results
 
     def _solve(self, group: InputGroup, linears: Mapping[str, nn.Linear]) -> dict[str, Result]:
-        """The results of linears of an expert that share their inputs."""
+        """Return the results of linears of an expert that share their inputs."""
         if group.expert is None:
             return self._calibrate(group, linears, all_tokens=False)
         results: dict[str, Result] = {}
-        reasons = dict.fromkeys(linears, "")  # why the tokens that were tried first are not used
+        # Why the tokens that were tried first are not used.
+        reasons = dict.fromkeys(linears, "")
         sent = self.counts[group.expert]
         every = self.counts[-1]
         enough = (
@@ -199,8 +200,8 @@ class _Expert:
     def _distorted(
         self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str
     ) -> dict[str, str]:
-        """The linears that changed by more than their schemes explain, with the reason for the
-        manifest.
+        """Return the linears that changed by more than their schemes explain, with the reason for
+        the manifest.
         """
         excesses = self.pair.solver.find_excesses(found, linears)
         result: dict[str, str] = {}
@@ -210,5 +211,5 @@ class _Expert:
 
 
 def _owner(group: InputGroup) -> str:
-    """The name of the module that a group's linears are in."""
+    """Return the name of the module that a group's linears are in."""
     return group.modules[0].rpartition(".")[0]

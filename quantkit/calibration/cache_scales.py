@@ -34,12 +34,13 @@ _LENGTH = 256
 
 
 def scale_tokens(source: Checkpoint) -> tuple[int, int]:
-    """The samples that a rounded model is run on, and the tokens of each."""
+    """Return the samples that a rounded model is run on, and the tokens of each."""
     return _SAMPLES, min(_LENGTH, window_length(source))
 
 
 def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str, Tensor]:
-    """The scales [1] of a layer by name, for its largest key and value, [2]; 1 where all are zero.
+    """Return the scales [1] of a layer by name, for its largest key and value, [2]; 1 where all are
+    zero.
 
     Args:
         dtype: of the scales; none is below its smallest normal number.
@@ -48,7 +49,7 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
     Raises:
         NonFiniteError: for keys or values that are NaN or Inf, or too large for scales of the type.
     """
-    found = {}
+    result = {}
     limits = torch.finfo(dtype.torch)
     for name, what, value in zip(
         scale_names(layer), ("keys", "values"), largest.tolist(), strict=True
@@ -60,8 +61,8 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
             scale = max(value / E4M3_MAX, limits.tiny)
         else:
             scale = NO_SCALE
-        found[name] = torch.tensor([scale], dtype=dtype.torch)
-    return found
+        result[name] = torch.tensor([scale], dtype=dtype.torch)
+    return result
 
 
 def scales_on_sample(
@@ -71,7 +72,8 @@ def scales_on_sample(
     tokens: Tensor,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """The scales of all layers by name, for samples [B, T] that pass through a rounded model.
+    """Return the scales of all layers by name, for samples [B, T] that pass through a rounded
+    model.
 
     Args:
         specs: the tensors of the result, by name; its scales have the type that is stated for them.
@@ -87,10 +89,10 @@ def scales_on_sample(
         maxima=maxima,
         progress=progress,
     )
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for layer, one in enumerate(maxima):
-        found |= scales_of(layer, one.largest, specs[scale_names(layer)[0]].dtype, source.path)
-    return found
+        result |= scales_of(layer, one.largest, specs[scale_names(layer)[0]].dtype, source.path)
+    return result
 
 
 class _Rounded(CheckpointView):

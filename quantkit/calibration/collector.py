@@ -74,13 +74,15 @@ class Collector:
         self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
         self._settled = column is not None
         self._chat: TemplateChat | None = None
-        self._specials: bool | None = None  # None before the first conversation
+        # None before the first conversation.
+        self._specials: bool | None = None
         self._budget = Budget(TEMPLATE_SECONDS, sys.maxsize, repeatable=True)
         self._documents: list[str] = []
         self._parts: list[bytes] = []
         self._refused: list[str] = []
         self._notes: list[str] = []
-        self._prints_tools = True  # until the chat template has been seen to print none
+        # Until the chat template has been seen to print none.
+        self._prints_tools = True
 
     def columns(self, columns: Mapping[str, bool]) -> list[str]:
         """Return the columns of a table to read: that with the documents, see `column`, and the
@@ -92,7 +94,7 @@ class Collector:
         return [name]
 
     def column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
-        """The column that has the documents. Raises `RequestError` if there is none.
+        """Return the column that has the documents. Raises `RequestError` if there is none.
 
         Args:
             columns: by name, whether each has strings.
@@ -187,7 +189,7 @@ class Collector:
             )
 
     def text(self, sha256: str | None = None, source: str | None = None) -> DocumentText:
-        """All that was collected; without a `sha256`, with that of the text."""
+        """Return all that was collected; without a `sha256`, with that of the text."""
         text = decoded(b"".join(self._parts[:-1])[: self._limit], whole=False)
         notes = list(self._notes)
         if self._refused:
@@ -204,7 +206,7 @@ class Collector:
     def _rendered(
         self, messages: Sequence[Mapping[str, object]], tools: object, place: str
     ) -> str | None:
-        """The text of a conversation; None if it cannot be rendered."""
+        """Return the text of a conversation; None if it cannot be rendered."""
         if self._specials is None:
             self._chat, notes = self._chat_of() if self._chat_of else (None, [])
             self._specials = self._chat is not None
@@ -217,7 +219,8 @@ class Collector:
         try:
             text = self._rendered_with_tools(messages, read_tools(tools))
         except (RequestError, CheckpointError) as error:
-            if self._budget.spent:  # what is rendered in time depends on the machine
+            # What is rendered in time depends on the machine.
+            if self._budget.spent:
                 problem = (
                     f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the"
                     " conversations"
@@ -252,5 +255,5 @@ class Collector:
 
 
 def decoded(raw: bytes | bytearray, *, whole: bool) -> str:
-    """The text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
+    """Return the text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
     return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)

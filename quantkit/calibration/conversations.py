@@ -27,8 +27,8 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, list[str]]:
-    """The chat format of a model, and a note if it has one that cannot be used; None for a base
-    model.
+    """Return the chat format of a model, and a note if it has one that cannot be used; None for a
+    base model.
     """
     try:
         if not ChatTemplates(path):
@@ -56,7 +56,7 @@ def rendered(
     Raises:
         RequestError, CheckpointError: if the template refuses it or fails.
     """
-    messages = [_message(one) for one in messages]
+    messages = [_message(message) for message in messages]
     if chat is None:
         return plain(messages)
     settings: dict[str, Any] = {"tools": tools, "add_generation_prompt": False, "budget": budget}
@@ -105,7 +105,7 @@ def read_tools(value: object) -> list[Mapping[str, object]] | None:
 
 
 def looks_serialized(text: str) -> bool:
-    """Whether a string is spelled like a list of objects, or like an object, in JSON or as
+    """Return whether a string is spelled like a list of objects, or like an object, in JSON or as
     Python prints them.
     """
     return re.fullmatch(r"\ufeff?\s*(\[\s*\{.*\]|\{\s*[\"'].*\})\s*", text, re.DOTALL) is not None
@@ -116,19 +116,20 @@ def _is_message(value: object) -> bool:
 
 
 def plain(messages: Sequence[Message]) -> str:
-    """A conversation as plain text.
+    """Return a conversation as plain text.
 
     Raises `RequestError` for a message without a role or a content in words.
     """
-    texts = [message_text(one) for one in messages]
+    texts = [message_text(message) for message in messages]
     return "\n\n".join(
-        f"{one['role'].capitalize()}: {text}" for one, text in zip(messages, texts, strict=True)
+        f"{message['role'].capitalize()}: {text}"
+        for message, text in zip(messages, texts, strict=True)
     )
 
 
 def _message(one: Message) -> Message:
-    """A message; one in ShareGPT's form, ``from`` and ``value``, with the keys that templates
-    read.
+    """Return a message; one in ShareGPT's form, ``from`` and ``value``, with the keys that
+    templates read.
     """
     if "role" in one or "from" not in one:
         return one

@@ -27,7 +27,8 @@ MAX_REUSE = 4
 """How often samples may use a token of the text on average: more of them would tell the solver
 nothing new.
 """
-_MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
+# A thousand times the default; more are a typing error.
+_MAX_TOKENS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,22 @@ class Calibration:
     documents: int | None = None
 
     def fingerprint(self) -> str:
-        """The same for equal samples."""
+        """Return the same for equal samples."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
-        found: dict[str, object] = {
+        result: dict[str, object] = {
             "sha256": self.sha256,
             "samples": samples,
             "length": length,
             "seed": self.seed,
         }
         named = {"source": self.source, "documents": self.documents}
-        found |= {name: value for name, value in named.items() if value is not None}
+        result |= {name: value for name, value in named.items() if value is not None}
         if self.dropped is not None:
-            found |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
-        return found
+            result |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
+        return result
 
 
 def load_calibration(
@@ -159,7 +160,7 @@ def require_samples(samples: int, length: int) -> None:
 
 
 def _shown(source: TextSource) -> str | Path:
-    """A source as errors name it."""
+    """Return a source as errors name it."""
     if isinstance(source, str | Path):
         return source
     return "calibration"
@@ -173,22 +174,22 @@ def _read(
     column: str | None,
     chat: ModelChat | None,
 ) -> DocumentText:
-    """The text that the samples need."""
+    """Return the text that the samples need."""
     as_seed("seed", seed)
     require_samples(samples, length)
     limit = max(BYTES_PER_TOKEN * samples * length, MIN_BYTES)
-    found = read_documents(source, limit, column=column, chat=chat)
-    if not found.text.strip():
+    documents = read_documents(source, limit, column=column, chat=chat)
+    if not documents.text.strip():
         raise RequestError("the calibration text is empty", path=_shown(source))
-    if samples > len(found.text):
+    if samples > len(documents.text):
         raise RequestError(
             "more samples than characters in the calibration text",
             path=_shown(source),
             found=f"{samples} samples",
-            expected=f"at most {len(found.text)}",
+            expected=f"at most {len(documents.text)}",
             hint="give more text, or fewer `samples`",
         )
-    return found
+    return documents
 
 
 def _require_enough_text(
@@ -256,7 +257,8 @@ def _from_pieces(
         piece = text[start : start + width]
         word = next((i for i, letter in enumerate(piece) if letter.isspace()), 0)
         lead, ids = tokenized(piece[word:].lstrip(), tokenizer, specials=specials)
-        if len(lead) + len(ids) <= length:  # the last word may be cut
+        # The last word may be cut.
+        if len(lead) + len(ids) <= length:
             return None
         rows.append([*lead, *ids][:length])
     return torch.tensor(rows)

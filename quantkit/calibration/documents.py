@@ -24,7 +24,7 @@ from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decod
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time
-from quantkit.files.hub_answers import checked_answers, checked_commit
+from quantkit.files.hub_answers import validate_commit, validate_hub_answers
 from quantkit.files.hub_failures import short
 
 TextSource = str | Path | Iterable[object]
@@ -60,7 +60,9 @@ class HubId:
 
 
 def hub_id(source: str | Path) -> HubId | None:
-    """The dataset that a string spells; None for a path, an existing file, and a file's suffix."""
+    """Return the dataset that a string spells; None for a path, an existing file, and a file's
+    suffix.
+    """
     if isinstance(source, Path) or os.path.exists(source):
         found = None
     else:
@@ -71,7 +73,7 @@ def hub_id(source: str | Path) -> HubId | None:
 
 
 def has_documents(path: Path) -> bool:
-    """Whether a path is a folder or a file of documents, not plain text."""
+    """Return whether a path is a folder or a file of documents, not plain text."""
     return path.suffix.lower() in (*_JSON_LINES, _PARQUET) or path.is_dir()
 
 
@@ -83,8 +85,8 @@ def read_documents(
     chat: ModelChat | None = None,
     name: str = "calibration",
 ) -> DocumentText:
-    """The first `limit` bytes of a source's documents, separated by empty lines where no template
-    ends them.
+    """Return the first `limit` bytes of a source's documents, separated by empty lines where no
+    template ends them.
 
     Args:
         source: UTF-8 text; by the suffix, JSON lines or Parquet; a folder that `datasets` saved; a
@@ -144,7 +146,8 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
                     "plain text has no columns", path=path, hint="leave `text_column` out"
                 )
             else:
-                raw = bytearray()  # grows with the file, since a limit may be far beyond it
+                # Grows with the file, since a limit may be far beyond it.
+                raw = bytearray()
                 while len(raw) < limit and (part := file.read(min(limit - len(raw), _BUFFER))):
                     raw += part
                 # The rest is hashed in the same pass, as a pipe can be read only once.
@@ -169,7 +172,7 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
 
 def _collect_hub(dataset: HubId, collector: Collector) -> None:
     path = str(dataset)
-    with _quiet_libraries(), checked_answers(path):
+    with _quiet_libraries(), validate_hub_answers(path):
         from datasets import load_dataset  # type: ignore[import-untyped]
         from huggingface_hub import HfApi
 
@@ -185,7 +188,7 @@ def _collect_hub(dataset: HubId, collector: Collector) -> None:
             )
             raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
         with _of_datasets(path, "the form is owner/name:config:split; or give a file"):
-            revision = checked_commit(info.sha, path)
+            revision = validate_commit(info.sha, path)
             rows = load_dataset(
                 dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True
             )
@@ -208,20 +211,20 @@ def _of_datasets(path: str | Path, hint: str) -> Iterator[None]:
 def _saved_dataset(path: Path) -> Any:
     from datasets import load_from_disk
 
-    found = load_from_disk(str(path))
-    if isinstance(found, dict):
+    from_disk = load_from_disk(str(path))
+    if isinstance(from_disk, dict):
         raise RequestError(
             "is a DatasetDict, not one split of it",
             path=path,
-            found=", ".join(found),
-            hint=f"give the folder of a split: {path / next(iter(found))}",
+            found=", ".join(from_disk),
+            hint=f"give the folder of a split: {path / next(iter(from_disk))}",
         )
-    return found
+    return from_disk
 
 
 def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object]]:
-    """The rows of a `Dataset` or `IterableDataset`, with only the columns to read if the columns
-    are known.
+    """Return the rows of a `Dataset` or `IterableDataset`, with only the columns to read if the
+    columns are known.
     """
     if rows.features is not None:
         columns = {}
@@ -310,5 +313,6 @@ def _quiet_libraries() -> Iterator[None]:
             if n.startswith("STREAMING_") and n.endswith("_MAX_RETRIES")
         ]:
             undo.callback(setattr, datasets.config, name, getattr(datasets.config, name))
-            setattr(datasets.config, name, 1)  # the layer below retries as often
+            # The layer below retries as often.
+            setattr(datasets.config, name, 1)
         yield

@@ -26,7 +26,8 @@ ACTIVATION_MEMORY = 4 * 10**9
 """Bytes of activations in memory, unless half of what is available is less."""
 
 BATCH_TOKENS = 2048
-_BATCH_VALUES = 1 << 22  # elements of the feed-forward's inner states
+# Elements of the feed-forward's inner states.
+_BATCH_VALUES = 1 << 22
 _MIN_FOLLOWED = 4  # batches
 _MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from fewer
 FACTOR_ROWS = 2048
@@ -55,8 +56,8 @@ class Effort:
     gradient_tokens: int = 0
 
     def length(self, config: ModelConfig) -> int:
-        """The tokens of a sample by default: a power of two, or the model's context if that is
-        shorter.
+        """Return the tokens of a sample by default: a power of two, or the model's context if that
+        is shorter.
         """
         inputs = max(
             (group.columns / group.share for group, _ in every_group(config)),
@@ -70,7 +71,7 @@ class Effort:
         return min(length, config.max_context)
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """The same, or half of it where samples of a shape [N, T] are too few to measure the
+        """Return the same, or half of it where samples of a shape [N, T] are too few to measure the
         drift.
         """
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
@@ -79,24 +80,24 @@ class Effort:
         return self
 
     def for_schemes(self, schemes: Iterable[QuantScheme]) -> Effort:
-        """The same, or without the backward pass where none of the schemes uses it."""
+        """Return the same, or without the backward pass where none of the schemes uses it."""
         if any(map(uses_factor, schemes)):
             return self
         return replace(self, gradient_tokens=0)
 
     def gradient_samples(self, config: ModelConfig, shape: Sequence[int]) -> int:
-        """How many of the samples, of a shape [N, T], go through the backward pass."""
+        """Return how many of the samples, of a shape [N, T], go through the backward pass."""
         if config.tensors is not None or config.run_by is not None:
             return 0
         samples, length = shape
         return min(samples, -(-self.gradient_tokens // length))
 
     def follows(self, index: int, batches: int) -> bool:
-        """Whether the float stream has a batch."""
+        """Return whether the float stream has a batch."""
         return index % self._stride(batches) == 0
 
     def followed(self, batches: int) -> int:
-        """How many of all batches the float stream has."""
+        """Return how many of all batches the float stream has."""
         return -(-batches // self._stride(batches))
 
     def _stride(self, batches: int) -> int:
@@ -111,7 +112,7 @@ EFFORTS: dict[EffortName, Effort] = {
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:
-    """The number of samples of a length that go through the model together."""
+    """Return the number of samples of a length that go through the model together."""
     return max(1, min(BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
 
 
@@ -136,7 +137,7 @@ class Group:
 
 
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
-    """The groups of a block; of a model known by its tensors only, each linear by itself."""
+    """Return the groups of a block; of a model known by its tensors only, each linear by itself."""
     if config.tensors is not None:
         result: list[Group] = []
         for tensor in config.tensors:
@@ -168,8 +169,8 @@ def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
 
 
 def _alone(module: str, shape: tuple[int, ...]) -> Group:
-    """A linear by itself; which share of the tokens an expert gets is not known, and taken as a
-    quarter.
+    """Return a linear by itself; which share of the tokens an expert gets is not known, and taken
+    as a quarter.
     """
     rows, columns = shape
     return Group(
@@ -184,7 +185,7 @@ def _alone(module: str, shape: tuple[int, ...]) -> Group:
 
 
 def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
-    """The groups of all kinds of blocks, with the number of blocks that have them."""
+    """Return the groups of all kinds of blocks, with the number of blocks that have them."""
     if config.tensors is not None:
         layers = range(config.num_layers)
         return list(
@@ -198,12 +199,12 @@ def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
 
 
 def uses_factor(scheme: QuantScheme) -> bool:
-    """Whether rows of a scheme are solved with the gradients by their outputs."""
+    """Return whether rows of a scheme are solved with the gradients by their outputs."""
     return scheme.scales is Scales.FLOATS
 
 
 def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
-    """Whether the gradients by the outputs of a branch's linears are used: not those of a
+    """Return whether the gradients by the outputs of a branch's linears are used: not those of a
     mixture of experts.
     """
     return branch != "mlp" or not config.layers[layer].experts
@@ -230,7 +231,9 @@ def gradient_activation_bytes(config: ModelConfig, shape: Sequence[int], effort:
 
 
 def inner_width(config: ModelConfig) -> int:
-    """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
+    """Return the largest width of a feed-forward's inner states at a time: in a mixture, of one
+    expert.
+    """
     columns = (
         group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes
     )
@@ -238,7 +241,7 @@ def inner_width(config: ModelConfig) -> int:
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
-    """The share of batches, for samples of a shape [N, T], that the float stream has."""
+    """Return the share of batches, for samples of a shape [N, T], that the float stream has."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
     return effort.followed(batches) / batches

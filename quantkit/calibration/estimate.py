@@ -30,15 +30,19 @@ _OF_BATCH = 6  # of the size of its widest states, at a time
 _CPU = torch.device("cpu")
 _FINEST = 32  # columns of a group
 _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
-_OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
+# The share of the products of a symmetric sum that is computed.
+_OF_ONE_SQUARE = 0.5625
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
 _TWO_SIDED_PRODUCTS = 1.5  # of a weight with the products of gradients of its outputs
 _BACKWARD_PASSES = (
-    4  # forward passes of the blocks that cost as much as the one forward and the one backward
+    # Forward passes of the blocks that cost as much as the one forward and the one backward.
+    4
 )
 _OF_BACKWARD = 12  # of the size of its widest states, at a time
-_OF_HEAD_LOGITS = 5  # copies: products, logits, their softmax, the gradients, and one under way
-_SECONDS_OF_BATCH = 0.001  # through the linears that share an input
+# Copies: products, logits, their softmax, the gradients, and one under way.
+_OF_HEAD_LOGITS = 5
+# Through the linears that share an input.
+_SECONDS_OF_BATCH = 0.001
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
 
@@ -67,7 +71,8 @@ def gptq_bytes(
             columns = group.columns
             if group.factored:
                 solver = max(solver, _SOLVER_MATRICES * rows * columns + 4 * rows**2 + columns**2)
-    if device.type == "cuda":  # where scales are fitted for as many rows as memory holds
+    # Where scales are fitted for as many rows as memory holds.
+    if device.type == "cuda":
         finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
         solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
     return 4 * max(*passes, max(solves) + solver)
@@ -142,7 +147,8 @@ def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort)
     followed = followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
-        passes = 1 + (group.share < 1)  # an expert is run for its sums, and for its output
+        # An expert is run for its sums, and for its output.
+        passes = 1 + (group.share < 1)
         total += (
             count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
         )

@@ -46,7 +46,8 @@ def measure_factors(
     first_layer: int = 0,
     progress: Progress = silent,
 ) -> OutputFactors:
-    """The factors of the linears `wanted`, by full name, from one forward and one backward pass.
+    """Return the factors of the linears `wanted`, by full name, from one forward and one backward
+    pass.
 
     There are none of experts, whose tokens the router weights, and none at all if the model's
     outputs are not finite.
@@ -125,7 +126,7 @@ class _Sums:
                 add_square_(block, columns[start:stop])
 
     def _sums(self, names: list[str]) -> list[Tensor]:
-        """The blocks that are summed for a group."""
+        """Return the blocks that are summed for a group."""
         if names[0] not in self._blocks:
             bounds = _bounds(sum(self._rows[name] for name in names))
             sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -153,6 +154,6 @@ class _Sums:
 
 
 def _bounds(count: int) -> list[int]:
-    """Where blocks of outputs begin, of about one size, and the number of outputs."""
+    """Return where blocks of outputs begin, of about one size, and the number of outputs."""
     parts = -(-count // FACTOR_ROWS)
     return [count * number // parts for number in range(parts + 1)]

@@ -20,7 +20,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.streams import embedded, step_of_samples
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
 from quantkit.tensors.finite import all_finite
@@ -77,7 +77,8 @@ class FisherPasses:
         by site; empty without `with_sums`.
         """
         block = self._block(layer)
-        sums: dict[str, tuple[Tensor, int]] = {}  # the experts of a layer share a site
+        # The experts of a layer share a site.
+        sums: dict[str, tuple[Tensor, int]] = {}
 
         def add(site: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].flatten(0, -2)
@@ -99,10 +100,10 @@ class FisherPasses:
         return sums, block
 
     def is_finite(self) -> bool:
-        """Whether the last block's outputs, and the norm and head that follow, are free of NaN
-        and Inf.
+        """Return whether the last block's outputs, and the norm and head that follow, are free of
+        NaN and Inf.
         """
-        following = ("model.norm.weight", stored_name(self._source, "lm_head.weight"))
+        following = ("model.norm.weight", resolve_stored_name(self._source, "lm_head.weight"))
         weights = (floats_of(self._source.load(name)) for name in following)
         return all(map(all_finite, self._states)) and all(map(all_finite, weights))
 
@@ -119,7 +120,7 @@ class FisherPasses:
         norm.weight = float_parameter(
             self._source, "model.norm.weight", torch.device("cpu"), torch.float32
         )
-        head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
+        head = floats_of(self._source.load(resolve_stored_name(self._source, "lm_head.weight")))
         done = 0
         total = sum(states.shape[0] * states.shape[1] for states in self._states)
 
@@ -217,7 +218,7 @@ def head_gradients(
     processes' number. `advance` is called with the number of tokens that have passed the head since
     its last call.
     """
-    found = torch.empty_like(hidden)
+    result = torch.empty_like(hidden)
     for index, states in enumerate(hidden):
         generator = torch.Generator().manual_seed(first + index)
         for start in range(0, len(states), HEAD_TOKENS):
@@ -227,12 +228,12 @@ def head_gradients(
             gradients = logits.softmax(-1)
             drawn = torch.multinomial(gradients, 1, generator=generator)
             gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
-            found[index, start : start + HEAD_TOKENS] = through_logits(
+            result[index, start : start + HEAD_TOKENS] = through_logits(
                 gradients, logits, head, config
             )
             if advance is not None:
                 advance(len(rows))
-    return found
+    return result
 
 
 def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: ModelConfig) -> Tensor:
@@ -243,14 +244,14 @@ def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: Mode
         gradients *= 1 - (logits / config.logit_softcap).square()
     if config.logit_multiplier != 1:
         gradients *= config.logit_multiplier
-    found = gradients.new_zeros(len(gradients), head.shape[1])
+    result = gradients.new_zeros(len(gradients), head.shape[1])
     place = 0
     for part in _parts(head):
-        found.addmm_(
+        result.addmm_(
             gradients[:, place : place + len(part)], part.to(gradients.device, torch.float32)
         )
         place += len(part)
-    return found
+    return result
 
 
 def _parts(head: Tensor) -> Sequence[Tensor]:

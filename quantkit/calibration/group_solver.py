@@ -26,10 +26,11 @@ from quantkit.solver.rounding import round_to_nearest
 from quantkit.solver.two_sided import OutputFactor
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor, concatenated, relative_error, row_chunks
+from quantkit.tensors.qtensor import QuantTensor, concatenate_rows, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
-_NOISE = 3.0  # damping, in mean diagonals, for one token per input
+# Damping, in mean diagonals, for one token per input.
+_NOISE = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Result:
 
     @classmethod
     def of(cls, quantized: QuantTensor, weight: Tensor, record: Mapping[str, object]) -> Result:
-        """The result for a float weight [O, I]."""
+        """Return the result for a float weight [O, I]."""
         return cls(quantized, relative_error(quantized.to(weight.device), weight), record)
 
 
@@ -162,7 +163,7 @@ class GroupSolver:
         return excesses
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
-        """A linear's weight [O, I] rounded to nearest."""
+        """Return a linear's weight [O, I] rounded to nearest."""
         quantized, solver = round_to_nearest(
             weight,
             self.schemes[name],
@@ -178,7 +179,9 @@ class GroupSolver:
         return self.shared.of(name)
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
-        """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""
+        """Return the largest relative error of a weight [O, I] that `verify` accepts on every
+        machine.
+        """
         return weight_bound(quantized.to(weight.device), weight, self._coarsest) / (1 + REPEATABLE)
 
     @cached_property
@@ -248,8 +251,8 @@ class GroupSolver:
                     # Outlier inputs amplify the errors of earlier layers. The weights that make up
                     # for such a drift fit the calibration samples, but the gate refuses them.
                     without_drift, second_report = solve_for(None)
-                    quantized = without_drift.where(exceeding_rows, quantized)
-                    report = second_report.where(exceeding_rows, report)
+                    quantized = without_drift.merge_rows(exceeding_rows, quantized)
+                    report = second_report.merge_rows(exceeding_rows, report)
                     excesses |= excessive
             found[scheme] = quantized, report
         return found, excesses
@@ -297,8 +300,8 @@ class GroupSolver:
         return excesses, flags.repeat_interleave(torch.tensor(counts))
 
     def _output_factors(self, linears: Mapping[str, nn.Linear]) -> dict[QuantScheme, OutputFactor]:
-        """The factor of the outputs of each scheme's linears together, in their order, as far as
-        there is one.
+        """Return the factor of the outputs of each scheme's linears together, in their order, as
+        far as there is one.
         """
         if self.factors is None:
             taken = {}
@@ -329,13 +332,13 @@ class GroupSolver:
             for name, linear in linears.items()
             if self.schemes[name] == scheme
         ]
-        found = concatenated(rounded)
+        found = concatenate_rows(rounded)
         share = self.group.share(len(found.codes))
         return found.rows(share.start, share.stop)
 
     def _joined(self, total: int, rows: Tensor) -> Tensor:
-        """All rows of a tensor, of which each process has its share; floats of 16 bits travel as
-        float32.
+        """Return all rows of a tensor, of which each process has its share; floats of 16 bits
+        travel as float32.
         """
         if rows.is_floating_point():
             wide = rows.float()
@@ -353,8 +356,8 @@ def drift_damping(inputs: int, tokens: int) -> float:
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
-    """The rows of all linears, one linear below the other; the linears' own weights become views
-    of them.
+    """Return the rows of all linears, one linear below the other; the linears' own weights become
+    views of them.
     """
     if len(linears) == 1:
         return linears[0].weight

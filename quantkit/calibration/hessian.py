@@ -121,7 +121,7 @@ class _Columns:
         return rows[kept:]
 
     def taken(self) -> Tensor | None:
-        """All rows as columns [I, N], valid until more are added; None if there are none."""
+        """Return all rows as columns [I, N], valid until more are added; None if there are none."""
         count = self._count
         self._count = 0
         if self._columns is None or count == 0:

@@ -24,7 +24,8 @@ IMPORTANCE = "importance of inputs"
 
 _SAMPLES = 4
 _LENGTH = 128
-_EVEN = 32.0  # tokens that reach a linear whose importance is the square root of the mean square
+# Tokens that reach a linear whose importance is the square root of the mean square.
+_EVEN = 32.0
 _LEAST = 0.1  # of the mean: other text may use inputs that the sample does not
 
 
@@ -35,8 +36,8 @@ def input_importance(
     linears: Collection[str] | None = None,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, in units of
-    its mean.
+    """Return the importance [I] of the inputs of each linear, by name, in float32 on the CPU, in
+    units of its mean.
 
     The fewer tokens reach a linear, the more even it is. Linears that no token reaches, such as an
     expert's, and those whose inputs are not finite are left out.
@@ -62,8 +63,8 @@ def squared_inputs(
     linears: Collection[str] | None = None,
     progress: Progress = silent,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The sums of squared inputs [I] of each linear that samples [B, T] reach, by name, and how
-    many tokens these are; for the arguments and errors see `input_importance`.
+    """Return the sums of squared inputs [I] of each linear that samples [B, T] reach, by name, and
+    how many tokens these are; for the arguments and errors see `input_importance`.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -78,8 +79,8 @@ def squared_inputs(
 
 
 def importance_of(total: Tensor, count: float) -> Tensor | None:
-    """The importance [I] of inputs whose squares are `total`, for a number of tokens; None if that
-    gives no finite weights.
+    """Return the importance [I] of inputs whose squares are `total`, for a number of tokens; None
+    if that gives no finite weights.
     """
     if not (total.isfinite().all() and 0 < total.mean() < torch.inf):
         return None
@@ -87,7 +88,7 @@ def importance_of(total: Tensor, count: float) -> Tensor | None:
 
 
 def importance_tokens(source: Checkpoint) -> tuple[int, int]:
-    """The samples, and the tokens of each."""
+    """Return the samples, and the tokens of each."""
     return _SAMPLES, min(_LENGTH, window_length(source))
 
 

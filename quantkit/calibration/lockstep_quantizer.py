@@ -82,7 +82,8 @@ class LockstepQuantizer(RtnQuantizer):
         try:
             with exact_float32(), torch.no_grad():
                 results = streams.results(spill, open_)
-                with closing(results):  # which leaves the model without weights
+                # Which leaves the model without weights.
+                with closing(results):
                     self._rounds = results
                     yield
         finally:
@@ -103,7 +104,7 @@ class LockstepQuantizer(RtnQuantizer):
         return self._tensors(block, {module: self._results.pop(module) for module in wanted})
 
     def _solved_by_samples(self) -> set[str]:
-        """The modules on disk that samples reach and that have a scheme."""
+        """Return the modules on disk that samples reach and that have a scheme."""
         reached = (
             module
             for group in self.survey.groups
@@ -146,18 +147,20 @@ class _Streams:
             str, tuple[Tensor, Tensor]
         ] = {}  # by parameter: quantized, and its floats
         self._active = (
-            False  # the stream whose parameters the model has: whether it is the float one
+            # The stream whose parameters the model has: whether it is the float one.
+            False
         )
-        self._counts: dict[str, Counter[int]] = defaultdict(
-            Counter
-        )  # tokens by expert, of the experts' modules
+        # Tokens by expert, of the experts' modules.
+        self._counts: dict[str, Counter[int]] = defaultdict(Counter)
         self._sums: HessianAccumulator | None = None
         self._waiting: _Rows | None = None  # of the quantized batch of a pair
         self._drifted = False
         self._every = samples.numel()
 
     def results(self, spill: Spill, modules: Collection[str]) -> Generator[dict[str, Result]]:
-        """The results, by module on disk, of group after group, up to the last of some modules."""
+        """Yield the results, by module on disk, of group after group, up to the last of some
+        modules.
+        """
         groups = [
             group
             for group in self._survey.groups
@@ -183,7 +186,7 @@ class _Streams:
                 yield results
 
     def _wanted(self, site: Site) -> list[str]:
-        """The modules on disk of a site that have a scheme."""
+        """Return the modules on disk of a site that have a scheme."""
         return [module for module, _, _ in site.rows if module in self._schemes]
 
     def _before(self, index: int) -> None:
@@ -227,7 +230,8 @@ class _Streams:
                 and brought.at is None
                 and not torch.equal(tokens, brought.tokens)
             )
-            if others or floats.shape != inputs.shape:  # the model sends other tokens there
+            # The model sends other tokens there.
+            if others or floats.shape != inputs.shape:
                 floats = inputs
             if self._drifted:
                 difference = _weighted(floats - inputs, shares)
@@ -250,7 +254,7 @@ class _Streams:
             self._sums.add(_weighted(own[0], own[2]))
 
     def _by_outputs(self, group: Inputs, width: int) -> bool:
-        """Whether the drift is that of the outputs: where these are one product's, and fewer
+        """Return whether the drift is that of the outputs: where these are one product's, and fewer
         than its inputs.
         """
         return len(group.sites) == 1 and len(group.sites[0].rows) == 1 and self._rows(group) < width
@@ -259,7 +263,7 @@ class _Streams:
         return sum(stop - start for site in group.sites for _, start, stop in site.rows)
 
     def _is_starved(self, site: Site, width: int) -> bool:
-        """Whether an expert gets too few tokens, so that its weights are solved for all."""
+        """Return whether an expert gets too few tokens, so that its weights are solved for all."""
         assert site.expert is not None
         return self._counts[site.module][site.expert] < MIN_TOKENS_PER_INPUT * width
 
@@ -307,7 +311,7 @@ class _Streams:
         return results
 
     def _tokens(self, site: Site) -> dict[str, object]:
-        """What the manifest says of the tokens that an expert was solved for."""
+        """Return what the manifest says of the tokens that an expert was solved for."""
         if site.expert is None:
             return {}
         sent = self._counts[site.module][site.expert]
@@ -319,7 +323,7 @@ class _Streams:
         return {"tokens": sent, "tokens_from": "routed"}
 
     def _accepted(self, module: str, result: Result, weights: Mapping[str, Tensor]) -> Result:
-        """A result, or the weight rounded, if the result has changed by more than its scheme
+        """Return a result, or the weight rounded, if the result has changed by more than its scheme
         explains.
         """
         bound = self._solver.error_bound(result.weight, weights[module])

@@ -31,9 +31,9 @@ class OutputFactors:
             self._groups[name] = dict(rows), len(blocks)
 
     def take(self, names: Collection[str]) -> dict[str, OutputFactor]:
-        """The factors of linears that share their inputs, by name; empty where there are none. If
-        those are all linears that do, in order, that of the first is the factor of all together,
-        under ``""``.
+        """Return the factors of linears that share their inputs, by name; empty where there are
+        none. If those are all linears that do, in order, that of the first is the factor of all
+        together, under ``""``.
         """
         found = self._groups.get(next(iter(names)))
         if found is None:

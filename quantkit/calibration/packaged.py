@@ -34,11 +34,14 @@ PREFIX = 64
 """Tokens of a piece that show whether the source predicts it."""
 ROUNDS = 3
 """Rounds of drawing by default, as dropped pieces are replaced by others."""
-_MIN_PREFIX = 8  # tokens; a mean loss over fewer says nothing
+# Tokens; a mean loss over fewer says nothing.
+_MIN_PREFIX = 8
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
 _MORE_ROUNDS = 3  # for kinds of which no piece has been dropped
-_SPREAD = 4  # tokenized tokens of a kind per token drawn
-_MAX_PASSES = 2  # through the text, in windows that overlap
+# Tokenized tokens of a kind per token drawn.
+_SPREAD = 4
+# Through the text, in windows that overlap.
+_MAX_PASSES = 2
 _MIN_DISTINCT = 16  # different tokens
 _BETWEEN = "\n\n"
 TEMPLATE_LENGTH = 1 << 22
@@ -219,8 +222,9 @@ def _pieces(
 def near_uniform_pieces(
     source: Checkpoint, pieces: Sequence[Tensor], choices: int, progress: Progress = silent
 ) -> list[bool]:
-    """Which pieces [T] a source predicts hardly better than a uniform guess among `choices` tokens,
-    by their first tokens. None if the source's logits are NaN or Inf; short pieces are not judged.
+    """Return which pieces [T] a source predicts hardly better than a uniform guess among `choices`
+    tokens, by their first tokens. None if the source's logits are NaN or Inf; short pieces are not
+    judged.
     """
     by_length: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
@@ -230,18 +234,19 @@ def near_uniform_pieces(
         torch.stack([pieces[number][:length] for number in own])
         for length, own in by_length.items()
     ]
-    found = [False] * len(pieces)
+    result = [False] * len(pieces)
     try:
         if texts:
             losses = token_losses(source, texts, progress=progress)
         else:
             losses = []
     except NonFiniteError:
-        return found  # reported by the check of the source
+        # Reported by the check of the source.
+        return result
     for own, of_own in zip(by_length.values(), losses, strict=True):
         for number, loss in zip(own, of_own.mean(1).tolist(), strict=True):
-            found[number] = loss >= _NEAR_UNIFORM * math.log(choices)
-    return found
+            result[number] = loss >= _NEAR_UNIFORM * math.log(choices)
+    return result
 
 
 def require_plausible(samples: int, length: int, tokens: int | None = None) -> None:
@@ -264,8 +269,8 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
 def _document_tokens(
     document: Mapping[str, Any], tokenizer: Tokenizer, chat: TemplateChat | None, budget: Budget
 ) -> list[int] | None:
-    """The tokens of a document; None for a dialogue that the chat template refuses, or for which
-    no time is left.
+    """Return the tokens of a document; None for a dialogue that the chat template refuses, or for
+    which no time is left.
     """
     if chat is None or "messages" not in document:
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
@@ -275,9 +280,8 @@ def _document_tokens(
         )
     except (RequestError, CheckpointError):
         return None
-    start = prompt_start(
-        tokenizer
-    )  # samples get it again; SmolLM2's BOS is a message's first token, which stays
+    # Samples get it again; SmolLM2's BOS is a message's first token, which stays.
+    start = prompt_start(tokenizer)
     if ids[: len(start)] == start:
         return ids[len(start) :]
     return ids
@@ -300,7 +304,7 @@ def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -
 
 
 def _plain(document: Mapping[str, Any]) -> str:
-    """A document as text."""
+    """Return a document as text."""
     if "messages" in document:
         return plain(document["messages"])
     return str(document["text"])

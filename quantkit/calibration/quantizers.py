@@ -46,7 +46,7 @@ from quantkit.model.load import floats_of
 from quantkit.model.shared_scales import SharedScales
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
-from quantkit.tensors.finite import checked_cast
+from quantkit.tensors.finite import cast_finite
 from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -74,11 +74,11 @@ class TensorBlock:
     folder: str = ""
 
     def written_as(self, name: str) -> str:
-        """The name in the output of one of its tensors."""
+        """Return the name in the output of one of its tensors."""
         return in_folder(self.folder, name)
 
     def is_quantized_in(self, written: Written) -> bool:
-        """Whether an earlier run has written all that is calibrated in the block: quantized
+        """Return whether an earlier run has written all that is calibrated in the block: quantized
         tensors, and scales of the KV cache.
         """
         calibrated = (
@@ -144,9 +144,9 @@ class RtnQuantizer:
         yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        """The tensors of a block that are not written yet, in order; each is made when the iterator
-        reaches it. NaN or Inf where they must not be, and weights too large for their scales, are a
-        `NonFiniteError`.
+        """Return the tensors of a block that are not written yet, in order; each is made when the
+        iterator reaches it. NaN or Inf where they must not be, and weights too large for their
+        scales, are a `NonFiniteError`.
         """
         return self._tensors(block, {})
 
@@ -177,7 +177,7 @@ class RtnQuantizer:
                 )
 
     def _rounded(self, spec: TensorSpec) -> _Recorded:
-        """One tensor of the output, rounded to nearest if it is to be quantized."""
+        """Return one tensor of the output, rounded to nearest if it is to be quantized."""
         if spec in self._rounded_before:
             self._uses[spec] -= 1
             keeps = self._uses[spec] > 0
@@ -188,7 +188,7 @@ class RtnQuantizer:
         path = self.source.path
         if spec.scheme is None:
             return (
-                checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite),
+                cast_finite(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite),
                 None,
             )
         module = spec.name.removesuffix(".weight")
@@ -199,7 +199,7 @@ class RtnQuantizer:
                 " it is"
             )
         hint = f"it cannot be quantized; repair the source, or {keep}"
-        checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
+        cast_finite(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
         importance = self._importance.get(module)
         if self.shared is None:
             outer = None
@@ -215,18 +215,19 @@ class RtnQuantizer:
         return self._checked(spec, result)
 
     def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
-        """An error of solving a block, with the path; raises another that names a tensor that
-        holds NaN or Inf.
+        """Return an error of solving a block, with the path; raises another that names a tensor
+        that holds NaN or Inf.
         """
-        for spec in block.tensors:  # the first that is not finite explains the others
+        # The first that is not finite explains the others.
+        for spec in block.tensors:
             if is_scale(spec.name):
                 continue
             value = floats_of(self.source.load(spec.name))
-            checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
+            cast_finite(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
 
     def _checked(self, spec: TensorSpec, result: Result) -> _Recorded:
-        """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
+        """Return a quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
         if not has_finite_scales(result.weight):
             raise scale_out_of_range(spec.name, spec.dtype, self.source)
         weight = widen_scales(result.weight, spec.dtype)
@@ -281,9 +282,8 @@ class GptqQuantizer(RtnQuantizer):
         config = self.source.config
         layers = (input_groups(config, layer) for layer in range(config.num_layers))
         self._linears = [sum(len(group.modules) for group in groups) for groups in layers]
-        room = (
-            gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size
-        )  # all may share one GPU
+        # All may share one GPU.
+        room = gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size
         store = ActivationStore(
             written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room
         )
@@ -306,10 +306,11 @@ class GptqQuantizer(RtnQuantizer):
             store.close()
             self._streams = None
             malloc_trim()
-        self.group.wait()  # until no process has anything left on disk
+        # Until no process has anything left on disk.
+        self.group.wait()
 
     def _factors(self, store: ActivationStore) -> OutputFactors | None:
-        """How the errors of outputs add up in the blocks that are not solved yet, if that is
+        """Return how the errors of outputs add up in the blocks that are not solved yet, if that is
         measured.
         """
         tokens = self.calibration.tokens
@@ -332,8 +333,8 @@ class GptqQuantizer(RtnQuantizer):
         )
 
     def _embedding(self) -> QuantTensor | None:
-        """The embedding as it is rounded, if it has so few bits that the linears should make up
-        for its error.
+        """Return the embedding as it is rounded, if it has so few bits that the linears should make
+        up for its error.
         """
         scheme = self.schemes.get(EMBEDDING)
         if scheme is None or scheme.bits >= _EXACT_BITS:
@@ -349,8 +350,8 @@ class GptqQuantizer(RtnQuantizer):
         return self._tensors(block, results)
 
     def _results_of(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """The results of a block, by name of the linear. All results of an output share those of a
-        layer, which are kept up to its last block.
+        """Return the results of a block, by name of the linear. All results of an output share
+        those of a layer, which are kept up to its last block.
         """
         if layer not in self._begun:
             self._begun.add(layer)
@@ -364,8 +365,8 @@ class GptqQuantizer(RtnQuantizer):
         return results
 
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """The results of a block, by name of the linear; none if an earlier run has written them
-        all.
+        """Return the results of a block, by name of the linear; none if an earlier run has written
+        them all.
         """
         assert self._streams is not None
 

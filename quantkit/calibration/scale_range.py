@@ -36,7 +36,8 @@ _SMALLEST_BFLOAT16_SCALE = 2.0**-16
 # Scales of weights below this are subnormal numbers in float16, which have fewer digits, or 0.
 _SMALL_WEIGHT = 2.0**-8
 _MAX_ERROR_GROWTH = 1.25
-_NATIVE_SCHEME = "int4-g32"  # offered instead of a scheme that the native format lacks
+# Offered instead of a scheme that the native format lacks.
+_NATIVE_SCHEME = "int4-g32"
 
 
 def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torch.dtype:
@@ -62,9 +63,8 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     for spec in {spec.name: spec for spec in specs if spec.dtype is DType.FLOAT16}.values():
         assert spec.scheme is not None
         weight = floats_of(source.load(spec.name)).flatten(0, -2)
-        _require_stored_scales(
-            weight, spec, spec.scheme, source
-        )  # a small weight of float16 has smaller scales
+        # A small weight of float16 has smaller scales.
+        _require_stored_scales(weight, spec, spec.scheme, source)
         if spec.scheme.scales is Scales.FLOATS:
             has_small_scales |= _has_small_scale(weight, spec.scheme)
     is_wider = model.itemsize > DType.FLOAT16.itemsize
@@ -95,7 +95,8 @@ def scale_out_of_range(
         way = f'`to="{NATIVE.name}"`'
         if scheme is not None and isinstance(codec_of(NATIVE, scheme), Reason):
             way += (
-                f' with `scheme="{_NATIVE_SCHEME}"`'  # such as for K-quants, which GGUF alone has
+                # Such as for K-quants, which GGUF alone has.
+                f' with `scheme="{_NATIVE_SCHEME}"`'
             )
         ways.append(f"{way} stores scales in {source.config.dtype}")
     problem = f"tensor '{name}' holds values {values} for scales in {dtype}"
@@ -103,7 +104,7 @@ def scale_out_of_range(
 
 
 def has_finite_scales(weight: QuantTensor) -> bool:
-    """Whether all scales and minima of a quantized weight are finite."""
+    """Return whether all scales and minima of a quantized weight are finite."""
     scales = (weight.scale, weight.outer, weight.outer_minimum, weight.minimum)
     return all(all_finite(scale) for scale in scales if scale is not None)
 
@@ -141,7 +142,7 @@ def _require_stored_scales(
 
 
 def _has_small_scale(weight: Tensor, scheme: QuantScheme) -> bool:
-    """Whether a group of a weight [O, I] has a scale that bfloat16 rounds to a number that
+    """Return whether a group of a weight [O, I] has a scale that bfloat16 rounds to a number that
     float16 does not have.
     """
     rows, columns = weight.shape

@@ -56,13 +56,15 @@ class GptqSettings:
     def effort_on(
         self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]
     ) -> Effort:
-        """The effort with samples of shape [N, T], for linears of these schemes."""
+        """Return the effort with samples of shape [N, T], for linears of these schemes."""
         return effort.EFFORTS[self.effort].for_samples(config, shape).for_schemes(schemes)
 
     def with_effort(
         self, name: EffortName, length: int | None, config: ModelConfig
     ) -> GptqSettings:
-        """The same with another effort, and samples of a length; None is the effort's own."""
+        """Return the same with another effort, and samples of a length; None is the effort's
+        own.
+        """
         return replace(
             self,
             effort=name,
@@ -90,7 +92,9 @@ class GptqSettings:
             RequestError: as `load_calibration` and `PackagedText` do.
         """
         if self.text is not None:
-            return load_calibration(self.text, self.tokenizer, **self._drawn_from(source))
+            return load_calibration(
+                self.text, self.tokenizer, **self._make_sampling_arguments(source)
+            )
         choices = min(self.tokenizer.vocab_size, source.config.vocab_size)
         report = in_phase(progress, "calibration samples")
 
@@ -101,7 +105,7 @@ class GptqSettings:
                 found = []
             return group.broadcast_from_rank0(found)
 
-        text = self._packaged(source)
+        text = self._load_packaged_text(source)
         return text.draw(
             samples=self.samples, length=self.length, seed=self.seed, near_uniform=near_uniform
         )
@@ -112,11 +116,11 @@ class GptqSettings:
         Raises `RequestError` as `draw` does.
         """
         if self.text is None:
-            self._packaged(source).require(self.samples, self.length)
+            self._load_packaged_text(source).require(self.samples, self.length)
         else:
-            require_calibration(self.text, self.tokenizer, **self._drawn_from(source))
+            require_calibration(self.text, self.tokenizer, **self._make_sampling_arguments(source))
 
-    def _drawn_from(self, source: Checkpoint) -> dict[str, Any]:
+    def _make_sampling_arguments(self, source: Checkpoint) -> dict[str, Any]:
         chat = partial(model_chat, source.path, self.tokenizer)
         return {
             "samples": self.samples,
@@ -126,7 +130,7 @@ class GptqSettings:
             "chat": chat,
         }
 
-    def _packaged(self, source: Checkpoint) -> PackagedText:
+    def _load_packaged_text(self, source: Checkpoint) -> PackagedText:
         chat, notes = model_chat(source.path, self.tokenizer)
         text = PackagedText.of(
             self.tokenizer, chat, seed=self.seed, wanted=self.samples * self.length
@@ -147,7 +151,7 @@ def sample_settings(
     device: torch.device,
     effort_name: EffortName = "default",
 ) -> GptqSettings:
-    """The settings of calibration samples, with defaults for what is None.
+    """Return the settings of calibration samples, with defaults for what is None.
 
     Raises:
         RequestError: if the samples are none, or longer than the model's context.

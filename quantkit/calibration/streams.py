@@ -24,8 +24,8 @@ from quantkit.calibration.block_pair import BlockPair, linear_of
 from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, Step, scaled_embeddings
+from quantkit.model.attention import make_causal_attention
+from quantkit.model.decoder import Block, Step, scale_embeddings
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import floats_of
 from quantkit.model.rope import Rotary
@@ -35,30 +35,34 @@ from quantkit.tensors.qtensor import QuantTensor
 QUANTIZED = "quantized"
 FLOAT = "float"
 _OUTPUT = {QUANTIZED: "quantized output", FLOAT: "float output"}
-_INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
-_MIN_ROWS = 2048  # that go through an expert together, if it gets as many
+# The store's key for the inputs of a branch's last linear.
+_INPUTS = "inputs"
+# That go through an expert together, if it gets as many.
+_MIN_ROWS = 2048
 
 
 def embedded(
     source: Checkpoint, batches: Iterable[Tensor], embedding: QuantTensor | None = None
 ) -> Iterator[Tensor]:
-    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]; `embedding`
-    replaces the source's floats.
+    """Yield the first block's inputs [B, T, D], float32, for each batch of tokens [B, T];
+    `embedding` replaces the source's floats.
     """
     if embedding is None:
         matrix = floats_of(source.load(f"{EMBEDDING}.weight"))
     else:
         matrix = embedding.dequantize()
     for batch in batches:
-        yield scaled_embeddings(
+        yield scale_embeddings(
             nn.functional.embedding(batch, matrix).float(), source.config.embedding_multiplier
         )
 
 
 def step_of_samples(config: ModelConfig, length: int, device: torch.device) -> Step:
-    """The step in which blocks process whole samples."""
+    """Return the step in which blocks process whole samples."""
     positions = torch.arange(length, device=device)
-    return Step(Rotary(config).to(device)(positions), causal_attention(positions, config.windows))
+    return Step(
+        Rotary(config).to(device)(positions), make_causal_attention(positions, config.windows)
+    )
 
 
 class Streams:
@@ -98,19 +102,18 @@ class Streams:
                 store.put((FLOAT, index), states.to(device))
         self._step = step_of_samples(config, length, device)
         self._unfinished: tuple[str, Block] | None = None
-        self._drifted = (
-            embedding is not None
-        )  # else both streams are the same until the first quantized linear
+        # Else both streams are the same until the first quantized linear.
+        self._drifted = embedding is not None
 
     def gather(self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator) -> None:
         """Add up the inputs of linears at the start of a branch."""
         for index in range(self._batches):
             x = self._current(index)
-            inputs = pair.quantized.normed(group.branch, x)
+            inputs = pair.quantized.apply_norm(group.branch, x)
             if self._has_floats(index):
                 y = self._take(FLOAT, index)
                 if self._drifted:
-                    difference = pair.floats.normed(group.branch, y) - inputs
+                    difference = pair.floats.apply_norm(group.branch, y) - inputs
                 else:
                     difference = None
                 statistics.add_pair(inputs, difference)
@@ -176,7 +179,7 @@ class Streams:
         return self._effort.follows(index, self._batches)
 
     def _current(self, index: int) -> Tensor:
-        """The quantized stream's states [B, T, D] before the current branch."""
+        """Return the quantized stream's states [B, T, D] before the current branch."""
         x = self._take(QUANTIZED, index)
         if self._unfinished is None:
             return x
@@ -213,7 +216,7 @@ class ExpertStreams:
     def enter(self, stream: str, index: int, states: Tensor) -> None:
         """Store a batch's states [B, T, D] before the branch, and route its tokens."""
         mlp = self._experts
-        normed = self._block.normed("mlp", states.flatten(0, -2))
+        normed = self._block.apply_norm("mlp", states.flatten(0, -2))
         shares, chosen = mlp.route(normed)
         shared = torch.ones(len(normed))
         if mlp.shared_expert_gate is not None:
@@ -235,8 +238,8 @@ class ExpertStreams:
                 self._store.put((stream, index), self._block.add("mlp", states, output))
 
     def token_counts(self) -> Tensor:
-        """How many tokens of the quantized stream each expert is sent, and last the number of
-        tokens: [E + 1] int64.
+        """Return how many tokens of the quantized stream each expert is sent, and last the number
+        of tokens: [E + 1] int64.
         """
         count = len(self._experts.experts)
         found = torch.zeros(count + 1, dtype=torch.int64)
@@ -248,7 +251,7 @@ class ExpertStreams:
     def pieces(
         self, expert: int | None, *, all_tokens: bool
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """The tokens that are sent to an expert, or all with equal shares; None is the shared
+        """Yield the tokens that are sent to an expert, or all with equal shares; None is the shared
         experts.
 
         Yields for some of the tokens normed states of the quantized stream, [N, D]; those of the
@@ -308,4 +311,4 @@ class ExpertStreams:
         states = []
         for index, tokens, _ in rows:
             states.append(self._store.rows((stream, index), tokens).to(self._device))
-        return self._block.normed("mlp", torch.cat(states))
+        return self._block.apply_norm("mlp", torch.cat(states))

@@ -16,7 +16,7 @@ def excerpt() -> str:
 
 
 def gate_texts() -> dict[str, str]:
-    """What every quantized model is measured on: a speech, and many small kinds of text, code
-    among them.
+    """Return what every quantized model is measured on: a speech, and many small kinds of text,
+    code among them.
     """
     return {"speech": excerpt(), "mixed": (_HERE / "mixed.txt").read_text(encoding="utf-8")}

@@ -65,7 +65,7 @@ class ProcessGroup:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process prints and writes for all."""
+        """Return whether this process prints and writes for all."""
         return self.rank == 0
 
     @property
@@ -75,7 +75,7 @@ class ProcessGroup:
         return self.is_rank0
 
     def share(self, count: int, rank: int | None = None) -> slice:
-        """The part of `count` items that is this process's, or that of process `rank`."""
+        """Return the part of `count` items that is this process's, or that of process `rank`."""
         rank = self.rank if rank is None else rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
@@ -85,7 +85,9 @@ class ProcessGroup:
             dist.all_reduce(value, group=self._world)
 
     def join(self, value: Tensor, total: int) -> Tensor:
-        """All processes' shares of `total` rows, one after the other; equal bits on all of them."""
+        """Return all processes' shares of `total` rows, one after the other; equal bits on all
+        of them.
+        """
         if self.size == 1:
             return value
         whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
@@ -107,8 +109,8 @@ class ProcessGroup:
             value.copy_(sent)
 
     def axes(self, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
-        """The processes as a table, filled row by row: those of this process's column, and those of
-        its row. All processes of the group call this, which has `rows` times `columns`.
+        """Return the processes as a table, filled row by row: those of this process's column, and
+        those of its row. All processes of the group call this, which has `rows` times `columns`.
         """
         if self.size == 1:
             return SINGLE, SINGLE
@@ -125,7 +127,7 @@ class ProcessGroup:
         return groups[0], groups[1]
 
     def broadcast_from_rank0(self, value: T) -> T:
-        """The value of the first process, however long it takes."""
+        """Return the value of the first process, however long it takes."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, group=self._patient)
@@ -166,7 +168,7 @@ class ProcessGroup:
             self._store.set(self._next_message(), pickle.dumps(value).hex())
 
     def receive_from_rank0(self) -> Any:
-        """The next value that the first process sends, however long it takes.
+        """Return the next value that the first process sends, however long it takes.
 
         Raises:
             GroupError: if it fails before, or is lost.
@@ -183,30 +185,31 @@ class ProcessGroup:
             raise _lost() from error
 
     def _next_message(self) -> str:
-        """The key of the next message; each process counts on its own."""
+        """Return the key of the next message; each process counts on its own."""
         assert self._store is not None
         return f"message {self._store.add(f'messages in {self.rank}', 1)}"
 
     def is_first_to_fail(self) -> bool:
-        """Whether this process is the first that calls this: it reports the error, the others
-        are silent.
+        """Return whether this process is the first that calls this: it reports the error, the
+        others are silent.
         """
         if self._store is None:
             return True
         try:
             return bool(self._store.add("failed", 1) == 1)
-        except RuntimeError:  # the launcher, or the process that keeps the store, has gone
+        except RuntimeError:
+            # The launcher, or the process that keeps the store, has gone.
             return self.is_rank0
 
     def announce_exit(self, code: int) -> None:
         """Announce that the first process, which this is, is done, and its exit code."""
         if (store := self._store) is None:
             return
-        with contextlib.suppress(RuntimeError):  # no other process is left
+        # No other process is left.
+        with contextlib.suppress(RuntimeError):
             store.set(_ENDED, str(code))
-            _poll(
-                lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE
-            )  # this process may keep the store
+            # This process may keep the store.
+            _poll(lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE)
 
     def wait_for_end(self, patience: float = math.inf) -> int | None:
         """Wait until the first process is done, by default however long that takes; what it exits
@@ -302,7 +305,9 @@ def lost_as_error() -> Iterator[None]:
 
 
 def count_processes() -> int:
-    """How many processes there are to join, this one included; known before they are joined."""
+    """Return how many processes there are to join, this one included; known before they are
+    joined.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -321,7 +326,7 @@ def _begun(device: str | torch.device | None) -> ProcessGroup:
 
 
 def _own_device(device: str | torch.device | None) -> torch.device:
-    """Where this process computes."""
+    """Return where this process computes."""
     own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if own.type != "cuda":
         return own
@@ -333,7 +338,7 @@ def _own_device(device: str | torch.device | None) -> torch.device:
 
 
 def _group(own: torch.device, store: Store | None) -> ProcessGroup:
-    """All processes, once torch knows them."""
+    """Return all processes, once torch knows them."""
     world = dist.group.WORLD
     assert world is not None
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
@@ -350,8 +355,8 @@ def _end() -> None:
 
 
 def _poll(done: Callable[[], bool], patience: float = math.inf) -> bool:
-    """Whether a state of the store is reached in this time; a wait in the store itself would be
-    deaf to Ctrl-C.
+    """Return whether a state of the store is reached in this time; a wait in the store itself would
+    be deaf to Ctrl-C.
     """
     while not done():
         if patience <= 0:

@@ -36,7 +36,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.version import __version__
 
 _SAMPLE = 1 << 20
-_MIN_GROUP = 32  # that the CPU kernels take
+# That the CPU kernels take.
+_MIN_GROUP = 32
 _UNEVEN = 1.125
 _WIDTHS = {
     "intermediate": "feed-forward width",
@@ -67,7 +68,7 @@ class Split:
 
     @property
     def vocab_start(self) -> int:
-        """The first of this process's rows of the vocabulary."""
+        """Return the first of this process's rows of the vocabulary."""
         return self.ranges["vocab"][0][0]
 
     def tensor_slice(self, parameter: Parameter) -> TensorSlice | None:
@@ -81,7 +82,7 @@ class Split:
 def split_model(
     config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int
 ) -> Split:
-    """What process `rank` of `size` has.
+    """Return what process `rank` of `size` has.
 
     Args:
         schemes: of the quantized modules.
@@ -156,7 +157,7 @@ def split_model(
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
-    """The KV heads of some queries: each once if all serve equally many, else one for each
+    """Return the KV heads of some queries: each once if all serve equally many, else one for each
     query.
     """
     counts = Counter(query // per_head for query in queries)
@@ -173,7 +174,9 @@ def _inner_range(
     rank: int,
     size: int,
 ) -> tuple[int, int]:
-    """The range of the width of a feed-forward, or of experts, that goes into some linears."""
+    """Return the range of the width of a feed-forward, or of experts, that goes into some
+    linears.
+    """
     groups = {schemes[down.module].group_size for down in downs if down.module in schemes}
     unit = math.lcm(*(group for group in groups if group is not None))
 
@@ -194,7 +197,7 @@ def _inner_range(
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same indices in as few ranges as go."""
+    """Return the same indices in as few ranges as go."""
     merged = ranges[:1]
     for start, stop in ranges[1:]:
         if start == merged[-1][1]:
@@ -231,7 +234,8 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
     facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
     facts["manifest"] = None
-    with suppress(CheckpointError):  # not all models have one
+    # Not all models have one.
+    with suppress(CheckpointError):
         facts["manifest"] = manifest.read(checkpoint.path)["files"]
     group.require_same(facts)
 
@@ -300,8 +304,8 @@ class CheckpointShard(CheckpointView):
         return self._split.tensor_slice(self._parameters[name])
 
     def _rows(self, name: str) -> int:
-        """How many rows every process has of a vocabulary-parallel tensor, padding included; 0
-        for others.
+        """Return how many rows every process has of a vocabulary-parallel tensor, padding included;
+        0 for others.
         """
         if self._parameters[name].dims[0] == "vocab":
             return self._split.vocab_rows
@@ -309,7 +313,7 @@ class CheckpointShard(CheckpointView):
 
 
 def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
-    """A weight with rows of zeros below."""
+    """Return a weight with rows of zeros below."""
 
     def fill(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, 0, 0, rows))

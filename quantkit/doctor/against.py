@@ -18,7 +18,7 @@ from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.checkpoint import read_as_floats, schemes, stored_name
+from quantkit.formats.checkpoint import read_as_floats, resolve_stored_name, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, same_norms, weight_bound
@@ -35,8 +35,8 @@ floats.
 def check(
     folder: Folder, source: Path, progress: Progress
 ) -> tuple[list[Finding], list[LayerError]]:
-    """What is wrong with tensors, compared with those of the source, and how far each linear is
-    from it, the farthest first. A quantized source is a `RequestError`.
+    """Return what is wrong with tensors, compared with those of the source, and how far each linear
+    is from it, the farthest first. A quantized source is a `RequestError`.
     """
     where = folder.path.name
     try:
@@ -51,7 +51,7 @@ def check(
         )
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, patient)]
     if differences := configs[0].differences(configs[1]):
-        return [finding("other-model", where, one) for one in differences], []
+        return [finding("other-model", where, difference) for difference in differences], []
     compared = _Comparison(reference, patient)
     try:
         findings = list(compared.findings(progress))
@@ -65,7 +65,8 @@ class _Comparison:
         self.reference = reference
         self.patient = patient
         self.layers: list[LayerError] = []
-        self._encoded: dict[str, float] = {}  # errors of weights in codes that are read as floats
+        # Errors of weights in codes that are read as floats.
+        self._encoded: dict[str, float] = {}
         self._coarsest = coarsest(found) if (found := schemes(patient).values()) else None
 
     def findings(self, progress: Progress) -> Iterator[Finding]:
@@ -87,7 +88,9 @@ class _Comparison:
                 )
 
     def _tensor(self, name: str) -> Iterator[Finding]:
-        before, after = (one.load(stored_name(one, name)) for one in (self.reference, self.patient))
+        before, after = (
+            one.load(resolve_stored_name(one, name)) for one in (self.reference, self.patient)
+        )
         if isinstance(before, QuantTensor):
             before = before.dequantize()
         if isinstance(after, Tensor):
@@ -110,9 +113,12 @@ class _Comparison:
                     f"relative error {error:.3g}; rounding explains {bound:.3g}",
                 )
             return
-        stored = stored_name(self.patient, name)
+        stored = resolve_stored_name(self.patient, name)
         spec = self.patient.info(stored)
-        if self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes:
+        if (
+            self.patient.count_stored_bytes(stored)
+            != StoredTensor(stored, spec.dtype, spec.shape).nbytes
+        ):
             self._encoded[module] = error
         else:
             yield finding("changed", name, f"relative difference {error:.3g}")

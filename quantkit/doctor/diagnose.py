@@ -22,7 +22,7 @@ from quantkit.doctor.findings import (
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.located import located, require_there
+from quantkit.files.located import locate_model, require_there
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import require_finished
 
@@ -140,7 +140,8 @@ class _Checks:
         self._manifest: Mapping[str, Any] = {}
         self._read: list[str] = []
         self._unread: list[str] = []
-        self._by_class = False  # whether the tensors that transformers' class needs were looked for
+        # Whether the tensors that transformers' class needs were looked for.
+        self._by_class = False
 
     def headers(self) -> Iterator[Finding]:
         folder = self.folder
@@ -156,14 +157,16 @@ class _Checks:
             yield from quantization.check_zero_points(view, deep=self.deep)
             yield from quantization.check_cache(view)
             if self.runtime is not None:
-                yield from readers.check(view, self.runtime, {one.rule.name for one in of_weights})
+                yield from readers.check(
+                    view, self.runtime, {of_weight.rule.name for of_weight in of_weights}
+                )
         if folder.kind in ("safetensors", "bin", "meta"):
             yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
 
     def refused(self) -> Iterator[Finding]:
-        """What quantkit's own reader refuses."""
+        """Yield what quantkit's own reader refuses."""
         if self.folder.kind in ("meta", "gguf"):
             yield from weights.check_opened(self.folder)
         elif self.view is not None and self.view.is_read:
@@ -177,10 +180,10 @@ class _Checks:
             yield from found
 
     def recorded_files(self, progress: Progress) -> Iterator[Finding]:
-        """Whether the files are those of quantkit's manifest, if there is one."""
-        from quantkit.quality.manifest_files import placed_manifest, require_as_written
+        """Yield whether the files are those of quantkit's manifest, if there is one."""
+        from quantkit.quality.manifest_files import find_manifest, require_as_written
 
-        model, path = placed_manifest(located(self.folder.path))
+        model, path = find_manifest(locate_model(self.folder.path))
         if not path.exists():
             return
         try:
@@ -197,7 +200,7 @@ class _Checks:
             )
 
     def predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
-        """What is wrong with a model's predictions; it is run if it is sound so far."""
+        """Return what is wrong with a model's predictions; it is run if it is sound so far."""
         runs = self.view is None or self.view.is_read or self._by_class
         if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or not runs:
             return []
@@ -218,14 +221,14 @@ class _Checks:
         return found.findings
 
     def kind(self) -> str:
-        """The kind of model, in a few words."""
+        """Return the kind of model, in a few words."""
         folder = self.folder
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             words.append(kind[:40])
         words += [
-            str(one.metadata.get("general.architecture"))[:40]
-            for one in list(folder.headers.values())[:1]
+            str(header.metadata.get("general.architecture"))[:40]
+            for header in list(folder.headers.values())[:1]
         ]
         return ", ".join(words + ([folder.method[:40]] if folder.method else []))
 
@@ -236,39 +239,39 @@ class _Checks:
             len(header.tensors) for header in folder.headers.values()
         )
         what = "weights" if self.deep else "headers"
-        found = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
+        result = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
         side_files = [name for name in _SIDE_FILES if name in folder.names]
         if self._by_class:
             side_files += ["which tensors transformers' class needs"]
         else:
             side_files += []
         if folder.kind == "mistral":
-            return found
-        return [*found, *side_files, *self._read]
+            return result
+        return [*result, *side_files, *self._read]
 
     def left_out(self, compared: bool) -> list[str]:
-        """What was not read, and what to do to have it read."""
+        """Return what was not read, and what to do to have it read."""
         view = self.view
         if self.deep:
-            found = self._unread
+            result = self._unread
         else:
-            found = ["the weights themselves, and what it predicts (`deep=True`)"]
+            result = ["the weights themselves, and what it predicts (`deep=True`)"]
         if compared:
-            found += []
+            result += []
         else:
-            found += ["how far it is from its source (`against=SRC`)"]
+            result += ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
-            found.append("what a runtime does not load (`runtime=NAME`)")
-        found += [f"{path.name}: pass its path to check it" for path in self.folder.others]
+            result.append("what a runtime does not load (`runtime=NAME`)")
+        result += [f"{path.name}: pass its path to check it" for path in self.folder.others]
         if view is not None and not view.known and self.folder.config and not self._by_class:
             if view.without_head:
                 what = f"{view.without_head} is"
             else:
                 what = "its family is"
-            found.append(f"which tensors the model needs: {what} not known here")
+            result.append(f"which tensors the model needs: {what} not known here")
         if self.folder.kind == "mistral":
-            found.append(
+            result.append(
                 "params.json, tokenizer, and which tensors the model needs: the layout is not known"
                 " here"
             )
-        return found
+        return result

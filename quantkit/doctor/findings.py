@@ -44,7 +44,7 @@ class Rule:
     breaks: tuple[Runtime, ...] = ()
 
     def severity_for(self, runtime: Runtime | None) -> Severity:
-        """Its severity for one runtime, or in general."""
+        """Return its severity for one runtime, or in general."""
         if runtime in self.breaks:
             return "error"
         return self.severity
@@ -61,7 +61,7 @@ class Finding:
     what: str
 
     def to_json(self, runtime: Runtime | None = None) -> dict[str, Any]:
-        """The finding as plain values."""
+        """Return the finding as plain values."""
         rule = self.rule
         return {
             "severity": rule.severity_for(runtime),
@@ -76,7 +76,7 @@ class Finding:
 
 @functools.cache
 def rules() -> Mapping[str, tuple[Rule, ...]]:
-    """All rules, by theme."""
+    """Return all rules, by theme."""
     listed = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
     result: dict[str, tuple[Rule, ...]] = {}
     for theme, named in listed.items():
@@ -97,7 +97,7 @@ def _by_name() -> Mapping[str, Rule]:
 
 
 def finding(rule: str, where: str, what: str) -> Finding:
-    """What the rule of a name has found."""
+    """Return what the rule of a name has found."""
     return Finding(_by_name()[rule], where, what)
 
 
@@ -150,15 +150,15 @@ class Diagnosis:
 
     @property
     def broken(self) -> bool:
-        """Whether something breaks: wherever it is loaded, or in the requested runtime."""
+        """Return whether something breaks: wherever it is loaded, or in the requested runtime."""
         return any(self.severity(finding) == "error" for finding in self.findings)
 
     def severity(self, finding: Finding) -> str:
-        """How bad a finding is here."""
+        """Return how bad a finding is here."""
         return finding.rule.severity_for(self.runtime)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -171,7 +171,7 @@ class Diagnosis:
         }
 
     def lines(self, width: int = _WIDTH) -> list[str]:
-        """A table for people: one entry for each rule that found something."""
+        """Return a table for people: one entry for each rule that found something."""
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.rule.name, []).append(finding)
@@ -212,7 +212,7 @@ class Diagnosis:
         return result
 
     def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
-        """What one rule found: where the first is, and how many more there are."""
+        """Return what one rule found: where the first is, and how many more there are."""
         first = group[0]
         rule = group[0].rule
         if len(group) > 1:

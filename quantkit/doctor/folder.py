@@ -29,7 +29,8 @@ _READERS: dict[str, Callable[[Path], TensorFile]] = {
     ".pth": pth_io.open_file,
     ".pt": pth_io.open_file,
 }
-_MAX_NAME = 255  # bytes of a file's name
+# Bytes of a file's name.
+_MAX_NAME = 255
 _NAMED = {
     "safetensors": r"model(-\d+-of-\d+)?\.safetensors",
     "bin": r"pytorch_model(-\d+-of-\d+)?\.bin",
@@ -104,11 +105,11 @@ class Folder(SideFiles):
 
     @property
     def complete(self) -> bool:
-        """Whether every file of weights could be read."""
+        """Return whether every file of weights could be read."""
         return len(self.files) + len(self.headers) == len(self.listed)
 
     def in_unread_file(self, name: str) -> bool:
-        """Whether a tensor may be in a file that could not be read."""
+        """Return whether a tensor may be in a file that could not be read."""
         if self.complete:
             return False
         if self.index is None:
@@ -116,7 +117,7 @@ class Folder(SideFiles):
         return str(self.index.get(name, "")) not in self.files and name in self.index
 
     def _read(self, read: Callable[[], Mapping[str, Any]], root: Path) -> Mapping[str, Any]:
-        """What `read` returns; if it is damaged, nothing, and the problem is kept."""
+        """Return what `read` returns; if it is damaged, nothing, and the problem is kept."""
         try:
             return read()
         except CheckpointError as error:
@@ -124,7 +125,7 @@ class Folder(SideFiles):
             return {}
 
     def _weights(self, found: Path) -> tuple[str, list[Path]]:
-        """The kind of weights that a reader would take, and their files."""
+        """Return the kind of weights that a reader would take, and their files."""
         if found.is_file():
             if found.suffix.lower() == ".gguf":
                 return "gguf", self._parts_of_gguf([found])
@@ -196,7 +197,7 @@ class Folder(SideFiles):
         return list(found)
 
     def _parts_of_gguf(self, found: list[Path]) -> list[Path]:
-        """The first of the models that GGUF files are, with all its parts; those of pictures
+        """Return the first of the models that GGUF files are, with all its parts; those of pictures
         come last.
         """
         ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
@@ -234,7 +235,7 @@ class Folder(SideFiles):
 
 
 def may_hold_weights(name: str) -> bool:
-    """Whether a name is that of a file of weights in the same folder."""
+    """Return whether a name is that of a file of weights in the same folder."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -244,7 +245,7 @@ def may_hold_weights(name: str) -> bool:
 
 
 def _is_weights(path: Path) -> bool:
-    """Whether a file may hold a model's weights: neither an adapter nor a trainer's own."""
+    """Return whether a file may hold a model's weights: neither an adapter nor a trainer's own."""
     return not path.name.startswith(
         ("adapter_", "training_args", "optimizer", "scheduler", "consolidated")
     )

@@ -48,21 +48,22 @@ _IDS = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", 
 
 
 def check(folder: Folder) -> Iterator[Finding]:
-    """What is wrong with a GGUF file, or the parts of one."""
+    """Yield what is wrong with a GGUF file, or the parts of one."""
     if not folder.headers:
         return
     metadata = next(iter(folder.headers.values())).metadata
     tensors = {}
     for header in folder.headers.values():
-        for name, one in header.tensors.items():
-            tensors[name] = one
+        for name, tensor in header.tensors.items():
+            tensors[name] = tensor
     where = next(iter(folder.headers))
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         yield finding("gguf-keys", where, f"general.architecture is {shown(architecture)}")
         return
     if architecture in ("clip", "mmproj") or metadata.get("general.type") not in (None, "model"):
-        return  # a companion of a model
+        # A companion of a model.
+        return
     yield from _keys(metadata, architecture, where)
     if folder.complete:
         yield from _tensors(metadata, architecture, tensors)
@@ -76,7 +77,7 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
             numbers = value
         else:
             numbers = [value]
-        if not numbers or not all(type(one) is int and one >= 0 for one in numbers):
+        if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
             if value is None:
                 said = "is missing"
             else:

@@ -36,11 +36,12 @@ _TOWERS = {
 _FUSED = frozenset(
     {"qkv_proj", "gate_up_proj", "qkv", "query_key_value", "W_pack", "Wqkv", "in_proj"}
 )
-_JOINING = ("fc", "eh_proj")  # which runtimes never quantize in layers beyond the model's
+# Which runtimes never quantize in layers beyond the model's.
+_JOINING = ("fc", "eh_proj")
 
 
 def check(view: View) -> Iterator[Finding]:
-    """What is wrong with layers that predict further tokens, and with parts for images and
+    """Yield what is wrong with layers that predict further tokens, and with parts for images and
     sound.
     """
     if view.stored and view.folder.complete:
@@ -90,7 +91,8 @@ def _not_ignored(view: View) -> Iterator[Finding]:
     settings = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     linears = _float_linears(view)
     try:
-        if isinstance(method, CompressedTensors):  # runtimes do not vary the names of these modules
+        # Runtimes do not vary the names of these modules.
+        if isinstance(method, CompressedTensors):
             claims = method.claims(settings, linears, view.coded, spelled=lambda module: [module])
             if settings.has("ignore"):
                 ignored = settings.strings("ignore")
@@ -100,7 +102,8 @@ def _not_ignored(view: View) -> Iterator[Finding]:
             claims = method.claims(settings, linears, view.coded)
             ignored = []
     except CheckpointError:
-        return  # reported by rules about quantized weights
+        # Reported by rules about quantized weights.
+        return
     lost = _lost_linears(view, ignored, linears)
     unknown = [name for name in _unknown_names(view, ignored, linears) if name not in lost]
     for name in lost:
@@ -122,11 +125,11 @@ def _not_ignored(view: View) -> Iterator[Finding]:
 
 
 def _float_linears(view: View) -> list[str]:
-    """The linears of layers that predict further tokens, as runtimes name them, that are stored
-    as floats.
+    """Return the linears of layers that predict further tokens, as runtimes name them, that are
+    stored as floats.
     """
     raw = view.folder.config
-    found = []
+    result = []
     for name, tensor in view.stored.items():
         if is_extra_layer(name, raw):
             if layer_beyond(name, raw) is not None:
@@ -134,12 +137,12 @@ def _float_linears(view: View) -> list[str]:
             else:
                 known = LINEARS.union(_JOINING)
             modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
-            found += [one for one in modules if one.rpartition(".")[2] in known]
-    return found
+            result += [module for module in modules if module.rpartition(".")[2] in known]
+    return result
 
 
 def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """The names in such layers that are those of no module, nor of one next to a module:
+    """Return the names in such layers that are those of no module, nor of one next to a module:
     runtimes fuse some.
     """
     raw = view.folder.config
@@ -165,7 +168,7 @@ def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> 
 
 
 def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """The names of linears in such layers that are in no file, although others of the same
+    """Return the names of linears in such layers that are in no file, although others of the same
     layers are.
     """
     raw = view.folder.config
@@ -176,7 +179,7 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
     for module in extra:
         if module.rpartition(".")[2] in _FUSED:
             fused.add(module.rpartition(".")[0])
-    found = []
+    result = []
     for name in names:
         parent, _, last = name.rpartition(".")
         single = last in LINEARS.union(_JOINING) - _FUSED and parent not in fused
@@ -186,13 +189,13 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
             and name not in known
             and _root(name, raw) in roots
         ):
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def _root(module: str, raw: Mapping[str, Any]) -> str:
-    """The first part of a module's name that says that it is in such a layer, with those before
-    it.
+    """Return the first part of a module's name that says that it is in such a layer, with those
+    before it.
     """
     parts = module.split(".")
     prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -200,5 +203,5 @@ def _root(module: str, raw: Mapping[str, Any]) -> str:
 
 
 def _is_same(name: str, module: str) -> bool:
-    """Whether a name is that of a module, but for its beginning."""
+    """Return whether a name is that of a module, but for its beginning."""
     return name.endswith(f".{module}") or module.endswith(f".{name}")

@@ -26,8 +26,8 @@ from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_count, schemes
 from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
-from quantkit.formats.folder import checked_tokenizer
-from quantkit.quality.bounds import BOUNDS, measured_windows, scheme_bound
+from quantkit.formats.folder import load_checked_tokenizer
+from quantkit.quality.bounds import BOUNDS, build_gate_windows, scheme_bound
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import token_losses
 from quantkit.quality.source_check import SourceCheck, check_source
@@ -40,10 +40,12 @@ MAX_PARAMETERS = 2 * 10**9
 """The size of a model that is run: minutes on two cores."""
 
 _SPEECH = "speech"
-_BASES = (0.01, 100.0)  # multiples of the config's; closer bases predict nearly the same
+# Multiples of the config's; closer bases predict nearly the same.
+_BASES = (0.01, 100.0)
 _MIN_TOKENS = 32
 _SURE = 3.0  # standard errors
-_MIN_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another reading
+# Nats a token; sound models gain at most 0.00 from another reading.
+_MIN_GAIN = 0.05
 
 
 @dataclass
@@ -61,21 +63,21 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
     """Run a model, one block in memory at a time; `recorded` is its manifest, empty if it has
     none.
     """
-    found = Predictions([])
+    result = Predictions([])
     try:
         model = open_to_run(folder.path)
-        tokenizer, _ = checked_tokenizer(model)
+        tokenizer, _ = load_checked_tokenizer(model)
         count = parameter_count(model)
         if tokenizer is None:
-            found.left_out = "what it predicts: it has no tokenizer"
+            result.left_out = "what it predicts: it has no tokenizer"
         elif count > MAX_PARAMETERS:
             reason = (
                 f"it has {count / 1e9:.1f}e9 parameters, and is run up to"
                 f" {MAX_PARAMETERS / 1e9:.0f}e9"
             )
-            found.left_out = f"what it predicts: {reason}"
+            result.left_out = f"what it predicts: {reason}"
         else:
-            texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
+            texts = {name: windows[:1] for name, (_, windows) in build_gate_windows(model).items()}
             speech = texts.pop(_SPEECH, torch.empty(1, 0))
             # enough tokens, and not mostly the same one, as for unknown words
             if (
@@ -85,13 +87,13 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
                 run = _Run(
                     model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress
                 )
-                found.findings = list(run.findings(folder.path.name, recorded))
-                found.measured = run.measured
+                result.findings = list(run.findings(folder.path.name, recorded))
+                result.measured = run.measured
             else:
-                found.left_out = "what it predicts: the tokenizer makes no tokens of English"
+                result.left_out = "what it predicts: the tokenizer makes no tokens of English"
     except QuantkitError as error:
-        found.left_out = f"what it predicts: {error}"
-    return found
+        result.left_out = f"what it predicts: {error}"
+    return result
 
 
 class _Run:
@@ -173,8 +175,8 @@ class _Run:
             yield finding("worse-than-source", where, what)
 
     def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
-        """The other settings that predict best, if better than the config's; tried on one window
-        first.
+        """Yield the other settings that predict best, if better than the config's; tried on one
+        window first.
         """
         before = torch.cat(own)
         best: tuple[float, str] = (_MIN_GAIN, "")
@@ -195,8 +197,8 @@ class _Run:
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
-    """The loss of windows [W, T], in nats a token, as predicted from the frequencies of tokens in
-    the rest of the text.
+    """Return the loss of windows [W, T], in nats a token, as predicted from the frequencies of
+    tokens in the rest of the text.
 
     Tokens that are not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37,
     1991) leaves for them.
@@ -206,7 +208,7 @@ def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
     distinct = len(rest)
     unseen = distinct / tokenizer.vocab_size
     targets = windows[:, 1:].flatten().tolist()
-    return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(
+    return -sum(math.log((rest[target] + unseen) / (count + distinct)) for target in targets) / len(
         targets
     )
 
@@ -229,7 +231,9 @@ class _Reading(CheckpointView):
         self.what = what
         self._reorder = reorder
         if reorder:
-            self._rotary = {one.name for one in parameters(self.config) if one.rotary}
+            self._rotary = {
+                parameter.name for parameter in parameters(self.config) if parameter.rotary
+            }
         else:
             self._rotary = set()
 
@@ -278,5 +282,6 @@ def _readings(source: Checkpoint) -> Iterator[_Reading]:
         changes += []
     for heads, kv, size in changes if whole and not per_head else ():
         other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size)
-        with suppress(CheckpointError):  # a size that rotary positions do not fit
-            yield _Reading(f"{heads} heads of {size}", source, other.validated(source.path))
+        # A size that rotary positions do not fit.
+        with suppress(CheckpointError):
+            yield _Reading(f"{heads} heads of {size}", source, other.validate(source.path))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import is_embedding
-from quantkit.architectures.topology import fused_modules, parameters
+from quantkit.architectures.topology import group_fused_linears, parameters
 from quantkit.base.json_values import Settings
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.side_files import CONFIG
@@ -38,8 +38,10 @@ from quantkit.tensors.late import torch
 _STATE_BITS = 8
 _NUMBER = re.compile(r"\d+")
 _MAX_READ_BYTES = 1 << 20
-_READ_EMBEDDINGS = (Mlx.name,)  # methods whose own readers expect quantized embeddings
-_SAMPLED = 4  # modules whose zero points are read by default
+# Methods whose own readers expect quantized embeddings.
+_READ_EMBEDDINGS = (Mlx.name,)
+# Modules whose zero points are read by default.
+_SAMPLED = 4
 _TOLERANCE = 0.5  # of a step, for the median of all modules
 _BITS = 4  # with steps that are large compared with the mean of a weight
 
@@ -160,14 +162,15 @@ def _module(view: View, module: str) -> Iterator[Finding]:
 
 
 def _may_have(method: QuantMethod, coded: Description) -> bool:
-    """Whether a method whose settings name no modules has codes in such a layout."""
-    if method.name == MODEL_OPTIMIZER:  # whose weights are of several types
+    """Return whether a method whose settings name no modules has codes in such a layout."""
+    # Whose weights are of several types.
+    if method.name == MODEL_OPTIMIZER:
         return coded.codes is not None and coded.codes.name.endswith(".weight")
     return not method.layouts or coded.layout in method.layouts
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:
-    """Whether transformers, or its method's own reader, loads a quantized embedding: of
+    """Return whether transformers, or its method's own reader, loads a quantized embedding: of
     compressed-tensors' layouts int8, if the head is not tied to it (tried with 5.23).
     """
     tied = view.config is None or view.config.tied_embeddings
@@ -176,15 +179,15 @@ def _embedding_is_read(view: View, coded: Description) -> bool:
 
 
 def _is_meant(view: View, module: str) -> bool:
-    """Whether a config that lists no modules includes one: in an unknown family, if the same module
-    of most layers is quantized.
+    """Return whether a config that lists no modules includes one: in an unknown family, if the same
+    module of most layers is quantized.
     """
     if view.known or not isinstance(view.method, Gptq | Awq):
         return True
     same = []
-    for one in view.linears:
-        if _NUMBER.sub("*", one) == _NUMBER.sub("*", module):
-            same.append(one)
+    for linear in view.linears:
+        if _NUMBER.sub("*", linear) == _NUMBER.sub("*", module):
+            same.append(linear)
     return 2 * sum(one in view.coded for one in same) > len(same)
 
 
@@ -194,7 +197,7 @@ def _together(view: View) -> Iterator[Finding]:
     if config is None or not view.known or not view.coded:
         return
     for layer in range(config.num_layers):
-        for fused, modules in fused_modules(config, layer).items():
+        for fused, modules in group_fused_linears(config, layer).items():
             names = [f"model.layers.{layer}.{module}" for module in modules]
             yield from _differing(view, names, "fused-schemes", f"model.layers.{layer}.{fused}")
     banks: dict[tuple[int | None, str], list[str]] = {}
@@ -206,7 +209,7 @@ def _together(view: View) -> Iterator[Finding]:
 
 
 def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> Iterator[Finding]:
-    """The first module whose scheme differs from that of the first of a set."""
+    """Yield the first module whose scheme differs from that of the first of a set."""
     tensors = [view.on_disk.get(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = []
@@ -214,7 +217,8 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
         if one in view.coded or f"{one}.weight" in view.stored:
             present.append(one)
     if any(one in view.coded and view.coded[one].missing(None) for one in present):
-        return  # broken, which another rule reports
+        # Broken, which another rule reports.
+        return
     schemes = [view.scheme(one) for one in present]
     for module, (signature, scheme) in zip(present, schemes, strict=True):
         if signature != schemes[0][0]:
@@ -290,7 +294,7 @@ def check_cache(view: View) -> Iterator[Finding]:
     else:
         stated = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
-        scheme = kv_cache.stated_scheme(stated)
+        scheme = kv_cache.read_cache_scheme(stated)
     except CheckpointError as error:
         yield finding(
             "bad-settings",
@@ -348,7 +352,8 @@ def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator
     try:
         value = view.folder.homes[name].read(name).double()
     except CheckpointError:
-        return  # reported by rules about files
+        # Reported by rules about files.
+        return
     if not value.isfinite().all() or (is_scale and not (value > 0).all()):
         yield finding("kv-scale-value", name, f"found {value.min().item():g}")
 
@@ -358,7 +363,8 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
     weights, which are near 0.
     """
     sampled = 0
-    above: dict[str, float] = {}  # the mean code minus the mean zero point, by module
+    # The mean code minus the mean zero point, by module.
+    above: dict[str, float] = {}
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
         if claim is None or claim.bits not in (4, 8) or not _is_whole(coded):
@@ -373,7 +379,8 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
             and coded.layout
             and coded.layout.zeros
         ):
-            with contextlib.suppress(CheckpointError):  # reported by rules about values
+            # Reported by rules about values.
+            with contextlib.suppress(CheckpointError):
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     expected = _stated_offset(view)
@@ -390,7 +397,7 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
 
 
 def _is_whole(coded: Description) -> bool:
-    """Whether there are packed codes and zero points, in words."""
+    """Return whether there are packed codes and zero points, in words."""
     suffixes = (
         (coded.layout.codes, coded.layout.zeros)
         if coded.layout is not None and coded.layout.zeros
@@ -406,7 +413,7 @@ def _is_whole(coded: Description) -> bool:
 
 
 def _stated_offset(view: View) -> int:
-    """What the config says must be added to stored zero points."""
+    """Return what the config says must be added to stored zero points."""
     settings = view.folder.settings or {}
     stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
     if isinstance(view.method, Gptq) and stated != "gptq_v2":
@@ -422,7 +429,8 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     try:
         data = view.folder.homes[tensor.name].read_bytes(tensor.name)
     except CheckpointError:
-        return  # reported by rules about values
+        # Reported by rules about values.
+        return
     common, _ = Counter(data).most_common(1)[0] if data else (0, 0)
     middle = 1 << (bits - 1)
     code = common & ((1 << bits) - 1)

@@ -55,7 +55,7 @@ _VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
 
 
 def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
-    """Whether a runtime reads such a folder at all."""
+    """Yield whether a runtime reads such a folder at all."""
     if folder.kind and folder.kind not in _CONTAINERS[runtime]:
         if folder.kind == "file":
             what = "a file"
@@ -68,7 +68,7 @@ def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
 
 
 def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Iterator[Finding]:
-    """What of a Hugging Face folder a runtime does not load, or loads wrongly.
+    """Yield what of a Hugging Face folder a runtime does not load, or loads wrongly.
 
     Args:
         view: the folder.
@@ -94,11 +94,11 @@ def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Itera
             Linears.of(view.method, settings, view.all_linears(), view.coded, raw)
         ):
             if problem.rule not in reported:
-                yield finding(problem.rule, problem.where, problem.what)
+                yield finding(problem.rule, problem.location, problem.description)
 
 
 def _transformers_knows(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers is installed and has the architecture of a config.json."""
+    """Return whether transformers is installed and has the architecture of a config.json."""
     if importlib.util.find_spec("transformers") is None:
         return False
     from quantkit.via_transformers.linears import is_known  # which imports torch

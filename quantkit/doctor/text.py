@@ -51,7 +51,8 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
-            listed = max((vocabulary or {}).values(), default=-1) + 1  # the library may see fewer
+            # The library may see fewer.
+            listed = max((vocabulary or {}).values(), default=-1) + 1
             count = max(load_tokenizer(folder.root).vocab_size, listed)
         require_loadable_settings(folder.root)
     except (QuantkitError, OSError) as error:
@@ -78,7 +79,7 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
 
 
 def _is_instruct(folder: SideFiles) -> bool:
-    """Whether a model's names say that it is an instruct model."""
+    """Return whether a model's names say that it is an instruct model."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
         head = _begins(folder.root / "README.md").decode("utf-8", "replace")
@@ -101,7 +102,7 @@ def _find_base_models(readme: str) -> list[str]:
 
 
 def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
-    """The ids of the tokens in tokenizer.json; None if there is no such file."""
+    """Return the ids of the tokens in tokenizer.json; None if there is no such file."""
     found = folder.side_json("tokenizer.json")
     folder.side_json("tokenizer_config.json")
     if found is None:
@@ -125,13 +126,13 @@ def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
         raise CheckpointError("has added tokens that are not objects", path=path)
     ids: dict[str, Any] = {str(one.get("content")): one.get("id") for one in added}
     for what, tokens in (("tokens", vocabulary), ("added tokens", ids)):
-        if not all(type(one) is int and one >= 0 for one in tokens.values()):
+        if not all(type(token) is int and token >= 0 for token in tokens.values()):
             raise CheckpointError(f"has {what} without ids", path=path)
     return {**vocabulary, **ids}
 
 
 def _begins(path: Path) -> bytes:
-    """The first bytes of a file; none if it cannot be read."""
+    """Return the first bytes of a file; none if it cannot be read."""
     try:
         if not path.is_file():
             return b""
@@ -204,7 +205,8 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
     except (QuantkitError, OSError) as error:
         if "tokenizer_config" not in _place(error) or _lenient(folder, "tokenizer_config.json"):
             yield finding("damaged-template", _place(error), describe(error))
-        return  # damaged JSON is reported by the tokenizer's rule
+        # Damaged JSON is reported by the tokenizer's rule.
+        return
     has_tokenizer = any(name in folder.names for name in _FILES)
     if (
         not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer
@@ -213,7 +215,9 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
 
 
 def _added_elsewhere(folder: SideFiles) -> set[str]:
-    """The tokens that tokenizer_config.json or added_tokens.json add to those of tokenizer.json."""
+    """Return the tokens that tokenizer_config.json or added_tokens.json add to those of
+    tokenizer.json.
+    """
     decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
     listed = decoder.values() if isinstance(decoder, dict) else ()
     spelled = (one.get("content") for one in listed if isinstance(one, dict))
@@ -223,7 +227,7 @@ def _added_elsewhere(folder: SideFiles) -> set[str]:
 
 
 def _lenient(folder: SideFiles, name: str) -> dict[str, Any]:
-    """A JSON file; empty if it is damaged, which other rules report."""
+    """Return a JSON file; empty if it is damaged, which other rules report."""
     try:
         return folder.side_json(name) or {}
     except (CheckpointError, OSError):

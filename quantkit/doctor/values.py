@@ -32,16 +32,20 @@ from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.tensors.dtypes import FLOATS, DType
 
 _ABSURD = 1000.0
-_MIN_SCALES = 16  # fewer scales may be equal by chance
-_TAIL = 8  # the part of the rows, 1/8 at the end, that is checked for zeros
+# Fewer scales may be equal by chance.
+_MIN_SCALES = 16
+# The part of the rows, 1/8 at the end, that is checked for zeros.
+_TAIL = 8
 _NUMBER = re.compile(r"\d+")
-_LAYER = re.compile(
-    r"(\D*)\.(\d+)\.(\D*)"
-)  # two numbers are those of an expert, and sizes of experts vary
-_MIN_LAYERS = 8  # to compare one with the others
-_ENDS = 2  # layers at each end vary: by a factor of 2.5 in sound models
+# Two numbers are those of an expert, and sizes of experts vary.
+_LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")
+# To compare one with the others.
+_MIN_LAYERS = 8
+# Layers at each end vary: by a factor of 2.5 in sound models.
+_ENDS = 2
 _FACTOR = math.log2(1.7)
-_VARIED = 12  # a role varies if more than 1/12 of its layers are halfway out of line
+# A role varies if more than 1/12 of its layers are halfway out of line.
+_VARIED = 12
 _OPAQUE = {
     one for one in DType if one.startswith(("bits", "q", "float4")) or one.endswith("complex32")
 }
@@ -120,8 +124,8 @@ class _Facts:
 
 
 def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding]:
-    """What is wrong with the numbers of a folder or file."""
-    found: list[Finding] = []
+    """Return what is wrong with the numbers of a folder or file."""
+    result: list[Finding] = []
     scales: dict[str, list[tuple[str, float]]] = {}
     sizes: dict[str, float] = {}
     listed = _parts(folder, view)
@@ -133,9 +137,9 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
                 if piece.numel():
                     facts.add(piece)
         except CheckpointError as error:
-            found.append(finding("nan", part.name, f"cannot be read: {error.problem}"))
+            result.append(finding("nan", part.name, f"cannot be read: {error.problem}"))
             continue
-        found += _judged(part, facts)
+        result += _judged(part, facts)
         if part.kind == "scale" and facts.largest is not None:
             scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, facts.largest))
         if part.kind in ("weight", "scale") and facts.count:
@@ -146,11 +150,11 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
         for name, largest in layers:
             if len(layers) > 1 and usual > 0 and largest > _ABSURD * usual:
                 what = f"up to {largest:g}; in other layers up to {usual:g}"
-                found.append(finding("absurd-scale", name, what))
-    found += unusual_norms(sizes)
+                result.append(finding("absurd-scale", name, what))
+    result += unusual_norms(sizes)
     if view is None:
-        return found
-    return [*found, *_tied_head(view), *_column_order(view)]
+        return result
+    return [*result, *_tied_head(view), *_column_order(view)]
 
 
 def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
@@ -189,8 +193,8 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
     """
     roles: dict[tuple[str, str], dict[int, str]] = {}
     for name, size in sizes.items():
-        if size > 0 and math.isfinite(size) and (found := _LAYER.fullmatch(name)):
-            roles.setdefault((found[1], found[3]), {})[int(found[2])] = name
+        if size > 0 and math.isfinite(size) and (match := _LAYER.fullmatch(name)):
+            roles.setdefault((match[1], match[3]), {})[int(match[2])] = name
     for layers in roles.values():
         if len(layers) >= _MIN_LAYERS:
             names = [layers[layer] for layer in sorted(layers)]
@@ -234,7 +238,8 @@ def _column_order(view: View) -> Iterator[Finding]:
             continue
         order = view.folder.homes[index.name].read(index.name)
         rising = torch.arange(len(order)) // (claim.group_size or max(len(order), 1))
-        if order.any() and not torch.equal(order.long(), rising):  # zeros mean adjacent columns too
+        # Zeros mean adjacent columns too.
+        if order.any() and not torch.equal(order.long(), rising):
             yield finding(
                 "column-order",
                 index.name,
@@ -259,7 +264,7 @@ class _Part:
 
 
 def _parts(folder: Folder, view: View | None) -> list[_Part]:
-    """All tensors of a folder or file."""
+    """Return all tensors of a folder or file."""
     if folder.kind == "gguf":
         parts: list[_Part] = []
         for header in folder.headers.values():
@@ -277,7 +282,7 @@ def _parts(folder: Folder, view: View | None) -> list[_Part]:
                 kind = "other"
             quantized[tensor.name] = kind, coded.layout
     offset = view is None or view.config is None or view.config.norm_offset != 0
-    found = []
+    result = []
     for name, tensor in folder.stored.items():
         if tensor.dtype in _OPAQUE:
             continue
@@ -285,13 +290,13 @@ def _parts(folder: Folder, view: View | None) -> list[_Part]:
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
             kind = "other"  # exponents
         read = partial(_pieces, folder.homes[name], name)
-        found.append(_Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
-    return found
+        result.append(_Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
+    return result
 
 
 def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
-    """The kind of a tensor that is not part of a quantized weight; with `offset`, norms may be
-    stored less 1.
+    """Return the kind of a tensor that is not part of a quantized weight; with `offset`, norms may
+    be stored less 1.
     """
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
@@ -313,7 +318,7 @@ def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
 
 
 def _compared(piece: Tensor) -> Tensor:
-    """The same numbers in a type that torch can compare."""
+    """Return the same numbers in a type that torch can compare."""
     if piece.is_complex():
         return torch.view_as_real(piece)
     if piece.dtype == torch.bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
-from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
+from quantkit.architectures.families.opaque import Hints, infer_roles_by_name, opaque_config
 from quantkit.architectures.names import is_embedding
 from quantkit.base.json_values import Settings, shown
 from quantkit.doctor.folder import Folder
@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.layout import Claims
 from quantkit.formats.codecs.table import METHODS, describe_modules
-from quantkit.formats.codecs.vllm import stored_linears
+from quantkit.formats.codecs.vllm import find_linear_shapes
 from quantkit.formats.containers.hf_settings import SETTINGS
 
 _UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
@@ -51,7 +51,9 @@ class View:
         self.problem: QuantkitError | None = None
         self.config = self._model()
         self.method = METHODS.get(folder.method or "")
-        self.coded = describe_modules(folder.stored, self.method, named=folder.method is not None)
+        self.coded = describe_modules(
+            folder.stored, self.method, has_method=folder.method is not None
+        )
         self.expected = self._expected()
         self.linears = self._linears()
         self.claims = self._claims()
@@ -61,13 +63,13 @@ class View:
 
     @property
     def known(self) -> bool:
-        """Whether the tensors that the model needs are known."""
+        """Return whether the tensors that the model needs are known."""
         return bool(self.expected)
 
     @property
     def without_head(self) -> str | None:
-        """The class that the config names, if it is a model without a head, whose tensors have
-        other names.
+        """Return the class that the config names, if it is a model without a head, whose tensors
+        have other names.
         """
         stated = self.folder.config.get("architectures")
         if isinstance(stated, list) and stated:
@@ -80,11 +82,11 @@ class View:
 
     @property
     def is_read(self) -> bool:
-        """Whether models of its family are read by quantkit's jobs."""
+        """Return whether models of its family are read by quantkit's jobs."""
         return self.known and self.config is not None and families()[self.config.architecture].runs
 
     def rows_of_embedding(self) -> int | None:
-        """The number of rows of the embedding, from its tensors."""
+        """Return the number of rows of the embedding, from its tensors."""
         for name, tensor in self.stored.items():
             module, _, leaf = name.rpartition(".")
             if (
@@ -98,8 +100,8 @@ class View:
         return None
 
     def scheme(self, module: str) -> tuple[tuple[object, ...], str]:
-        """The scheme of a weight, from its tensors and from the config: for comparisons, and for
-        messages.
+        """Return the scheme of a weight, from its tensors and from the config: for comparisons, and
+        for messages.
         """
         if (coded := self.coded.get(module)) is None:
             return ("floats",), "floats"
@@ -111,17 +113,17 @@ class View:
         return (*coded.signature, claim and claim.bits), coded.scheme + bits
 
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
-        """The shapes of all modules that runtimes may build as linears, by name; None if a shape
-        is not known.
+        """Return the shapes of all modules that runtimes may build as linears, by name; None if a
+        shape is not known.
         """
         coded = {module: self.linears.get(module) for module in self.coded}
-        return stored_linears(
+        return find_linear_shapes(
             self.stored, {**self.linears, **coded}, str(self.folder.config.get("model_type"))
         )
 
     @functools.cached_property
     def hints(self) -> Hints:
-        """The kinds of modules, by the names and shapes of the tensors."""
+        """Return the kinds of modules, by the names and shapes of the tensors."""
         return Hints.of(
             self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()}
         )
@@ -188,10 +190,10 @@ class View:
             return linears
         floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
         tensors = opaque_config(self.folder.config, floats).tensors or ()
-        roles = named_roles(self.folder.config, tensors)
+        roles = infer_roles_by_name(self.folder.config, tensors)
         own = {
-            one.module: one.shape
-            for one in tensors
-            if roles.get(one.name, ("",))[0] in ("linear", "recurrent")
+            tensor.module: tensor.shape
+            for tensor in tensors
+            if roles.get(tensor.name, ("",))[0] in ("linear", "recurrent")
         }
         return {**own, **{module: None for module, one in self.coded.items() if one.layout}}

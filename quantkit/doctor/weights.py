@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.architectures.disk import disk_name
-from quantkit.architectures.families import ignored_rope_settings
+from quantkit.architectures.families import list_ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
 from quantkit.base.json_values import shown
@@ -36,7 +36,7 @@ _OF_ACTIVATIONS = re.compile(
 
 
 def check_files(folder: Folder) -> Iterator[Finding]:
-    """What is wrong with the files of a folder."""
+    """Yield what is wrong with the files of a folder."""
     if not folder.listed and "adapter_config.json" in folder.names:
         yield finding("adapter", folder.path.name, "adapter_config.json, and no weights of a model")
     elif not folder.kind:
@@ -77,14 +77,15 @@ def check_opened(folder: Folder) -> Iterator[Finding]:
     try:
         open_checkpoint(folder.listed[0] if folder.kind == "gguf" else folder.root)
     except UnsupportedError:
-        return  # sound, as far as that is known
+        # Sound, as far as that is known.
+        return
     except CheckpointError as error:
         yield finding("refused", folder.path.name, str(error))
 
 
 def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
-    """Whether transformers is installed and has a class for a family that is not known here, and
-    what that lacks.
+    """Return whether transformers is installed and has a class for a family that is not known here,
+    and what that lacks.
     """
     from quantkit.via_transformers.forward import open_to_look_at, passage_of  # which import torch
     from quantkit.via_transformers.stacks import unstack
@@ -99,7 +100,8 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
         return source is not None, [] if source is None else [
             finding("refused", folder.path.name, str(error))
         ]
-    except QuantkitError:  # sound, as far as that is known
+    except QuantkitError:
+        # Sound, as far as that is known.
         return False, []
     return source is not None, []
 
@@ -155,15 +157,16 @@ def _index(folder: Folder) -> Iterator[Finding]:
 
 
 def check(view: View) -> Iterator[Finding]:
-    """What is wrong with the tensors of a folder."""
+    """Yield what is wrong with the tensors of a folder."""
     kind = view.folder.config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         yield finding("bad-config", CONFIG, f"model_type is {shown(kind)}")
-    base = view.folder.config.get("rope_theta")  # which readers use along with rope_parameters
+    # Which readers use along with rope_parameters.
+    base = view.folder.config.get("rope_theta")
     if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
         yield finding("bad-config", CONFIG, f"rope_theta is {shown(base)}")
     else:
-        for ignored in ignored_rope_settings(view.folder.config):
+        for ignored in list_ignored_rope_settings(view.folder.config):
             yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
     if (error := view.problem) is not None:
         found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
@@ -200,13 +203,13 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
 
 def _missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
-        coded = (
-            name.removesuffix(".weight") in view.coded
-        )  # complete or not, which another rule checks
+        # Complete or not, which another rule checks.
+        coded = name.removesuffix(".weight") in view.coded
         if name in view.stored or coded or view.folder.in_unread_file(name):
             continue
         if is_embedding(tensor.module) and _stores_tied_head(view):
-            continue  # readers tie it to the head, whichever of the two is stored
+            # Readers tie it to the head, whichever of the two is stored.
+            continue
         if tensor.stacked:
             stacked = f", or those of each expert of {tensor.module}"
         else:
@@ -250,7 +253,8 @@ def _extra(view: View) -> Iterator[Finding]:
         ):
             continue
         if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
-            continue  # zeros that their writers add; vLLM and GPTQModel skip them
+            # Zeros that their writers add; vLLM and GPTQModel skip them.
+            continue
         yield finding(
             "extra-tensor",
             name,
@@ -266,7 +270,7 @@ def _shapes(view: View) -> Iterator[Finding]:
         shape = (
             found.shape
             if found is not None and coded is None
-            else coded.unpacked_shape
+            else coded.plain_code_shape
             if coded
             else None
         )
@@ -281,7 +285,8 @@ def _shapes(view: View) -> Iterator[Finding]:
             else:
                 shape = shape
         allowed = [tensor.shape]
-        if tensor.stacked is not None:  # some stacked experts have inputs before outputs
+        # Some stacked experts have inputs before outputs.
+        if tensor.stacked is not None:
             allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
         if shape is not None and shape not in allowed:
             yield finding(

@@ -19,7 +19,12 @@ from typing import Any, NoReturn
 from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
-from quantkit.files.source import SourceFile, damaged_file, open_weights, require_adjacent
+from quantkit.files.source import (
+    SourceFile,
+    make_damaged_file_error,
+    open_weights,
+    require_adjacent,
+)
 
 MAGIC = b"GGUF"
 VERSION = 3
@@ -28,7 +33,8 @@ ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_NAME = 63
 _VERSIONS = (2, 3)
-_MAX_HEADER = 100_000_000  # the largest published vocabularies take some 15 MB
+# The largest published vocabularies take some 15 MB.
+_MAX_HEADER = 100_000_000
 _MAX_ITEMS = 1 << 23  # of all arrays together
 _MAX_ALIGNMENT = 1 << 20
 _MAX_SIZE = (1 << 63) - 1
@@ -85,15 +91,15 @@ def read_header(path: Path) -> GgufHeader:
     """
     source = open_weights(path)
     if source.read(0, min(source.size, 4)) != MAGIC:
-        raise damaged_file("is not a GGUF file", path)
+        raise make_damaged_file_error("is not a GGUF file", path)
     cursor = _Cursor(source)
     _require_known_version(cursor)
-    tensor_count = cursor.word(_LENGTH)
-    key_count = cursor.word(_LENGTH)
+    tensor_count = cursor.read_number(_LENGTH)
+    key_count = cursor.read_number(_LENGTH)
     metadata: dict[str, Any] = {}
     cursor.require(key_count, 13, f"{key_count} metadata keys")
     for _ in range(key_count):
-        key = cursor.text("a metadata key")
+        key = cursor.read_text("a metadata key")
         if not key.isprintable():
             cursor.fail(f"a metadata key is {key!r:.80}")
         if key in metadata:
@@ -109,16 +115,16 @@ def read_header(path: Path) -> GgufHeader:
         found = shown(alignment)
         raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
-    listed = [_listed(cursor) for _ in range(tensor_count)]
-    tensors = _placed(listed, _padded(cursor.position, alignment), alignment, cursor)
+    listed = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
+    tensors = _resolve_offsets(listed, _align_up(cursor.position, alignment), alignment, cursor)
     return GgufHeader(source, alignment, metadata, tensors, _split(metadata, path))
 
 
 def build_header(
     metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT
 ) -> bytes:
-    """The bytes before the data, padded so that it is aligned; each tensor's data must be `padded`
-    in turn.
+    """Return the bytes before the data, padded so that it is aligned; each tensor's data must be
+    `padded` in turn.
 
     Args:
         metadata: plain values: an int becomes a uint32 (an int32 in a list), a float a float32;
@@ -136,7 +142,7 @@ def build_header(
         MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata))
     )
     for key, value in metadata.items():
-        header += _packed_text(key) + _packed_value(key, value)
+        header += _pack_text(key) + _pack_typed_value(key, value)
     position = 0
     for tensor in tensors:
         name = tensor.name
@@ -151,15 +157,15 @@ def build_header(
             problem = f"{kind} cannot hold tensor '{name}'"
             found = f"rows of {shape[-1]}"
             raise UnsupportedError(problem, found=found, expected=f"a multiple of {kind.block}")
-        header += _packed_text(name) + _WORD.pack(len(shape))
+        header += _pack_text(name) + _WORD.pack(len(shape))
         header += b"".join(_LENGTH.pack(size) for size in reversed(shape))
         header += _WORD.pack(kind.code) + _LENGTH.pack(position)
-        position += _padded(tensor.nbytes, alignment)
+        position += _align_up(tensor.nbytes, alignment)
     return bytes(header + padding(len(header), alignment))
 
 
 def padding(count: int, alignment: int = ALIGNMENT) -> bytes:
-    """The padding after `count` bytes, up to the next multiple of the alignment."""
+    """Return the padding after `count` bytes, up to the next multiple of the alignment."""
     return bytes(-count % alignment)
 
 
@@ -176,46 +182,46 @@ class _Cursor:
     def fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"has an invalid GGUF header: {problem}", path=self.source.path)
 
-    def require(self, count: int, each: int, what: str) -> None:
+    def require(self, count: int, item_bytes: int, description: str) -> None:
         """Check that the rest of the header has room for `count` items of at least `each` bytes."""
         left = min(self.source.size, _MAX_HEADER) - self.position
-        if count * each > left:
-            found = f"{what} at byte {self.position} of {self.source.size}"
+        if count * item_bytes > left:
+            found = f"{description} at byte {self.position} of {self.source.size}"
             problem = "has an invalid GGUF header, or is truncated"
-            raise damaged_file(problem, self.source.path, found, f"at most {left} bytes")
+            raise make_damaged_file_error(problem, self.source.path, found, f"at most {left} bytes")
 
-    def take(self, count: int, what: str) -> int:
+    def take(self, count: int, description: str) -> int:
         """Advance by `count` bytes; the offset at which they begin in the current piece, which
         has them all.
         """
         if self.position + count > self._start + len(self._piece):
-            self.require(count, 1, what)
+            self.require(count, 1, description)
             length = min(max(count, _CHUNK), self.source.size - self.position)
             self._start, self._piece = self.position, self.source.read(self.position, length)
         place = self.position - self._start
         self.position += count
         return place
 
-    def word(self, kind: struct.Struct, what: str = "a number") -> int:
-        place = self.take(kind.size, what)
+    def read_number(self, kind: struct.Struct, description: str = "a number") -> int:
+        place = self.take(kind.size, description)
         number: int = kind.unpack_from(self._piece, place)[0]
         return number
 
-    def text(self, what: str) -> str:
-        length = self.word(_LENGTH, what)
-        place = self.take(length, f"{what} of {length} bytes")
+    def read_text(self, description: str) -> str:
+        length = self.read_number(_LENGTH, description)
+        place = self.take(length, f"{description} of {length} bytes")
         try:
             return self._piece[place : place + length].decode()
         except UnicodeDecodeError as error:
-            self.fail(f"{what} is not UTF-8: {error.reason}")
+            self.fail(f"{description} is not UTF-8: {error.reason}")
 
     def value(self, key: str) -> Any:
         what = f"the value of '{key:.80}'"
-        kind = self._kind(what)
+        kind = self._read_type(what)
         if kind is not ValueType.ARRAY:
-            return self._values(kind, 1, what)[0]
-        kind = self._kind(what)
-        count = self.word(_LENGTH, what)
+            return self._read_values(kind, 1, what)[0]
+        kind = self._read_type(what)
+        count = self.read_number(_LENGTH, what)
         self._items += count
         if kind is ValueType.ARRAY:
             self.fail(f"{what} is an array of arrays")
@@ -224,32 +230,32 @@ class _Cursor:
                 f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS}"
                 " together"
             )
-        return self._values(kind, count, what)
+        return self._read_values(kind, count, what)
 
-    def _kind(self, what: str) -> ValueType:
-        code = self.word(_WORD, what)
+    def _read_type(self, description: str) -> ValueType:
+        code = self.read_number(_WORD, description)
         try:
             return ValueType(code)
         except ValueError:
-            self.fail(f"{what} is of the unknown type {code}")
+            self.fail(f"{description} is of the unknown type {code}")
 
-    def _values(self, kind: ValueType, count: int, what: str) -> list[Any]:
+    def _read_values(self, kind: ValueType, count: int, description: str) -> list[Any]:
         if kind is ValueType.STRING:
-            self.require(count, _LENGTH.size, what)
-            return [self.text(what) for _ in range(count)]
+            self.require(count, _LENGTH.size, description)
+            return [self.read_text(description) for _ in range(count)]
         letter = _NUMBERS[kind]
         size = count * struct.calcsize(f"<{letter}")
-        place = self.take(size, what)
+        place = self.take(size, description)
         values = list(struct.unpack_from(f"<{count}{letter}", self._piece, place))
         if kind is not ValueType.BOOL:
             return values
         if max(values, default=0) > 1:
-            self.fail(f"{what} is neither true nor false")
+            self.fail(f"{description} is neither true nor false")
         return list(map(bool, values))
 
 
 def _require_known_version(cursor: _Cursor) -> None:
-    version = cursor.word(_WORD, "the version")
+    version = cursor.read_number(_WORD, "the version")
     path = cursor.source.path
     if version & 0xFFFF == 0 and version:
         hint = "gguf-convert-endian converts it"
@@ -264,17 +270,17 @@ def _require_known_version(cursor: _Cursor) -> None:
         )
 
 
-def _listed(cursor: _Cursor) -> GgufTensor:
-    """A row of the table of tensors; its offset is from the start of the data."""
-    name = cursor.text("a tensor's name")
+def _read_tensor_entry(cursor: _Cursor) -> GgufTensor:
+    """Return a row of the table of tensors; its offset is from the start of the data."""
+    name = cursor.read_text("a tensor's name")
     if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
         cursor.fail(f"a tensor is named {name!r:.80}")
-    dims = cursor.word(_WORD)
+    dims = cursor.read_number(_WORD)
     if not 1 <= dims <= MAX_DIMS:
         cursor.fail(f"tensor '{name}' has {dims} dimensions, not 1 to {MAX_DIMS}")
-    shape = tuple(reversed([cursor.word(_LENGTH) for _ in range(dims)]))
-    code = cursor.word(_WORD)
-    offset = cursor.word(_LENGTH)
+    shape = tuple(reversed([cursor.read_number(_LENGTH) for _ in range(dims)]))
+    code = cursor.read_number(_WORD)
+    offset = cursor.read_number(_LENGTH)
     if code not in _TYPES:
         problem = f"tensor '{name}' has an unknown type"
         found = f"ggml's type {code}"
@@ -285,33 +291,33 @@ def _listed(cursor: _Cursor) -> GgufTensor:
     return GgufTensor(name, kind, shape, offset)
 
 
-def _placed(
+def _resolve_offsets(
     listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor
 ) -> dict[str, GgufTensor]:
-    """The tensors with offsets in the file, checked against its size."""
+    """Return the tensors with offsets in the file, checked against its size."""
     path = cursor.source.path
     size = cursor.source.size
-    found: dict[str, GgufTensor] = {}
+    result: dict[str, GgufTensor] = {}
     position = start
     end = cursor.position
     for tensor in listed:
-        if tensor.name in found:
+        if tensor.name in result:
             cursor.fail(f"tensor '{tensor.name}' comes twice")
         require_adjacent(tensor.name, tensor.offset, position - start, path)
-        found[tensor.name] = replace(tensor, offset=position)
+        result[tensor.name] = replace(tensor, offset=position)
         end = position + tensor.nbytes
-        position = _padded(end, alignment)
+        position = _align_up(end, alignment)
     if size < end:
-        raise damaged_file("is truncated", path, f"{size} bytes", end)
+        raise make_damaged_file_error("is truncated", path, f"{size} bytes", end)
     if size > position:
         raise CheckpointError(
             "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=position
         )
-    return found
+    return result
 
 
 def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
-    """Which part of a model a file is, by its metadata; None if it says nothing."""
+    """Return which part of a model a file is, by its metadata; None if it says nothing."""
     values: list[Any] = [metadata.get(key) for key in SPLIT_KEYS]
     if all(value is None for value in values):
         return None
@@ -323,24 +329,24 @@ def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
     return Split(index, count, tensors)
 
 
-def _padded(position: int, alignment: int) -> int:
+def _align_up(position: int, alignment: int) -> int:
     return position + -position % alignment
 
 
-def _packed_text(text: str) -> bytes:
+def _pack_text(text: str) -> bytes:
     raw = text.encode()
     return _LENGTH.pack(len(raw)) + raw
 
 
-def _packed_value(key: str, value: Any) -> bytes:
-    """The type and the value, as a file has them."""
+def _pack_typed_value(key: str, value: Any) -> bytes:
+    """Return the type and the value, as a file has them."""
     kind, plain = (value.kind, value.value) if isinstance(value, Typed) else (None, value)
     if not isinstance(plain, (list, tuple)):
         if kind is not None:
             kind = kind
         else:
             kind = _kind_of(key, plain, ValueType.UINT32)
-        return _WORD.pack(kind) + _packed(key, kind, [plain])
+        return _WORD.pack(kind) + _pack_values(key, kind, [plain])
     if kind is None:
         kinds = {_kind_of(key, item, ValueType.INT32) for item in plain}
         if len(kinds) != 1:
@@ -350,13 +356,13 @@ def _packed_value(key: str, value: Any) -> bytes:
         _WORD.pack(ValueType.ARRAY)
         + _WORD.pack(kind)
         + _LENGTH.pack(len(plain))
-        + _packed(key, kind, plain)
+        + _pack_values(key, kind, plain)
     )
 
 
-def _packed(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:
+def _pack_values(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:
     if kind is ValueType.STRING:
-        return b"".join(map(_packed_text, values))
+        return b"".join(map(_pack_text, values))
     try:
         return struct.pack(f"<{len(values)}{_NUMBERS[kind]}", *values)
     except (struct.error, OverflowError) as error:

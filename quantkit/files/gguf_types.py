@@ -117,7 +117,7 @@ class GgmlType(StrEnum):
         return member
 
     def row_bytes(self, columns: int) -> int:
-        """The bytes of a row of `columns` elements."""
+        """Return the bytes of a row of `columns` elements."""
         return columns // self.block * self.block_bytes
 
 
@@ -187,7 +187,7 @@ class Split:
     tensors: int
 
     def metadata(self) -> dict[str, Any]:
-        """The metadata of such a file."""
+        """Return the metadata of such a file."""
         kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
         values = (self.index, self.count, self.tensors)
         result: dict[str, Any] = {}
@@ -197,21 +197,21 @@ class Split:
 
 
 def split_name(stem: str, index: int, count: int) -> str:
-    """The file of part number `index`, from 0, of a model that is split."""
+    """Return the file of part number `index`, from 0, of a model that is split."""
     return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
 
 
 def split_stem(name: str) -> str | None:
-    """The common first part of the names of a model's parts; None if `name` is not the name of a
-    part.
+    """Return the common first part of the names of a model's parts; None if `name` is not the name
+    of a part.
     """
-    found = _SPLIT_NAME.fullmatch(name)
-    return found["stem"] if found else None
+    match = _SPLIT_NAME.fullmatch(name)
+    return match["stem"] if match else None
 
 
 def split_count(name: str) -> int:
-    """The number of parts of a model, from the name of one; 1 for any other name."""
-    found = _SPLIT_NAME.fullmatch(name)
-    if found:
-        return int(found["count"])
+    """Return the number of parts of a model, from the name of one; 1 for any other name."""
+    match = _SPLIT_NAME.fullmatch(name)
+    if match:
+        return int(match["count"])
     return 1

@@ -28,10 +28,10 @@ from quantkit.files.gguf_types import split_stem
 from quantkit.files.hub_answers import (
     COMMIT,
     HubFile,
-    announced_file,
-    checked_answers,
-    checked_commit,
     files_by_name,
+    parse_hub_file,
+    validate_commit,
+    validate_hub_answers,
 )
 from quantkit.files.hub_cache import CachedModel
 from quantkit.files.hub_failures import read_failure
@@ -44,7 +44,8 @@ SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
 
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
-REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
+# It becomes a path in the cache: no part is "..".
+REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"
 _NAME = re.compile(
     rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII
 )
@@ -60,7 +61,8 @@ _SIDE_FILES = re.compile(
     r"additional_chat_templates/[^/]*\.jinja"
 )
 _INDEX = ".index.json"
-_WEIGHTS = (  # the first kind that a folder has is read
+# The first kind that a folder has is read.
+_WEIGHTS = (
     re.compile(r"(?!consolidated|adapter_)[^/]*\.safetensors(\.index\.json)?"),
     re.compile(r"pytorch_model[^/]*\.bin(\.index\.json)?"),
     re.compile(r"consolidated\.\d+\.pth"),
@@ -85,27 +87,27 @@ class HubModel:
 
 
 def hub_model(path: str) -> HubModel | None:
-    """The model that a string names; None for a path.
+    """Return the model that a string names; None for a path.
 
     Raises:
         RequestError: if the string begins with ``hf:`` and is not such a name.
     """
     if not path.startswith(PREFIX) or os.path.exists(path):
         return None
-    found = _NAME.fullmatch(path)
-    if found is None or (found[3] or "").lower().endswith(".gguf"):
+    match = _NAME.fullmatch(path)
+    if match is None or (match[3] or "").lower().endswith(".gguf"):
         raise RequestError(
             "is not the name of a model on the hub", found=shown(path), expected=SPELLING
         )
-    return HubModel(found[1], found[2], found[3])
+    return HubModel(match[1], match[2], match[3])
 
 
 def origin(path: Path) -> dict[str, str] | None:
-    """The name and the commit of a model in the hub's cache; None for any other path."""
-    found = _SNAPSHOT.search(path.absolute().as_posix())
-    if found is None:
+    """Return the name and the commit of a model in the hub's cache; None for any other path."""
+    match = _SNAPSHOT.search(path.absolute().as_posix())
+    if match is None:
         return None
-    return {"name": f"{found[1]}/{found[2]}", "commit": found[3]}
+    return {"name": f"{match[1]}/{match[2]}", "commit": match[3]}
 
 
 def download(model: HubModel) -> Path:
@@ -137,32 +139,33 @@ def download(model: HubModel) -> Path:
             if complete is None:
                 raise
             folder, names = complete
-            found = _opened(folder, model, needed_files(names, model))
+            model_path = _choose_model_path(folder, model, select_download_files(names, model))
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; the cached model is used", model)
-            return found
+            return model_path
         if COMMIT.fullmatch(model.revision or ""):
             expected = model.revision
         else:
             expected = None
-        commit = checked_commit(info.sha, str(model), expected)
+        commit = validate_commit(info.sha, str(model), expected)
         siblings = files_by_name(info, str(model))
         files = []
-        for name in needed_files(siblings, model):
-            files.append(announced_file(siblings[name], str(model)))
+        for name in select_download_files(siblings, model):
+            files.append(parse_hub_file(siblings[name], str(model)))
         cached = CachedModel(model.name, model.file)
         missing = []
         for file in files:
             if not (cached.snapshot(commit) / file.name).is_file():
                 missing.append(file)
         _require_space(sum(file.size for file in missing), model)
-        _fetch(model, commit, files, cached.recorded(commit).difference(missing))
+        _fetch(model, commit, files, cached.read_record(commit).difference(missing))
     cached.record(commit, files)
-    return _opened(cached.snapshot(commit), model, [file.name for file in files])
+    return _choose_model_path(cached.snapshot(commit), model, [file.name for file in files])
 
 
-def needed_files(names: Collection[str], model: HubModel) -> list[str]:
-    """The files to download: configs, tokenizer, templates, licences, and one set of weights.
+def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
+    """Return the files to download: configs, tokenizer, templates, licences, and one set of
+    weights.
 
     Raises:
         RequestError: if the repository has no weights that quantkit reads, or several GGUF models.
@@ -170,7 +173,8 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     side_files = [
         name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)
     ]
-    models: dict[str, list[str]] = {}  # files of GGUF models; the parts of a split model together
+    # Files of GGUF models; the parts of a split model together.
+    models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf"):
             models.setdefault(split_stem(name) or name, []).append(name)
@@ -197,11 +201,12 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     if models:
         return sorted({*side_files, *next(iter(models.values()))})
     if "adapter_config.json" in names:
-        return side_files  # opening it reports what is missing
+        # Opening it reports what is missing.
+        return side_files
     raise RequestError("the repository has no weights that are read", path=str(model))
 
 
-def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answer:
+def call_in_time(request: Callable[[], _Answer], path: str, repository_kind: str) -> _Answer:
     """Make one request to the hub, without the library's retries.
 
     Args:
@@ -216,7 +221,7 @@ def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answe
     try:
         return result_in_time(request, SECONDS)
     except Exception as error:
-        raise read_failure(error, path, what) from error
+        raise read_failure(error, path, repository_kind) from error
 
 
 def _fetch(
@@ -230,7 +235,7 @@ def _fetch(
     cached = CachedModel(model.name, model.file)
 
     def fetch(file: HubFile) -> None:
-        with checked_answers(str(model), commit, file):
+        with validate_hub_answers(str(model), commit, file):
             # by branch, which the cache then records
             hf_hub_download(model.name, file.name, revision=model.revision)
         cached.require_announced(commit, file, file in checked)
@@ -243,11 +248,11 @@ def _fetch(
         raise read_failure(error, str(model), "model") from error
 
 
-def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
-    """The path to open: the folder of a snapshot, or a GGUF file in it."""
+def _choose_model_path(folder: Path, model: HubModel, file_names: Sequence[str]) -> Path:
+    """Return the path to open: the folder of a snapshot, or a GGUF file in it."""
     if model.file is not None:
         return folder / model.file
-    gguf = [name for name in wanted if name.lower().endswith(".gguf")]
+    gguf = [name for name in file_names if name.lower().endswith(".gguf")]
     if gguf:
         return folder / gguf[0]
     return folder

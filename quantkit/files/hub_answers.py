@@ -2,7 +2,8 @@
 
 `huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache
 without a check, and downloads without a limit. It makes these requests itself, and a request of
-ours before could get another answer, so its functions are wrapped while `checked_answers` lasts.
+ours before could get another answer, so its functions are wrapped while `validate_hub_answers`
+lasts.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ _users = 0
 _replaced: dict[str, Any] = {}
 
 
-def checked_commit(commit: object, path: str | None, expected: str | None = None) -> str:
-    """A commit that is safe as part of a path.
+def validate_commit(commit: object, path: str | None, expected: str | None = None) -> str:
+    """Return a commit that is safe as part of a path.
 
     Args:
         path: for errors.
@@ -70,33 +71,35 @@ def checked_commit(commit: object, path: str | None, expected: str | None = None
         CheckpointError: if it is not a commit, or not the expected one.
     """
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
-        raise _refused("names no commit", path, commit, "40 hexadecimal digits")
+        raise _make_answer_error("names no commit", path, commit, "40 hexadecimal digits")
     if expected is not None and commit != expected:
-        raise _refused("names the wrong commit", path, commit, expected)
+        raise _make_answer_error("names the wrong commit", path, commit, expected)
     return commit
 
 
 def files_by_name(info: Any, path: str) -> dict[str, Any]:
-    """The library's entries for the files of a repository, by name.
+    """Return the library's entries for the files of a repository, by name.
 
     Raises:
         CheckpointError: if the answer lists no files, or a name that leads out of the folder.
     """
     if not isinstance(info.siblings, list):
-        raise _refused("lists no files", path, info.siblings, "siblings")
-    for name in (one.rfilename for one in info.siblings):
+        raise _make_answer_error("lists no files", path, info.siblings, "siblings")
+    for name in (sibling.rfilename for sibling in info.siblings):
         if not is_file_name(name):
-            raise _refused("lists a file whose name is none", path, name, "a path inside a folder")
-    return {one.rfilename: one for one in info.siblings}
+            raise _make_answer_error(
+                "lists a file whose name is none", path, name, "a path inside a folder"
+            )
+    return {sibling.rfilename: sibling for sibling in info.siblings}
 
 
 def is_file_name(name: object) -> bool:
-    """Whether it is the path of a file in a repository."""
+    """Return whether it is the path of a file in a repository."""
     return isinstance(name, str) and not _NO_FILE.search(name) and _is_relative(name)
 
 
-def announced_file(sibling: Any, path: str) -> HubFile:
-    """The size and the hash that the hub announces for a file.
+def parse_hub_file(sibling: Any, path: str) -> HubFile:
+    """Return the size and the hash that the hub announces for a file.
 
     Raises:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
@@ -107,18 +110,20 @@ def announced_file(sibling: Any, path: str) -> HubFile:
         (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
     )
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
-        raise _refused(
+        raise _make_answer_error(
             f"announces no size of {shown(name)}", path, sibling.size, "a number of bytes"
         )
     if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
-        raise _refused(f"announces two sizes of {shown(name)}", path, lfs.size, sibling.size)
+        raise _make_answer_error(
+            f"announces two sizes of {shown(name)}", path, lfs.size, sibling.size
+        )
     if not isinstance(digest, str) or not kind.fullmatch(digest):
-        raise _refused(f"announces no hash of {shown(name)}", path, digest, f"a {what}")
+        raise _make_answer_error(f"announces no hash of {shown(name)}", path, digest, f"a {what}")
     return HubFile(name, sibling.size, digest)
 
 
 @contextmanager
-def checked_answers(
+def validate_hub_answers(
     path: str, commit: str | None = None, file: HubFile | None = None
 ) -> Iterator[None]:
     """Make the hub's library refuse answers whose commit or ETag leads out of its cache.
@@ -152,45 +157,49 @@ def _install(file_download: Any) -> None:
     """
     original = _replaced["get_hf_file_metadata"] = file_download.get_hf_file_metadata
 
-    def checked(url: str, *arguments: Any, **options: Any) -> Any:
+    def get_validated_metadata(url: str, *arguments: Any, **options: Any) -> Any:
         expected = _expected.get()
         _, resolve, requested = unquote(urlsplit(url).path).partition("/resolve/")
-        if resolve and not _is_relative(requested):  # its revision was the commit of an answer
-            raise _refused("leads to an address that is none of a file", expected.path, requested)
+        # Its revision was the commit of an answer.
+        if resolve and not _is_relative(requested):
+            raise _make_answer_error(
+                "leads to an address that is none of a file", expected.path, requested
+            )
         try:
-            found = original(url, *arguments, **options)
+            result = original(url, *arguments, **options)
         except Exception as error:
             response = getattr(error, "response", None)
             if (
                 response is not None
                 and (commit := response.headers.get("X-Repo-Commit")) is not None
             ):
-                checked_commit(
-                    commit, expected.path, expected.commit
-                )  # the library records missing files
+                # The library records missing files.
+                validate_commit(commit, expected.path, expected.commit)
             raise
-        if (found.commit_hash, expected.commit) != (
+        if (result.commit_hash, expected.commit) != (
             None,
             None,
         ):  # without one the library downloads nothing
-            checked_commit(found.commit_hash, expected.path, expected.commit)
+            validate_commit(result.commit_hash, expected.path, expected.commit)
         file = expected.file
-        etag = found.etag
+        etag = result.etag
         if file is None and etag is not None and not _ETAG.fullmatch(etag):
-            raise _refused("has an ETag that is not the name of a file", expected.path, etag)
+            raise _make_answer_error(
+                "has an ETag that is not the name of a file", expected.path, etag
+            )
         if file is not None and etag != file.digest:
-            raise _refused(
+            raise _make_answer_error(
                 f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest
             )
-        if file is not None and found.size not in (None, file.size):
-            raise _refused(
-                f"has the wrong size for {shown(file.name)}", expected.path, found.size, file.size
+        if file is not None and result.size not in (None, file.size):
+            raise _make_answer_error(
+                f"has the wrong size for {shown(file.name)}", expected.path, result.size, file.size
             )
         # Storage must be requested through the hub itself, as the library sends the user's token
         # there.
-        if (xet := getattr(found, "xet_file_data", None)) is not None:
+        if (xet := getattr(result, "xet_file_data", None)) is not None:
             if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
-                raise _refused(
+                raise _make_answer_error(
                     "names no hash for its storage",
                     expected.path,
                     xet.file_hash,
@@ -199,25 +208,26 @@ def _install(file_download: Any) -> None:
             route = urlsplit(str(xet.refresh_route))
             own = urlsplit(url)
             if (route.scheme, route.netloc) != (own.scheme, own.netloc):
-                raise _refused(
+                raise _make_answer_error(
                     "leads to another host for its storage",
                     expected.path,
                     xet.refresh_route,
                     own.netloc,
                 )
-        return found
+        return result
 
-    file_download.get_hf_file_metadata = checked
+    file_download.get_hf_file_metadata = get_validated_metadata
     download = _replaced["http_get"] = file_download.http_get
 
-    def limited(url: str, temp_file: Any, *arguments: Any, **options: Any) -> Any:
+    def download_with_limit(url: str, temp_file: Any, *arguments: Any, **options: Any) -> Any:
         expected = _expected.get()
         if expected.file is not None:
             temp_file = _Limited(temp_file, expected.file, expected.path)
         return download(url, temp_file, *arguments, **options)
 
-    file_download.http_get = limited
-    if hasattr(file_download, "read_tree_cache"):  # ETags that other programs keep unchecked
+    file_download.http_get = download_with_limit
+    # ETags that other programs keep unchecked.
+    if hasattr(file_download, "read_tree_cache"):
         _replaced["read_tree_cache"] = file_download.read_tree_cache
         file_download.read_tree_cache = lambda *_, **__: None
 
@@ -237,16 +247,16 @@ class _Limited:
         if self._inner.tell() + len(chunk) > self._file.size:
             problem = f"sends more of {shown(self._file.name)} than it announced"
             limit = f"{self._file.size} bytes"
-            raise _refused(problem, self._path, f"over {limit}", limit)
+            raise _make_answer_error(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
 
 
 def _is_relative(name: str) -> bool:
-    """Whether each part of a path in a repository is a name."""
+    """Return whether each part of a path in a repository is a name."""
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name))
 
 
-def _refused(
+def _make_answer_error(
     problem: str, path: str | None, found: object, expected: object = None
 ) -> CheckpointError:
     return CheckpointError(

@@ -50,16 +50,16 @@ class CachedModel:
         """Record the files that are complete and checked."""
         path = self._record(commit)
         content = {file.name: {"size": file.size, "digest": file.digest} for file in files}
-        with contextlib.suppress(OSError):  # another user's cache: its files are checked again
+        # Another user's cache: its files are checked again.
+        with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(
-                f"{path.name}.{uuid.uuid4().hex}.partial"
-            )  # a new name: no link is followed
+            # A new name: no link is followed.
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
             partial.write_text(json.dumps(content))
             os.replace(partial, path)
 
-    def recorded(self, commit: str) -> set[HubFile]:
-        """The recorded files; none if the record is damaged."""
+    def read_record(self, commit: str) -> set[HubFile]:
+        """Return the recorded files; none if the record is damaged."""
         try:
             content = json.loads(self._record(commit).read_bytes())
             result: set[HubFile] = set()
@@ -70,7 +70,7 @@ class CachedModel:
             return set()
 
     def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
-        """The snapshot of a revision and its files, if all recorded files, or all of the
+        """Return the snapshot of a revision and its files, if all recorded files, or all of the
         repository, are there.
         """
         branch = self.folder / "refs" / (revision or "main")
@@ -88,7 +88,7 @@ class CachedModel:
         folder = self.snapshot(commit)
         try:
             sizes = {}
-            for file in self.recorded(commit):
+            for file in self.read_record(commit):
                 sizes[file.name] = (folder / file.name).stat().st_size == file.size
         except OSError:
             sizes = {}
@@ -101,14 +101,13 @@ class CachedModel:
         return None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
-        """The files of a snapshot that the hub's library knows to be complete; none of any other
-        snapshot.
+        """Return the files of a snapshot that the hub's library knows to be complete; none of any
+        other snapshot.
         """
         from huggingface_hub import errors, snapshot_download
 
-        listed = (
-            self.folder / "trees" / f"{folder.name}.json"
-        )  # without it, and before 1.0, any snapshot passes
+        # Without it, and before 1.0, any snapshot passes.
+        listed = self.folder / "trees" / f"{folder.name}.json"
         if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
             return set()
         try:

@@ -19,14 +19,17 @@ _LOG_IN = "log in: hf auth login; or correct HF_TOKEN"
 
 
 def short(error: Exception) -> str:
-    """The message of a library's error, in one line."""
+    """Return the message of a library's error, in one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 def read_failure(
-    error: Exception, path: str, what: str = "model", hint: str = "try again, or pass a path"
+    error: Exception,
+    path: str,
+    repository_kind: str = "model",
+    hint: str = "try again, or pass a path",
 ) -> Exception:
-    """The typed form of an error of a request that reads.
+    """Return the typed form of an error of a request that reads.
 
     Args:
         path: the repository.
@@ -53,7 +56,7 @@ def read_failure(
         return RequestError("the hub knows no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         again = "check the spelling; for a private one, log in: hf auth login"
-        return RequestError(f"the hub knows no such {what}", path=path, hint=again)
+        return RequestError(f"the hub knows no such {repository_kind}", path=path, hint=again)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NoSpaceError("the disk of the hub's cache is full", path=path)
     if isinstance(error, OSError) and error.filename is not None:
@@ -67,11 +70,13 @@ def read_failure(
         reason = short(error)
     else:
         reason = f"status {status}"
-    return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint=hint)
+    return kind(
+        f"the hub cannot be reached for a {repository_kind}: {reason}", path=path, hint=hint
+    )
 
 
 def write_failure(error: Exception, path: str, doing: str) -> Exception:
-    """The typed form of an error of a request that writes.
+    """Return the typed form of an error of a request that writes.
 
     Args:
         path: the repository.
@@ -120,7 +125,7 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status of the hub's answer; None if there was none."""
+    """Return the HTTP status of the hub's answer; None if there was none."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return status
@@ -128,7 +133,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _server_message(error: Exception) -> str:
-    """What the hub states as the reason, in one line."""
+    """Return what the hub states as the reason, in one line."""
     message = getattr(error, "server_message", None)
     if isinstance(message, str) and message:
         return textwrap.shorten(message, 200, placeholder=" ...")

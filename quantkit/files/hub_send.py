@@ -21,7 +21,8 @@ from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-_STALLED_SECONDS = 600.0  # longer than the hub's limits of rates last, which the library waits for
+# Longer than the hub's limits of rates last, which the library waits for.
+_STALLED_SECONDS = 600.0
 _NUM_THREADS = 4
 _LARGE = MEGABYTE
 """Files of this size and more, and those that are not text, are probably stored apart from git."""
@@ -46,7 +47,8 @@ class Sent:
 
     def reach(self, name: str, position: int) -> None:
         """Record that a file was sent up to a position; a retry begins at 0 again."""
-        if self.ended.is_set():  # ends a request in another thread
+        # Ends a request in another thread.
+        if self.ended.is_set():
             raise InterruptedError("the upload has ended")
         self._done[name] = max(self._done[name], min(position, self._sizes[name]))
 
@@ -75,8 +77,8 @@ class _CountedFile(io.FileIO):
 
 
 def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
-    """The library's form of a file, whose hash is known and whose reads are counted while it is
-    sent.
+    """Return the library's form of a file, whose hash is known and whose reads are counted while it
+    is sent.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -92,14 +94,14 @@ def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
 
     content = str(file.content.absolute()) if isinstance(file.content, Path) else file.content
     try:
-        made = Addition(file.name, content)
+        result = Addition(file.name, content)
     except (OSError, ValueError) as error:
         file.require_unchanged()
         raise RequestError(
             "cannot be sent to the hub", path=file.name, found=short(error)
         ) from error
-    made.upload_info.sha256 = bytes.fromhex(file.sha256)
-    return made
+    result.upload_info.sha256 = bytes.fromhex(file.sha256)
+    return result
 
 
 def send(
@@ -125,7 +127,7 @@ def send(
     def upload(*requests: Sequence[str]) -> None:
         for names in requests:
             sent.current.name = names[0]
-            additions = [operations[one] for one in names]
+            additions = [operations[name] for name in names]
             api.preupload_lfs_files(
                 name, additions, revision=branch, num_threads=_NUM_THREADS, free_memory=False
             )
@@ -137,11 +139,13 @@ def send(
     for file in sorted(files, key=lambda one: -one.size):
         if file.size < _LARGE and b"\0" not in operations[file.name].upload_info.sample:
             small.append(file.name)
-        else:  # files of the same content one after the other: the hub has it after the first
+        else:
+            # Files of the same content one after the other: the hub has it after the first.
             large.setdefault(file.sha256, []).append([file.name])
     try:
         sent.report()
-        if small:  # a token that may not write there fails before large files are sent
+        # A token that may not write there fails before large files are sent.
+        if small:
             run_in_threads([partial(upload, small)], 1, on_tick=sent.report)
         run_in_threads(
             [partial(upload, *same) for same in large.values()], _NUM_THREADS, on_tick=sent.report
@@ -182,7 +186,8 @@ def reporting_library(sent: Sent) -> Iterator[None]:
         if reporting is not None:
             original = reporting.XetUploadProgressReporter
             reporting.XetUploadProgressReporter = Reporter
-            utils.enable_progress_bars()  # without them nothing is reported
+            # Without them nothing is reported.
+            utils.enable_progress_bars()
         else:
             utils.disable_progress_bars()
         try:
@@ -194,8 +199,8 @@ def reporting_library(sent: Sent) -> Iterator[None]:
 
 
 def _xet_reporting() -> Any:
-    """The library's module with the display of uploads to Xet storage; None if it has none, or
-    hf_xet is not used.
+    """Return the library's module with the display of uploads to Xet storage; None if it has none,
+    or hf_xet is not used.
     """
     try:
         from huggingface_hub.utils import _xet_progress_reporting as reporting

@@ -18,7 +18,7 @@ _TICK_SECONDS = 0.1
 
 
 def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
-    """The result of a function that runs in a thread, which covers name resolution too: the
+    """Return the result of a function that runs in a thread, which covers name resolution too: the
     client's time limit applies to each address. Raises what it raises, and `TimeoutError` if it
     takes longer.
     """

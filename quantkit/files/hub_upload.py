@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import PREFIX, SECONDS, quietly
-from quantkit.files.hub_answers import HubFile, announced_file, checked_commit, files_by_name
+from quantkit.files.hub_answers import HubFile, files_by_name, parse_hub_file, validate_commit
 from quantkit.files.hub_failures import read_failure, short, write_failure
 from quantkit.files.hub_send import Sent, addition, reporting_library, send
 from quantkit.files.hub_threads import result_in_time
@@ -80,7 +80,8 @@ def require_repository_name(name: str) -> None:
 
 
 def read_repository(name: str, branch: str | None = None) -> Repository | None:
-    """What a model's repository holds; None if the hub knows none, or none that the token may read.
+    """Return what a model's repository holds; None if the hub knows none, or none that the token
+    may read.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or is overloaded.
@@ -91,14 +92,16 @@ def read_repository(name: str, branch: str | None = None) -> Repository | None:
 
     errors: Any = huggingface_hub.utils
     try:
-        return _listed(name, branch, branch)
+        return _fetch_repository(name, branch, branch)
     except errors.RepositoryNotFoundError:
         return None
     except errors.RevisionNotFoundError:
-        found = read_repository(name)
-        if found is None:
+        repository = read_repository(name)
+        if repository is None:
             return None
-        return Repository(name, branch, found.commit, found.private, found.files, has_branch=False)
+        return Repository(
+            name, branch, repository.commit, repository.private, repository.files, has_branch=False
+        )
 
 
 def create_repository(name: str, *, private: bool) -> None:
@@ -153,7 +156,8 @@ def validate_model_card(content: str, name: str) -> None:
     if validate is None:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as that it has no metadata
+        # Such as that it has no metadata.
+        warnings.simplefilter("ignore")
         problem = _write(request, name, "check the model card", _REQUEST_SECONDS)
     if problem is not None:
         raise RequestError(
@@ -193,7 +197,8 @@ def commit_files(
         for one, operation in operations.items():
             if getattr(operation, "_should_ignore", False):
                 ignored.append(one)
-        if ignored:  # the library would leave it out without an error
+        # The library would leave it out without an error.
+        if ignored:
             problem = "the repository's .gitignore excludes a file"
             hint = "remove it from .gitignore on the hub"
             raise RequestError(problem, path=PREFIX + name, found=ignored[0], hint=hint)
@@ -216,7 +221,7 @@ def commit_files(
             _COMMIT_SECONDS,
         )
         progress("commit", 1, 1, "commits")
-    return checked_commit(made.oid, PREFIX + name)
+    return validate_commit(made.oid, PREFIX + name)
 
 
 def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
@@ -226,7 +231,7 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
         CheckpointError: if a file is missing there, or has another size or hash.
         RequestError, UnreachableError: see `read_repository`.
     """
-    listed = _listed(name, commit, None).files
+    listed = _fetch_repository(name, commit, None).files
     for file in files:
         found = listed.get(file.name)
         if not file.equals(found):
@@ -236,7 +241,7 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
                 what = f"{found.size} bytes, {found.digest[:12]}"
             expected = (
                 f"{file.size} bytes,"
-                f" {(file.sha256 if found is None else _digest_as(file, found))[:12]}"
+                f" {(file.sha256 if found is None else _select_digest(file, found))[:12]}"
             )
             raise CheckpointError(
                 f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}",
@@ -247,14 +252,14 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
             )
 
 
-def _digest_as(file: LocalFile, found: HubFile) -> str:
-    if len(found.digest) == len(file.sha256):
+def _select_digest(file: LocalFile, remote_file: HubFile) -> str:
+    if len(remote_file.digest) == len(file.sha256):
         return file.sha256
     return file.blob_id
 
 
-def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
-    """The files at a revision.
+def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Repository:
+    """Return the files at a revision.
 
     The library's errors for what is not there are raised as they are.
     """
@@ -269,20 +274,21 @@ def _listed(name: str, revision: str | None, branch: str | None) -> Repository:
             info = result_in_time(request, SECONDS)
     except Exception as error:
         missing = isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
-        if missing and not isinstance(error, errors.GatedRepoError):  # which is a kind of the first
+        # Which is a kind of the first.
+        if missing and not isinstance(error, errors.GatedRepoError):
             raise
         raise read_failure(error, path, hint="repeat the command") from error
     if isinstance(info.id, str) and info.id != name:
         raise RequestError(
             "the repository has another name", path=path, found=info.id, hint=f"push to {info.id}"
         )
-    files = [announced_file(one, path) for one in files_by_name(info, path).values()]
+    files = [parse_hub_file(file, path) for file in files_by_name(info, path).values()]
     if isinstance(info.private, bool):
         private = info.private
     else:
         private = None
     return Repository(
-        name, branch, checked_commit(info.sha, path), private, {file.name: file for file in files}
+        name, branch, validate_commit(info.sha, path), private, {file.name: file for file in files}
     )
 
 

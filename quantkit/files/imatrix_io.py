@@ -54,7 +54,7 @@ class ImportanceMatrix:
     chunk_size: int
 
     def to_gguf(self) -> bytes:
-        """The bytes of a GGUF file."""
+        """Return the bytes of a GGUF file."""
         tensors = []
         data = []
         for name, entry in sorted(self.entries.items()):
@@ -72,7 +72,7 @@ class ImportanceMatrix:
         return build_header(metadata, tensors) + b"".join(data)
 
     def to_dat(self) -> bytes:
-        """The bytes of a ``.dat`` file."""
+        """Return the bytes of a ``.dat`` file."""
         found = [_INT.pack(len(self.entries))]
         for name, entry in sorted(self.entries.items()):
             values = (entry.means.float() * max(1, self.chunks)).contiguous().numpy()
@@ -86,7 +86,7 @@ class ImportanceMatrix:
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """An importance matrix in a file of either form.
+    """Return an importance matrix in a file of either form.
 
     Raises:
         CheckpointError: if there is none, or it is damaged or holds NaN, Inf or negative numbers.
@@ -95,17 +95,17 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         if is_gguf:
-            found = _read_gguf(path)
+            result = _read_gguf(path)
         else:
-            found = _read_dat(path, path.read_bytes())
+            result = _read_dat(path, path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
-    for name, entry in found.entries.items():
+    for name, entry in result.entries.items():
         if not (entry.means.isfinite().all() and (entry.means >= 0).all()):
             raise CheckpointError(
                 f"entry '{name}' holds NaN, Inf or a negative mean square", path=path, hint=_AGAIN
             )
-    return found
+    return result
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:

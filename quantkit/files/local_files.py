@@ -37,7 +37,7 @@ class LocalFile:
 
     @cached_property
     def blob_id(self) -> str:
-        """The hash by which git names the content."""
+        """Return the hash by which git names the content."""
         if isinstance(self.content, bytes):
             return hashlib.sha1(
                 b"blob %d\0%b" % (self.size, self.content), usedforsecurity=False
@@ -45,7 +45,7 @@ class LocalFile:
         return SourceFile(self.content).git_blob_id()
 
     def equals(self, announced: HubFile | None) -> bool:
-        """Whether the hub announces this content: by sha256 for a file in LFS, else by git's
+        """Return whether the hub announces this content: by sha256 for a file in LFS, else by git's
         blob id.
         """
         if announced is None or announced.size != self.size:
@@ -71,18 +71,18 @@ class LocalFile:
 
 
 def in_memory(name: str, content: bytes) -> LocalFile:
-    """A file whose content is not on disk."""
+    """Return a file whose content is not on disk."""
     return LocalFile(name, content, len(content), hashlib.sha256(content).hexdigest())
 
 
-def hashed(files: Mapping[str, Path], progress: Progress) -> dict[str, LocalFile]:
+def hash_files(files: Mapping[str, Path], progress: Progress) -> dict[str, LocalFile]:
     """Read files by their names in a repository, and hash them, one after the other.
 
     Raises:
         CheckpointError: if one is missing, irregular, or changes while it is read.
     """
     total = sum(path.stat().st_size for path in files.values())
-    found = dict[str, LocalFile]()
+    result = dict[str, LocalFile]()
     done = 0
     for name, path in files.items():
         report_bytes(progress, "sha256", done, total)
@@ -90,10 +90,10 @@ def hashed(files: Mapping[str, Path], progress: Progress) -> dict[str, LocalFile
         modified = path.stat().st_mtime_ns
         digest = source.sha256()
         source.require_unchanged()
-        found[name] = LocalFile(name, path, source.size, digest, modified)
+        result[name] = LocalFile(name, path, source.size, digest, modified)
         done += source.size
     report_bytes(progress, "sha256", total, total)
-    return found
+    return result
 
 
 def report_bytes(progress: Progress, phase: str, done: int, total: int) -> None:

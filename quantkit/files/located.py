@@ -15,19 +15,20 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
 from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
 from quantkit.files.hub import PREFIX, HubModel, download, hub_model
-from quantkit.files.source import damaged_file
+from quantkit.files.source import make_damaged_file_error
 
 PARTIAL = ".partial"
 """The end of the name of an unfinished output."""
 _downloaded: dict[HubModel, Path] = {}
+# Names of files with a projector for images, or with statistics of activations.
 _NO_MODELS = (
     "mmproj",
     "imatrix",
-)  # names of files with a projector for images, or with statistics of activations
+)
 
 
-def located(path: str | Path) -> Path:
-    """The folder or file of a model on this machine.
+def locate_model(path: str | Path) -> Path:
+    """Return the folder or file of a model on this machine.
 
     ``hf:owner/name`` is downloaded, once per process; an existing path has priority. ``X.gguf``
     stands for ``X-00001-of-0000N.gguf`` if only that exists.
@@ -50,8 +51,8 @@ def located(path: str | Path) -> Path:
 
 
 def require_there(path: str | Path) -> Path:
-    """`located`, with its errors, and a `RequestError` if the path does not exist."""
-    found = located(path)
+    """`locate_model`, with its errors, and a `RequestError` if the path does not exist."""
+    found = locate_model(path)
     if not found.exists():
         if found.is_symlink():
             raise RequestError(
@@ -74,7 +75,7 @@ def require_there(path: str | Path) -> Path:
 
 
 def _similar(path: Path) -> list[Path]:
-    """What is next to a path and has a similar name; at most one."""
+    """Return what is next to a path and has a similar name; at most one."""
     try:
         names = [name for name in os.listdir(path.parent) if name != path.name]
     except OSError:
@@ -83,7 +84,7 @@ def _similar(path: Path) -> list[Path]:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """The GGUF models in a folder: the first file of each."""
+    """Return the GGUF models in a folder: the first file of each."""
     paths = sorted(
         path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS)
     )
@@ -93,8 +94,8 @@ def gguf_models(folder: Path) -> list[Path]:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at a path: the path itself, by its suffix or first bytes, or the only model of
-    a folder; None if there is none.
+    """Return the GGUF file at a path: the path itself, by its suffix or first bytes, or the only
+    model of a folder; None if there is none.
     """
     if path.is_dir():
         models = gguf_models(path)
@@ -112,7 +113,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_parts(path: Path) -> list[GgufHeader]:
-    """The headers of all files of the model that a file belongs to, in order.
+    """Return the headers of all files of the model that a file belongs to, in order.
 
     Raises:
         CheckpointError: see `read_header`; if a part is missing, or belongs to another model.
@@ -135,7 +136,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
         )
     files = [path.with_name(split_name(stem, number, count)) for number in range(count)]
     if missing := [file for file in files if not file.exists()]:
-        raise damaged_file(
+        raise make_damaged_file_error(
             "the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts"
         )
     parts = []
@@ -167,7 +168,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
 
 
 def text_of(path: Path) -> tuple[str, str]:
-    """A file's text, and its sha256.
+    """Return a file's text, and its sha256.
 
     Raises:
         RequestError: if it cannot be read, is not UTF-8, or is empty.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quantkit.errors import CheckpointError
-from quantkit.files.source import damaged_file
+from quantkit.files.source import make_damaged_file_error
 from quantkit.files.tensor_file import extent, size_number, sizes
 from quantkit.tensors.dtypes import DType
 
@@ -129,7 +129,8 @@ class Unpickler:
         self.storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
-        """The next value: plain ones, `Reference`, `Storage` and `Other`; any dictionary is a dict.
+        """Return the next value: plain ones, `Reference`, `Storage` and `Other`; any dictionary is
+        a dict.
 
         Raises:
             CheckpointError: if it is damaged, or names anything that could run code.
@@ -145,7 +146,7 @@ class Unpickler:
                     _OPCODES[opcode.name](self, argument)
             return self._stack.pop()
         except _DAMAGE as error:
-            raise damaged(self._path, error) from error
+            raise make_unreadable_error(self._path, error) from error
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -178,8 +179,10 @@ class Unpickler:
         values = self._pop(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is str:
-                key.encode()  # half of a surrogate pair would not print
-            elif type(key) not in (int, float, bool):  # others may hash without end
+                # Half of a surrogate pair would not print.
+                key.encode()
+            elif type(key) not in (int, float, bool):
+                # Others may hash without end.
                 raise TypeError(f"an entry's name is a {type(key).__name__}")
             if key in values:
                 raise ValueError(f"the entry {key!r:.80} comes twice")
@@ -201,10 +204,12 @@ class Unpickler:
     def _reduce(self) -> None:
         arguments = self._pop(tuple)
         function = self._stack.pop()
-        self._push(function(*arguments))  # a pickle gets no other callables than `_GLOBALS`
+        # A pickle gets no other callables than `_GLOBALS`.
+        self._push(function(*arguments))
 
     def _build(self) -> None:
-        self._stack.pop()  # attributes, such as the versions of modules
+        # Attributes, such as the versions of modules.
+        self._stack.pop()
         if not isinstance(self._stack[-1], (dict, Other)):
             raise TypeError(f"a {type(self._stack[-1]).__name__} has no state")
 
@@ -220,29 +225,31 @@ class Unpickler:
         self._push(storage)
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that `torch.save` did not write, or that is damaged."""
+def make_unreadable_error(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that `torch.save` did not write, or that is damaged."""
     detail = " ".join(str(error).split())[:200] or type(error).__name__
-    return damaged_file(f"cannot be read: {detail}", path)
+    return make_damaged_file_error(f"cannot be read: {detail}", path)
 
 
-def _ordered(*arguments: Any) -> dict[Any, Any]:
+def _rebuild_ordered_dict(*arguments: Any) -> dict[Any, Any]:
     if arguments:
         raise ValueError("an ordered dictionary that is not filled item by item")
     return {}
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Reference | Other:
-    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_typed_tensor`, with the type
-    of the storage.
+def _rebuild_tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, *extra_arguments: Any
+) -> Reference | Other:
+    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_rebuild_typed_tensor`, with the
+    type of the storage.
     """
-    requires_grad, hooks, *metadata = rest or (None, None)
-    return _typed_tensor(
+    requires_grad, hooks, *metadata = extra_arguments or (None, None)
+    return _rebuild_typed_tensor(
         storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *metadata
     )
 
 
-def _typed_tensor(
+def _rebuild_typed_tensor(
     storage: Any,
     offset: Any,
     shape: Any,
@@ -257,16 +264,16 @@ def _typed_tensor(
         return Other("a conjugate or negated view")
     if not isinstance(storage, Storage) or not isinstance(dtype, DType):
         raise TypeError("a tensor without a storage or a dtype")
-    found = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
-    if len(found.shape) != len(found.stride):
+    result = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
+    if len(result.shape) != len(result.stride):
         raise ValueError("a tensor's shape and strides differ in length")
-    needed = (found.offset + extent(found.shape, found.stride)) * dtype.itemsize
-    if needed > storage.nbytes and 0 not in found.shape:
+    needed = (result.offset + extent(result.shape, result.stride)) * dtype.itemsize
+    if needed > storage.nbytes and 0 not in result.shape:
         raise ValueError(f"a tensor ends at byte {needed} of a storage of {storage.nbytes}")
-    return found
+    return result
 
 
-def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
+def _rebuild_from_type(function: Any, kind: Any, arguments: Any, *unused_arguments: Any) -> Any:
     """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
     if (
         kind is not _FUNCTIONS["torch.Tensor"]
@@ -279,18 +286,19 @@ def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> An
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: lambda *arguments, _name=name: Other(_name) for name in _OTHERS
 } | {
-    "collections.OrderedDict": _ordered,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "collections.OrderedDict": _rebuild_ordered_dict,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_typed_tensor,
     "torch._utils._rebuild_parameter": lambda data, *rest: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
-    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
 }
 _GLOBALS: dict[str, Any] = _FUNCTIONS | {f"torch.{dtype}": dtype for dtype in DType}
 _GLOBALS |= {
     f"{module}.{name}": _STORAGES[name] for module in _STORAGE_MODULES for name in _STORAGES
 }
+# All that torch's reader knows, and no more.
 _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "PROTO": lambda u, _: None,
     "NONE": Unpickler._push,
@@ -321,4 +329,4 @@ _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "BINPERSID": lambda u, _: u._storage(),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda u, _: u._reduce()),
     "BUILD": lambda u, _: u._build(),
-}  # all that torch's reader knows, and no more
+}

@@ -52,9 +52,9 @@ class PthEncoder:
 
     @property
     def total_bytes(self) -> int:
-        """An upper bound on the finished file's size."""
+        """Return an upper bound on the finished file's size."""
         records = sum(tensor.nbytes + 2 * (_ALIGNMENT + 128) for tensor in self._tensors)
-        return records + len(_pickled(self._tensors)) + 4096
+        return records + len(_pickle_tensors(self._tensors)) + 4096
 
     def state(self) -> dict[str, Any]:
         """JSON from which `restore` continues after the bytes so far."""
@@ -68,7 +68,7 @@ class PthEncoder:
     def start(self) -> bytes:
         """Everything before the first tensor."""
         records = {
-            "data.pkl": _pickled(self._tensors),
+            "data.pkl": _pickle_tensors(self._tensors),
             ".format_version": b"1",
             ".storage_alignment": str(_ALIGNMENT).encode(),
             "byteorder": b"little",
@@ -76,7 +76,7 @@ class PthEncoder:
         return b"".join(self._record(name, data) + data for name, data in records.items())
 
     def before(self, index: int, data: memoryview) -> bytes:
-        """The zip record that precedes the data of tensor `index`."""
+        """Return the zip record that precedes the data of tensor `index`."""
         return self._record(f"data/{index}", data)
 
     def end(self) -> bytes:
@@ -129,7 +129,9 @@ class PthEncoder:
         )
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
-        """The local header of the next record, padded so that the data after it is aligned."""
+        """Return the local header of the next record, padded so that the data after it is
+        aligned.
+        """
         name = f"{self._name}/{record}".encode()
         checksum = zlib.crc32(data)
         zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
@@ -175,7 +177,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-def _pickled(tensors: Sequence[StoredTensor]) -> bytes:
+def _pickle_tensors(tensors: Sequence[StoredTensor]) -> bytes:
     values = {}
     for index, tensor in enumerate(tensors):
         storage = Storage(str(index), tensor.dtype, math.prod(tensor.shape))

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
-from quantkit.files.source import Checksum, SourceFile, damaged_file, open_weights
+from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, make_unreadable_error
+from quantkit.files.source import Checksum, SourceFile, make_damaged_file_error, open_weights
 from quantkit.files.tensor_file import TensorFile, View
 
 # of files before the zip
@@ -33,9 +33,11 @@ _NOTE_BYTES = 4096
 _TAR = (257, b"ustar")
 LOCAL = struct.Struct("<IHHHHHIIIHH")
 LOCAL_SIGNATURE = 0x04034B50
-_CENTRAL = struct.Struct("<I24xHHHH10x")  # a directory entry: its lengths, and its disk
+# A directory entry: its lengths, and its disk.
+_CENTRAL = struct.Struct("<I24xHHHH10x")
 _CENTRAL_SIGNATURE = 0x02014B50
-_IS_FOLDER = 0x10  # some readers then read nothing
+# Some readers then read nothing.
+_IS_FOLDER = 0x10
 # After the directory: its disks, its entries (here, in all), its length and its offset.
 TAIL = struct.Struct("<IHHHHIIH")
 TAIL_SIGNATURE = 0x06054B50
@@ -45,7 +47,8 @@ _WIDE_TAIL = struct.Struct("<16xIIQQQQ")
 FULL = 0xFFFFFFFF
 _SIZES_FOLLOW = 0x8
 _UTF8 = 0x800
-_ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
+# Encrypted in one of three ways, or a patch of another record.
+_ALTERED = 0x2061
 _DAMAGE = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -76,7 +79,9 @@ def open_file(path: Path) -> TensorFile:
         source.read(min(source.size, _TAR[0]), min(max(source.size - _TAR[0], 0), len(_TAR[1])))
         == _TAR[1]
     ):
-        raise _unsupported("is a tar archive, as torch wrote it before version 0.2", path)
+        raise _make_unsupported_error(
+            "is a tar archive, as torch wrote it before version 0.2", path
+        )
     return _open_legacy(source)
 
 
@@ -85,23 +90,26 @@ def _open_zip(source: SourceFile) -> TensorFile:
     try:
         complete = zipfile.is_zipfile(source.stream())
     except _DAMAGE as error:
-        raise damaged(path, error) from error
+        raise make_unreadable_error(path, error) from error
     if not complete:
-        raise damaged_file(
-            "is truncated", path, f"{source.size} bytes", f"at least {_expected_size(source)} bytes"
+        raise make_damaged_file_error(
+            "is truncated",
+            path,
+            f"{source.size} bytes",
+            f"at least {_estimate_full_size(source)} bytes",
         )
     records = ZipRecords(source)
     top = next(iter(records.records), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
     _check_notes(records, top, path)
     unpickler = Unpickler(io.BytesIO(raw), path)
-    tensors = _named_tensors(unpickler.load(), path)
+    tensors = _extract_tensors(unpickler.load(), path)
     starts = {}
     for key, storage in unpickler.storages.items():
-        record = records.stored(f"{top}/data/{key}")
+        record = records.find_stored_record(f"{top}/data/{key}")
         if record.size != storage.nbytes:
             problem = f"record '{record.name}' has the wrong size"
-            raise damaged_file(problem, path, f"{record.size} bytes", storage.nbytes)
+            raise make_damaged_file_error(problem, path, f"{record.size} bytes", storage.nbytes)
         starts[key] = record.start
     source.checksums = records.checksums or ()
     unchecked = (
@@ -120,12 +128,12 @@ def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
     for name in records.records:
         folder, _, rest = name.partition("/")
         if folder != top or not rest:
-            raise damaged_file(f"record '{name}' is not in the folder '{top}'", path)
+            raise make_damaged_file_error(f"record '{name}' is not in the folder '{top}'", path)
         if rest != "data.pkl" and not rest.startswith("data/"):
             found[rest] = records.read(name, _NOTE_BYTES)
     _require_little_endian(found.get("byteorder", b"little") == b"little", path)
     if not {"version", ".data/version"} & set(found):
-        raise damaged_file(f"record '{top}/version' is missing", path)
+        raise make_damaged_file_error(f"record '{top}/version' is missing", path)
     for rest in {".storage_alignment", ".format_version", "version"} & set(found):
         if not found[rest].strip().isdigit():
             raise CheckpointError(
@@ -139,27 +147,29 @@ def _open_legacy(source: SourceFile) -> TensorFile:
     unpickler = Unpickler(head, path)
     magic = unpickler.load()
     if magic != _MAGIC or unpickler.load() != _VERSION:
-        raise damaged(path, ValueError("torch.save did not write it"))
+        raise make_unreadable_error(path, ValueError("torch.save did not write it"))
     system = unpickler.load()
     _require_little_endian(isinstance(system, dict) and system.get("little_endian") is True, path)
-    tensors = _named_tensors(unpickler.load(), path)
+    tensors = _extract_tensors(unpickler.load(), path)
     keys = unpickler.load()
     if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
-        raise damaged(path, ValueError("it does not list its storages"))
+        raise make_unreadable_error(path, ValueError("it does not list its storages"))
     if sorted(map(str, keys)) != sorted(unpickler.storages):
-        raise damaged(path, ValueError("its storages are not those that its tensors refer to"))
+        raise make_unreadable_error(
+            path, ValueError("its storages are not those that its tensors refer to")
+        )
     starts = {}
     position = head.tell()
     for key in map(str, keys):
         storage = unpickler.storages[key]
         end = position + 8 + storage.nbytes
         if end > source.size:
-            raise damaged_file(
+            raise make_damaged_file_error(
                 "cannot be read: it is truncated", path, f"{source.size} bytes", f"at least {end}"
             )
         (count,) = struct.unpack("<q", source.read(position, 8))
         if count != storage.count:
-            raise damaged_file(
+            raise make_damaged_file_error(
                 f"storage '{key}' has the wrong size", path, f"{count} elements", storage.count
             )
         starts[key] = position + 8
@@ -169,17 +179,19 @@ def _open_legacy(source: SourceFile) -> TensorFile:
 
 def _require_little_endian(holds: bool, path: Path) -> None:
     if not holds:
-        raise _unsupported("was not written on a little-endian machine", path)
+        raise _make_unsupported_error("was not written on a little-endian machine", path)
 
 
-def _unsupported(problem: str, path: Path, expected: str | None = None) -> UnsupportedError:
+def _make_unsupported_error(
+    problem: str, path: Path, expected: str | None = None
+) -> UnsupportedError:
     return UnsupportedError(
         problem, path=path, expected=expected, hint="load it with torch and save it again"
     )
 
 
-def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
-    """The dictionary of tensors in a pickle."""
+def _extract_tensors(value: Any, path: Path) -> dict[str, Reference]:
+    """Return the dictionary of tensors in a pickle."""
     if isinstance(value, dict) and set(value) == {"model"} and isinstance(value["model"], dict):
         value = value["model"]
     if not isinstance(value, dict) or not value:
@@ -207,8 +219,9 @@ def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[
     return views
 
 
-def _expected_size(source: SourceFile) -> int:
-    """The minimum size of a zip before it was truncated, from the pickle and the remaining records.
+def _estimate_full_size(source: SourceFile) -> int:
+    """Return the minimum size of a zip before it was truncated, from the pickle and the remaining
+    records.
 
     torch.save writes a record's size after its data, so only the pickle, which comes first, has the
     storages' sizes.
@@ -265,12 +278,12 @@ class ZipRecords:
                 listed = archive.infolist()
                 directory = archive.start_dir
         except _DAMAGE as error:
-            raise damaged(file.path, error) from error
+            raise make_unreadable_error(file.path, error) from error
         self._require_plain(listed, directory)
         self.records: dict[str, Record] = {}
         position = 0
         for info in sorted(listed, key=lambda info: info.header_offset):
-            record = self._located(info, position, directory)
+            record = self._locate_record(info, position, directory)
             if record.name in self.records:
                 raise self._contradiction(record.name, "is there twice")
             self.records[record.name] = record
@@ -287,7 +300,9 @@ class ZipRecords:
         writes none, and readers interpret it differently.
         """
         if not self._ends_file(listed, directory):
-            raise damaged_file("has a zip directory that torch does not write", self._file.path)
+            raise make_damaged_file_error(
+                "has a zip directory that torch does not write", self._file.path
+            )
         position = directory
         for info in listed:
             fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
@@ -303,7 +318,7 @@ class ZipRecords:
             position += _CENTRAL.size + name_length + extra_length
 
     def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
-        """Whether only a correct end record, for one disk, follows the directory."""
+        """Return whether only a correct end record, for one disk, follows the directory."""
         end = self._file.size - TAIL.size
         signature, *disks, here, in_all, length, start, comment = TAIL.unpack(
             self._file.read(end, TAIL.size)
@@ -327,24 +342,24 @@ class ZipRecords:
                 return False
         return (here, in_all, start, start + length) == (count, count, directory, end)
 
-    def stored(self, name: str) -> Record:
-        """A record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is
+    def find_stored_record(self, name: str) -> Record:
+        """Return a record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is
         compressed.
         """
         record = self.records.get(name)
         if record is None:
-            raise damaged_file(f"record '{name}' is missing", self._file.path)
+            raise make_damaged_file_error(f"record '{name}' is missing", self._file.path)
         if not record.stored:
-            raise _unsupported(
+            raise _make_unsupported_error(
                 f"record '{name}' is compressed", self._file.path, "records stored as they are"
             )
         return record
 
     def read(self, name: str, limit: int) -> bytes:
-        """A record's bytes, compared with its checksum; also a `CheckpointError` if it is longer
-        than the limit.
+        """Return a record's bytes, compared with its checksum; also a `CheckpointError` if it is
+        longer than the limit.
         """
-        record = self.stored(name)
+        record = self.find_stored_record(name)
         if record.size > limit:
             problem = f"record '{name}' is too long"
             found = f"{record.size} bytes"
@@ -353,10 +368,10 @@ class ZipRecords:
             )
         raw = self._file.read(record.start, record.size)
         if self.checksums is not None and zlib.crc32(raw) != record.crc:
-            raise damaged_file(f"record '{name}' is damaged", self._file.path)
+            raise make_damaged_file_error(f"record '{name}' is damaged", self._file.path)
         return raw
 
-    def _located(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
+    def _locate_record(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
         name = info.filename
         start = info.header_offset
         if not first <= start <= directory - LOCAL.size:
@@ -387,11 +402,11 @@ class ZipRecords:
         return Record(name, data, info.compress_size, info.CRC, as_it_is)
 
     def _contradiction(self, name: str, problem: str) -> CheckpointError:
-        return damaged_file(f"record '{name}' {problem}", self._file.path)
+        return make_damaged_file_error(f"record '{name}' {problem}", self._file.path)
 
 
 def _wide(size: int, packed: int, extra: bytes) -> tuple[int, int]:
-    """The sizes in a local header; 64-bit sizes are in its extra fields."""
+    """Return the sizes in a local header; 64-bit sizes are in its extra fields."""
     if FULL not in (size, packed):
         return size, packed
     position = 0

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.source import damaged_file, open_weights, require_adjacent
+from quantkit.files.source import make_damaged_file_error, open_weights, require_adjacent
 from quantkit.files.tensor_file import (
     StoredTensor,
     TensorFile,
@@ -68,7 +68,7 @@ def open_file(path: Path) -> TensorFile:
         length = -1
     if not 0 < length <= min(source.size - 8, _MAX_HEADER):
         found = f"a header of {length} bytes in a file of {source.size}"
-        raise damaged_file(
+        raise make_damaged_file_error(
             "is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}"
         )
     try:
@@ -77,7 +77,7 @@ def open_file(path: Path) -> TensorFile:
         if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ holds other values than strings")
         listed = sorted(
-            (_listed(name, entry) for name, entry in header.items()), key=lambda item: item[:2]
+            (_parse_entry(name, entry) for name, entry in header.items()), key=lambda item: item[:2]
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -103,7 +103,7 @@ def open_file(path: Path) -> TensorFile:
             what = "is truncated"
         else:
             what = "has bytes after its last tensor"
-        raise damaged_file(what, path, f"{available} bytes of data", position)
+        raise make_damaged_file_error(what, path, f"{available} bytes of data", position)
     return TensorFile(source, views, metadata=metadata or {})
 
 
@@ -120,28 +120,29 @@ def require_readable(path: Path) -> None:
         raise RuntimeError(f"the safetensors library reads other tensors from {path} than quantkit")
 
 
-def _listed(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """The first byte of a tensor and the one after its last, its name, dtype and shape, from its
-    entry in a header.
+def _parse_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Return the first byte of a tensor and the one after its last, its name, dtype and shape, from
+    its entry in a header.
     """
-    name.encode()  # half of a surrogate pair would not print
+    # Half of a surrogate pair would not print.
+    name.encode()
     begin, end = map(size_number, entry["data_offsets"])
     return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {key!r:.80} comes twice")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def build_header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes before the data: length and JSON, padded so that the data is aligned.
+    """Return the bytes before the data: length and JSON, padded so that the data is aligned.
 
     Args:
         metadata: of the file, in the order in which it is written; by default the framework alone.

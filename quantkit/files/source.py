@@ -22,7 +22,8 @@ from quantkit.errors import CheckpointError
 _PIECE = 1 << 22
 _SAMPLES = 64
 SAMPLE_BYTES = 1 << 14
-_MAX_READ = 1 << 30  # a single read of more than 2 GiB is an error on some systems
+# A single read of more than 2 GiB is an error on some systems.
+_MAX_READ = 1 << 30
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
 
 
@@ -51,9 +52,8 @@ class SourceFile:
         """
         self.path = path
         try:
-            self._descriptor = os.open(
-                path, os.O_RDONLY | os.O_NONBLOCK
-            )  # opening a FIFO must not block
+            # Opening a FIFO must not block.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)
@@ -108,12 +108,12 @@ class SourceFile:
             done += count
 
     def stream(self) -> io.BufferedReader:
-        """The file as a stream with its own position."""
+        """Return the file as a stream with its own position."""
         return io.BufferedReader(_Stream(self))
 
     def sha256(self) -> str:
-        """The sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a CRC-32
-        is wrong.
+        """Return the sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a
+        CRC-32 is wrong.
         """
         digest = hashlib.sha256()
         position = 0
@@ -126,12 +126,14 @@ class SourceFile:
                 crc = zlib.crc32(piece, crc)
             if crc != expected.crc:
                 problem = f"record '{expected.name}' is damaged"
-                raise damaged_file(problem, self.path, f"CRC-32 {crc:08x}", f"{expected.crc:08x}")
+                raise make_damaged_file_error(
+                    problem, self.path, f"CRC-32 {crc:08x}", f"{expected.crc:08x}"
+                )
             position = expected.stop
         return digest.hexdigest()
 
     def git_blob_id(self) -> str:
-        """The hash by which git names its content, in hexadecimal; see git hash-object."""
+        """Return the hash by which git names its content, in hexadecimal; see git hash-object."""
         start = b"blob %d\0" % self.size
         with self.stream() as stream:
             return hashlib.file_digest(
@@ -150,7 +152,7 @@ class SourceFile:
             )
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """A range in pieces, all in the same buffer."""
+        """Yield a range in pieces, all in the same buffer."""
         buffer = memoryview(bytearray(max(min(_PIECE, stop - start), 0)))
         for position in range(start, stop, _PIECE):
             piece = buffer[: stop - position]
@@ -166,7 +168,7 @@ def open_weights(path: Path) -> SourceFile:
             JSON error page.
     """
     if not os.path.exists(path):
-        raise damaged_file("the weight file is missing", path)
+        raise make_damaged_file_error("the weight file is missing", path)
     file = SourceFile(path)
     head = file.read(0, min(file.size, 512))
     found = f"{file.size} bytes"
@@ -183,14 +185,14 @@ def open_weights(path: Path) -> SourceFile:
     if text.startswith(
         (b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")
     ):
-        raise damaged_file("is an error message of a server, not weights", path, found)
+        raise make_damaged_file_error("is an error message of a server, not weights", path, found)
     return file
 
 
-def damaged_file(
+def make_damaged_file_error(
     problem: str, path: Path, found: object = None, expected: object = None
 ) -> CheckpointError:
-    """The error for a file that is missing, incomplete or damaged."""
+    """Return the error for a file that is missing, incomplete or damaged."""
     return CheckpointError(
         problem, path=path, found=found, expected=expected, hint="download it again"
     )

@@ -14,7 +14,8 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
-BUFFER_BYTES = 1 << 23  # bytes per read if not all of them are needed
+# Bytes per read if not all of them are needed.
+BUFFER_BYTES = 1 << 23
 _MAX_DIMS = 64  # of torch
 _MAX_SIZE = (1 << 63) - 1
 
@@ -55,7 +56,7 @@ class View:
         )
 
     def at(self, index: int) -> View:
-        """One index of the first axis, which is removed."""
+        """Return one index of the first axis, which is removed."""
         return replace(self.narrow(0, index, 1), shape=self.shape[1:], stride=self.stride[1:])
 
     def every(self, first: int, step: int, count: int) -> View:
@@ -64,12 +65,12 @@ class View:
             self.narrow(0, first, count), stride=(self.stride[0] * step, *self.stride[1:])
         )
 
-    def transposed(self) -> View:
-        """The axes in reverse."""
+    def transpose(self) -> View:
+        """Return the axes in reverse."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
     def of(self, part: TensorSlice | None) -> list[View]:
-        """A view for each range of a part."""
+        """Return a view for each range of a part."""
         if part is None:
             return [self]
         return [self.narrow(part.axis, start, stop - start) for start, stop in part.ranges]
@@ -123,11 +124,11 @@ class TensorFile:
         return self.tensors[other_name]
 
     def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """A tensor, or a part of it."""
+        """Return a tensor, or a part of it."""
         return self.read_view(self._views[name], part)
 
     def view(self, name: str) -> View:
-        """The place of a tensor's elements."""
+        """Return the place of a tensor's elements."""
         return self._views[name]
 
     def read_view(self, view: View, part: TensorSlice | None = None) -> torch.Tensor:
@@ -144,7 +145,7 @@ class TensorFile:
         self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, in order; without torch if they are
+        """Return the elements of a tensor, or of a part of it, in order; without torch if they are
         contiguous in the file.
         """
         view, *others = self._views[name].of(part)
@@ -153,7 +154,7 @@ class TensorFile:
         return bytes(_bytes(self.read(name, part)))
 
     def row_parts(self, name: str) -> Iterator[TensorSlice]:
-        """A tensor's rows, a few megabytes at a time."""
+        """Yield a tensor's rows, a few megabytes at a time."""
         rows, *rest = self.tensors[name].shape
         step = max(1, BUFFER_BYTES // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
         for start in range(0, rows, step):
@@ -187,25 +188,27 @@ class TensorFile:
                 self._fill(target.narrow(axis, start, length), view.narrow(axis, start, length))
 
 
-def same_tensor(one: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
-    """Whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
-    a = one.tensors[name]
+def same_tensor(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
+    """Return whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
+    a = file.tensors[name]
     b = other.tensors[other_name]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    parts = one.row_parts(name) if a.shape else [None]
-    return all(one.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
+    parts = file.row_parts(name) if a.shape else [None]
+    return all(file.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
 
 
 def sizes(value: object) -> tuple[int, ...]:
-    """A shape or strides from a file; a `ValueError` if it is not a list of at most 64 sizes."""
+    """Return a shape or strides from a file; a `ValueError` if it is not a list of at most 64
+    sizes.
+    """
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
         raise ValueError("a shape is not a short list")
     return tuple(size_number(size) for size in value)
 
 
 def size_number(value: object) -> int:
-    """A size or an offset from a file; a `ValueError` if it is of another type, negative, or
+    """Return a size or an offset from a file; a `ValueError` if it is of another type, negative, or
     past 63 bits.
     """
     if type(value) is not int or not 0 <= value <= _MAX_SIZE:
@@ -224,7 +227,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from a tensor's first to its last in the file."""
+    """Return the number of elements from a tensor's first to its last in the file."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

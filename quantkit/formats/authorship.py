@@ -131,7 +131,7 @@ def read_authorship(path: Path) -> dict[str, Any]:
         Values by keys of a card, of `CARRIED_KEYS`.
     """
     if (path / CARD).is_file():
-        return _carried_part(read_front_matter(path / CARD))
+        return _select_carried_keys(read_front_matter(path / CARD))
     return _card_of_gguf(_read_general(path))
 
 
@@ -168,7 +168,7 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_carried(key: str, value: object) -> bool:
-    """Whether a key is true of another file too.
+    """Return whether a key is true of another file too.
 
     Those of unknown types, which nobody has defined, are left out.
     """
@@ -179,7 +179,7 @@ def _is_carried(key: str, value: object) -> bool:
     return (is_text or is_count) and key not in _OF_ONE_FILE and not key.startswith(_SAMPLING)
 
 
-def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
+def _select_carried_keys(front_matter: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a card that are carried, in a fixed order and without values of
     unexpected types.
     """
@@ -202,7 +202,8 @@ def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(front_matter.get(_RELATION), str):
         card[_RELATION] = front_matter[_RELATION]
     if _OWN_TAG in card.get("tags", ()):
-        del card["tags"]  # they name the format and the schemes of a folder that quantkit wrote
+        # They name the format and the schemes of a folder that quantkit wrote.
+        del card["tags"]
     return {key: card[key] for key in CARRIED_KEYS if card.get(key)}
 
 
@@ -229,7 +230,7 @@ def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
         card[name] = (
             names_on_hub[0] if name == "base_model" and len(names_on_hub) == 1 else names_on_hub
         )
-    return _carried_part(card)
+    return _select_carried_keys(card)
 
 
 def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,11 +324,11 @@ def _read_general(path: Path) -> dict[str, Any]:
     if file is None:
         return {}
     state = file.stat()
-    return _cached_general(file.resolve(), state.st_size, state.st_mtime_ns)
+    return _read_general_metadata(file.resolve(), state.st_size, state.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_general(file: Path, size: int, modified: int) -> dict[str, Any]:
+def _read_general_metadata(file: Path, size: int, modified: int) -> dict[str, Any]:
     """Read the keys once, since a header with a large vocabulary takes a second."""
     result: dict[str, Any] = {}
     for key, value in read_parts(file)[0].metadata.items():

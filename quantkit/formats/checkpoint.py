@@ -14,7 +14,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL, Weight
 from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
-from quantkit.formats.codecs.table import quantized_as
+from quantkit.formats.codecs.table import describe_tensor_methods
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -46,11 +46,11 @@ class Checkpoint(Protocol):
         ...
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """One tensor, or a part of it, in canonical layout, in newly allocated memory."""
+        """Return one tensor, or a part of it, in canonical layout, in newly allocated memory."""
         ...
 
     def files(self) -> list[SourceFile]:
-        """The files of weights and settings that were read, in the state in which they were
+        """Return the files of weights and settings that were read, in the state in which they were
         opened.
         """
         ...
@@ -83,9 +83,9 @@ class CheckpointView:
         return self._source.files()
 
 
-def stored_name(checkpoint: Checkpoint, name: str) -> str:
-    """The name of the tensor that holds a parameter's values; that of the embedding for a tied
-    head. A model known by its tensors has all of them under their own names.
+def resolve_stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """Return the name of the tensor that holds a parameter's values; that of the embedding for a
+    tied head. A model known by its tensors has all of them under their own names.
     """
     tied = (
         name == "lm_head.weight"
@@ -123,7 +123,7 @@ def require_calibratable(checkpoint: Checkpoint) -> None:
 
 
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
-    """The scheme of every quantized module."""
+    """Return the scheme of every quantized module."""
     found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
     result: dict[str, QuantScheme] = {}
     for name, scheme in found:
@@ -133,18 +133,24 @@ def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
 
 
 def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors that are stored as integers whose codes are not carried, and what those are."""
+    """Return the tensors that are stored as integers whose codes are not carried, and what those
+    are.
+    """
     found = ((name, checkpoint.info(name).stored_as) for name in checkpoint.names())
     return {name: stored_as for name, stored_as in found if stored_as is not None}
 
 
 def parameter_count(checkpoint: Checkpoint) -> int:
-    """The number of weights of a model, as if all were floats; tied ones are counted once."""
+    """Return the number of weights of a model, as if all were floats; tied ones are counted
+    once.
+    """
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
 def active_parameter_count(checkpoint: Checkpoint) -> int:
-    """The number of these that one token uses: of experts only those to which it is routed."""
+    """Return the number of these that one token uses: of experts only those to which it is
+    routed.
+    """
     experts = checkpoint.config.experts
     if experts is None:
         return parameter_count(checkpoint)
@@ -155,7 +161,7 @@ def active_parameter_count(checkpoint: Checkpoint) -> int:
 
 
 def require_tensors(
-    found: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path
+    specs: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path
 ) -> None:
     """Check that the tensors are exactly those expected, in these shapes, and floats unless they
     have a scheme.
@@ -165,9 +171,9 @@ def require_tensors(
         UnsupportedError: if unexpected tensors belong to a quantization scheme, or a weight is not
             stored as floats.
     """
-    if unexpected := [name for name in found if name not in expected]:
+    if unexpected := [name for name in specs if name not in expected]:
         raise_unexpected(unexpected, path)
-    if missing := [name for name in expected if name not in found]:
+    if missing := [name for name in expected if name not in specs]:
         raise CheckpointError(
             f"tensor '{missing[0]}' is missing",
             path=path,
@@ -175,15 +181,15 @@ def require_tensors(
             hint="a weight file is missing or the config is another model's",
         )
     for name, shape in expected.items():
-        if found[name].shape != shape:
+        if specs[name].shape != shape:
             problem = f"tensor '{name}' has the wrong shape"
-            shapes = (list(found[name].shape), list(shape))
+            shapes = (list(specs[name].shape), list(shape))
             raise CheckpointError(problem, path=path, found=shapes[0], expected=shapes[1])
-        if found[name].dtype not in FLOATS:
+        if specs[name].dtype not in FLOATS:
             raise UnsupportedError(
                 f"tensor '{name}' is not stored as floats",
                 path=path,
-                found=found[name].dtype,
+                found=specs[name].dtype,
                 hint="the source is quantized already in a scheme that its config does not name",
             )
 
@@ -199,8 +205,8 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     listed = sorted(names)
     for name in listed:
         if ".lora_" in name or name.startswith("base_model.model."):
-            raise lora_adapter(path, f"'{name}'")
-        if (scheme := quantized_as(name)) is not None:
+            raise make_lora_adapter_error(path, f"'{name}'")
+        if (scheme := describe_tensor_methods(name)) is not None:
             problem = f"the source is quantized already ({scheme})"
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
     if len(listed) > 1:
@@ -219,14 +225,14 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     )
 
 
-def lora_adapter(path: Path, found: str) -> UnsupportedError:
-    """The error for an adapter instead of a model."""
+def make_lora_adapter_error(path: Path, found: str) -> UnsupportedError:
+    """Return the error for an adapter instead of a model."""
     hint = "merge it into its base with `lora` of convert or quantize"
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 
 def require_unquantized(
-    found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool
+    specs: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool
 ) -> None:
     """Check that no tensor of a model that is known by its tensors only is a part of a quantized
     weight.
@@ -241,8 +247,8 @@ def require_unquantized(
             is stated.
         UnsupportedError: if none is.
     """
-    for name, spec in found.items():
-        scheme = quantized_as(name) or _scheme_of_pair(name, spec, found, floats)
+    for name, spec in specs.items():
+        scheme = describe_tensor_methods(name) or _scheme_of_pair(name, spec, specs, floats)
         if method is None and scheme is not None:
             problem = (
                 f"the source is quantized already ({scheme}), in a scheme that its config does not"
@@ -271,21 +277,21 @@ def require_unquantized(
 
 
 def _scheme_of_pair(
-    name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool
+    name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], floats: bool
 ) -> str | None:
-    """The scheme of scales, recognized by the name of the tensor that they scale, which may hold
-    floats too if `floats` is set; None for other tensors.
+    """Return the scheme of scales, recognized by the name of the tensor that they scale, which may
+    hold floats too if `floats` is set; None for other tensors.
     """
     if name.endswith("_scale_inv"):
         return "FP8"
-    if name.endswith("_scale") and (codes := found.get(name.removesuffix("_scale"))) is not None:
+    if name.endswith("_scale") and (codes := specs.get(name.removesuffix("_scale"))) is not None:
         if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1):
             return "FP8"
         return None
     if (
         name.endswith("_scales")
         and spec.dtype == DType.UINT8
-        and name.removesuffix("scales") + "blocks" in found
+        and name.removesuffix("scales") + "blocks" in specs
     ):
         return "MXFP4"
     return None

@@ -36,20 +36,20 @@ class StoredCheckpoint(Checkpoint, Protocol):
 
     @property
     def method(self) -> str | None:
-        """The name of the `CodeFormat` of its quantized weights; None if there are none."""
+        """Return the name of the `CodeFormat` of its quantized weights; None if there are none."""
         ...
 
     @property
     def layout(self) -> str:
-        """Its format and variant, for people."""
+        """Return its format and variant, for people."""
         ...
 
-    def stored_bytes(self, name: str) -> int:
-        """The size of a tensor on disk."""
+    def count_stored_bytes(self, name: str) -> int:
+        """Return the size of a tensor on disk."""
         ...
 
     def readers(self) -> str:
-        """The programs that load it."""
+        """Return the programs that load it."""
         ...
 
 
@@ -65,19 +65,19 @@ class Encoder(Protocol):
 
     @property
     def rearranges(self) -> bool:
-        """Whether floats are copied, for instance to permute rows or to split weights."""
+        """Return whether floats are copied, for instance to permute rows or to split weights."""
         return False
 
     @property
-    def joined_bytes(self) -> int:
-        """The largest size of the parts of a tensor on disk that are held until they are
+    def max_buffered_bytes(self) -> int:
+        """Return the largest size of the parts of a tensor on disk that are held until they are
         complete; 0 for none.
         """
         return 0
 
     @property
     def holds(self) -> bool:
-        """Whether it holds such parts now, so that not all tensors so far are encoded."""
+        """Return whether it holds such parts now, so that not all tensors so far are encoded."""
         return False
 
     def total_bytes(self) -> int:
@@ -85,21 +85,21 @@ class Encoder(Protocol):
         ...
 
     def files(self) -> Sequence[str]:
-        """The names of the files with tensors."""
+        """Return the names of the files with tensors."""
         ...
 
     def canonical_name(self, index: int) -> str:
-        """The canonical name of tensor number `index`."""
+        """Return the canonical name of tensor number `index`."""
         return self.planned[index].name
 
     def headers(self) -> Mapping[str, bytes]:
-        """The bytes with which files begin, by their names; empty if they are not known in
+        """Return the bytes with which files begin, by their names; empty if they are not known in
         advance.
         """
         return {}
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
-        """What tensor number `index` appends to which file.
+        """Return what tensor number `index` appends to which file.
 
         Raises:
             UnsupportedError: if the format cannot hold it exactly.
@@ -113,7 +113,7 @@ class Encoder(Protocol):
         raise UnsupportedError("the format cannot be read back before it is complete")
 
     def finish(self) -> Iterator[Chunk]:
-        """The end of the files."""
+        """Return the end of the files."""
         return iter(())
 
     def state(self) -> Any:
@@ -146,7 +146,7 @@ class Written:
         return {spec.name: index for index, spec in enumerate(self.encoder.planned)}
 
     def load(self, name: str) -> Weight:
-        """One of the tensors, read back."""
+        """Return one of the tensors, read back."""
         return self.encoder.decode(self._indices[name], self.folder)
 
 
@@ -185,23 +185,23 @@ class Output:
     dst: Path = Path()
     kv_cache: KvCache | None = None
     mix: Mix | None = None
-    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def alone(self) -> bool:
-        """Whether it consists of files without side files, except for the manifest."""
+        """Return whether it consists of files without side files, except for the manifest."""
         return self.dst.suffix == GGUF
 
     @property
     def stem(self) -> str:
-        """The first part of the names of its files of weights."""
+        """Return the first part of the names of its files of weights."""
         if self.alone:
             return self.dst.stem
         return STEM
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
-        """The scheme of every quantized module."""
+        """Return the scheme of every quantized module."""
         result: dict[str, QuantScheme] = {}
         for spec in self.planned:
             if spec.scheme is not None:
@@ -243,16 +243,16 @@ class Container(Protocol):
     one_file: bool = False
 
     def present(self, path: Path) -> list[str]:
-        """The sets of weights at a path, the preferred one first."""
+        """Return the sets of weights at a path, the preferred one first."""
         ...
 
-    def indexed(self, path: Path, kind: str) -> bool:
-        """Whether an index lists the files of a set of weights."""
+    def has_index(self, path: Path, kind: str) -> bool:
+        """Return whether an index lists the files of a set of weights."""
         return False
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        """One of its checkpoints with all codes read as such, also those for which there are no
-        kernels: to prove what was written.
+        """Return one of its checkpoints with all codes read as such, also those for which there are
+        no kernels: to prove what was written.
         """
         return checkpoint
 
@@ -288,7 +288,7 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def encoder(self, output: Output) -> Encoder:
-        """The encoder of an output.
+        """Return the encoder of an output.
 
         Raises:
             UnsupportedError: if the format cannot hold a tensor exactly.
@@ -297,7 +297,7 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """The files that go with the weights: name to content, or to a file to copy.
+        """Return the files that go with the weights: name to content, or to a file to copy.
 
         Raises:
             UnsupportedError: if the config cannot describe the model.
@@ -305,7 +305,7 @@ class Container(Protocol):
         """
         raise _not_written(self.title)
 
-    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+    def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         """Return the names of a source's side files that are copied to an output `dst`, or whose
         content goes into other files of it.
         """
@@ -320,9 +320,9 @@ def _not_written(title: str) -> RequestError:
     return RequestError(f"{title}'s files are read, not written", expected="another `to`")
 
 
-def stored_format(checkpoint: StoredCheckpoint) -> str:
-    """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for
-    people.
+def describe_format(checkpoint: StoredCheckpoint) -> str:
+    """Return the format of a checkpoint, with the kinds of its quantized tensors in its own words,
+    for people.
     """
     if checkpoint.method == GgmlBlocks.name:
         types = {one.scheme: one.type for one in BLOCK_TYPES.values()}
@@ -339,13 +339,13 @@ def stored_format(checkpoint: StoredCheckpoint) -> str:
 
 
 def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
-    """The size of a checkpoint's tensors on disk, in bytes and in bits per parameter."""
-    size = sum(checkpoint.stored_bytes(name) for name in checkpoint.names())
+    """Return the size of a checkpoint's tensors on disk, in bytes and in bits per parameter."""
+    size = sum(checkpoint.count_stored_bytes(name) for name in checkpoint.names())
     return size, 8 * size / parameter_count(checkpoint)
 
 
 def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
-    """The bytes of a tensor, which must have the planned dtype and shape."""
+    """Return the bytes of a tensor, which must have the planned dtype and shape."""
     dtype = DType.of(tensor.dtype)
     shape = tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:

@@ -23,7 +23,7 @@ class DequantizedCheckpoint(CheckpointView):
         super().__init__(source)
         self.extra_config = without_settings(source.extra_config)
         self.layout = source.layout
-        self.stored_bytes = source.stored_bytes
+        self.count_stored_bytes = source.count_stored_bytes
         self.readers = source.readers
 
     def info(self, name: str) -> TensorSpec:
@@ -34,7 +34,7 @@ class DequantizedCheckpoint(CheckpointView):
         return TensorSpec(name, spec.shape, DType(self.config.dtype) if rounds else spec.dtype)
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """One tensor, or a part of it, in floats."""
+        """Return one tensor, or a part of it, in floats."""
         value = self._source.load(name, part)
         dtype = self.info(name).dtype.torch
         if isinstance(value, qtensor.QuantTensor):
@@ -43,7 +43,7 @@ class DequantizedCheckpoint(CheckpointView):
 
 
 def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:
-    """Whether a tensor may be stored in GGUF's blocks, which are read as float32 where that is
-    exact.
+    """Return whether a tensor may be stored in GGUF's blocks, which are read as float32 where that
+    is exact.
     """
     return source.format == GGUF.name and len(spec.shape) > 1

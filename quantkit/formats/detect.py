@@ -8,12 +8,12 @@ from typing import Literal
 
 from quantkit.base.arguments import as_path, as_string
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.files.located import gguf_models, located, require_there
+from quantkit.files.located import gguf_models, locate_model, require_there
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import lora_adapter
+from quantkit.formats.checkpoint import make_lora_adapter_error
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.lora.adapter_config import own_adapter_note
+from quantkit.formats.lora.adapter_config import note_folder_adapter
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS, HF
@@ -62,7 +62,7 @@ def open_checkpoint(
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known, but not read.
     """
-    path = located(as_path("path", path))
+    path = locate_model(as_path("path", path))
     require_finished(path, manifest.NAME)
     if tensors_only or not made_of_tensors(path):
         return open_unfinished(
@@ -79,12 +79,14 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
     `open_checkpoint`.
     """
     if made_of_tensors(a) or made_of_tensors(b):
-        with contextlib.suppress(RequestError):  # all tensors of Meta's folders are known
+        # All tensors of Meta's folders are known.
+        with contextlib.suppress(RequestError):
             return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)
     try:
         first = open_checkpoint(a)
         second = open_checkpoint(b, tensors_only=not first.config.runnable)
-    except UnsupportedError:  # the second may show how to open the first
+    except UnsupportedError:
+        # The second may show how to open the first.
         second = open_checkpoint(b)
         first = open_checkpoint(a, tensors_only=not second.config.runnable)
     if first.config.runnable and not second.config.runnable:
@@ -109,7 +111,8 @@ def open_unfinished(
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     found = _present(folder)
     if not found and not folder.is_dir():
-        SourceFile(folder)  # raises if it is not a regular file
+        # Raises if it is not a regular file.
+        SourceFile(folder)
         expected = "the folder that holds it with its config and tokenizer"
         raise CheckpointError("is a file", path=folder, expected=expected)
     if weights is None:
@@ -137,11 +140,12 @@ def open_unfinished(
         hint = error.hint or ""
         if _DOWNLOAD not in hint or not manifest_path(folder).is_file():
             raise
-        hint = hint.replace(_DOWNLOAD, "copy it or make it again")  # it is not from a hub
+        # It is not from a hub.
+        hint = hint.replace(_DOWNLOAD, "copy it or make it again")
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error
-    checkpoint.notes += own_adapter_note(folder)
+    checkpoint.notes += note_folder_adapter(folder)
     if weights is None:
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [
@@ -151,13 +155,15 @@ def open_unfinished(
 
 
 def with_codes(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-    """A checkpoint with all codes read as such; see `Container.with_codes`."""
+    """Return a checkpoint with all codes read as such; see `Container.with_codes`."""
     return CONTAINERS[checkpoint.format].with_codes(checkpoint)
 
 
 def made_of_tensors(path: str | Path) -> bool:
-    """Whether a manifest says that quantkit copied the tensors of an unknown architecture."""
-    folder = located(path)
+    """Return whether a manifest says that quantkit copied the tensors of an unknown
+    architecture.
+    """
+    folder = locate_model(path)
     if not (folder / manifest.NAME).is_file():
         return False
     try:
@@ -167,7 +173,7 @@ def made_of_tensors(path: str | Path) -> bool:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model's config."""
+    """Return whether a folder holds a model's config."""
     return any((folder / container.config_file).is_file() for container in CONTAINERS.values())
 
 
@@ -179,16 +185,16 @@ def _present(folder: Path) -> list[Found]:
     return result
 
 
-def _choose(folder: Path, found: list[Found]) -> Found:
-    if not found:
+def _choose(folder: Path, candidates: list[Found]) -> Found:
+    if not candidates:
         raise _no_weights(folder)
     first: dict[str, Found] = {}
-    for kind, container in found:
+    for kind, container in candidates:
         first.setdefault(
             container.name, (kind, container)
         )  # as transformers chooses, whichever has an index
     chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
-    indexed = [(kind, container) for kind, container in chosen if container.indexed(folder, kind)]
+    indexed = [(kind, container) for kind, container in chosen if container.has_index(folder, kind)]
     if len(chosen) > 1 and not indexed:
         raise CheckpointError(
             "holds two sets of weights",
@@ -201,7 +207,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
 
 def _no_weights(folder: Path) -> Exception:
     if (folder / "adapter_config.json").is_file():
-        return lora_adapter(folder, "adapter_config.json")
+        return make_lora_adapter_error(folder, "adapter_config.json")
     if models := gguf_models(folder):
         found = ", ".join(path.name for path in models)
         return CheckpointError(

@@ -20,7 +20,7 @@ from quantkit.text.chat_template import (
     OLD_TEMPLATE_FILE,
     TEMPLATE_FILE,
     ChatTemplates,
-    requested_template,
+    read_named_template,
     template_paths,
 )
 from quantkit.text.gguf_tokenizer import text_folder
@@ -57,16 +57,17 @@ _NOT_TAKEN = {
 }
 
 
-def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a checkpoint, compared with its embedding, and notes on it; none for a model
-    that is known by its tensors only.
+def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
+    """Return the tokenizer of a checkpoint, compared with its embedding, and notes on it; none for
+    a model that is known by its tensors only.
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
         UnsupportedError: if it is in files that are not read, such as vocab.json.
     """
     if not source.config.measurable:
-        return None, []  # its files are copied without being read
+        # Its files are copied without being read.
+        return None, []
     folder = text_folder(source.path)
     if not present(folder, TOKENIZER_FILES[:2]):
         require_no_unread_tokenizer(folder)
@@ -95,8 +96,8 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
 
 
 def side_names(source: Checkpoint) -> tuple[str, ...]:
-    """The side files that are copied to an output; for a model that is known by its tensors only,
-    all except weights, settings of a quantization, and code that is not run.
+    """Return the side files that are copied to an output; for a model that is known by its tensors
+    only, all except weights, settings of a quantization, and code that is not run.
     """
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
@@ -116,7 +117,7 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
 
 
 def code_files(source: Checkpoint) -> list[SourceFile]:
-    """The code of a model's folder, opened; none if it is not run."""
+    """Return the code of a model's folder, opened; none if it is not run."""
     code = source.config.code
     if code is None:
         return []
@@ -144,10 +145,10 @@ def is_private_license(path: Path) -> bool:
     return path.name in LICENSES and outside_target(path, path.parent) is not None
 
 
-def carried_templates(
+def select_templates(
     source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None
 ) -> dict[str, str]:
-    """The chat templates of an output, by name: the source's, or the requested one.
+    """Return the chat templates of an output, by name: the source's, or the requested one.
 
     Args:
         requested: ``llama2``, ``llama3``, or a file ``*.jinja``.
@@ -162,7 +163,8 @@ def carried_templates(
             raise RequestError(
                 "`template` and `tensors_only=True` exclude each other", found=shown(requested)
             )
-        return {}  # its files are copied as they are
+        # Its files are copied as they are.
+        return {}
     if requested is None:
         return ChatTemplates(source.path).sources
     if tokenizer is None:
@@ -170,8 +172,9 @@ def carried_templates(
             "a chat template needs a tokenizer, and the source has none", path=source.path
         )
     if as_string("template", requested) in META_FORMATS:
-        chat_format(source.path, tokenizer, requested)  # raises for another model's tokenizer
-    return {"default": requested_template(requested)}
+        # Raises for another model's tokenizer.
+        chat_format(source.path, tokenizer, requested)
+    return {"default": read_named_template(requested)}
 
 
 def with_templates(
@@ -190,18 +193,18 @@ def with_templates(
     """
     if not templates:
         return dict(files)
-    found = {}
+    result = {}
     for name, content in files.items():
         if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE):
-            found[name] = content
+            result[name] = content
     if len(templates) == 1:
         alone = templates.get("default")
     else:
         alone = None
     if alone is not None:
-        found[TEMPLATE_FILE] = alone.encode()
+        result[TEMPLATE_FILE] = alone.encode()
     if alone is None or in_settings:
-        before = found.get(TOKENIZER_SETTINGS, b"{}")
+        before = result.get(TOKENIZER_SETTINGS, b"{}")
         if isinstance(before, Path):
             settings = read_json(before)
         else:
@@ -209,12 +212,14 @@ def with_templates(
         several = [{"name": name, "template": source} for name, source in templates.items()]
         value = several if alone is None else alone
         if settings.get("chat_template") != value:
-            found[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
-    return found
+            result[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
+    return result
 
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
-    """The tokenizer's files and chat templates of a folder, opened; see `SourceFile` for errors."""
+    """Return the tokenizer's files and chat templates of a folder, opened; see `SourceFile` for
+    errors.
+    """
     paths = dict.fromkeys(
         [*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)]
     )
@@ -222,5 +227,5 @@ def tokenizer_files(folder: Path) -> list[SourceFile]:
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """A small file of JSON."""
+    """Return a small file of JSON."""
     return json.dumps(value, indent=2).encode() + b"\n"

@@ -54,8 +54,8 @@ class FoldersEncoder(Encoder):
         return any(encoder.rearranges for encoder in self._encoders.values())
 
     @property
-    def joined_bytes(self) -> int:
-        return max(encoder.joined_bytes for encoder in self._encoders.values())
+    def max_buffered_bytes(self) -> int:
+        return max(encoder.max_buffered_bytes for encoder in self._encoders.values())
 
     @property
     def holds(self) -> bool:
@@ -76,7 +76,9 @@ class FoldersEncoder(Encoder):
         return self._encoders[folder].canonical_name(number)
 
     def headers(self) -> Mapping[str, bytes]:
-        return joined({folder: encoder.headers() for folder, encoder in self._encoders.items()})
+        return merge_by_folder(
+            {folder: encoder.headers() for folder, encoder in self._encoders.items()}
+        )
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
         folder, number = self._places[index]
@@ -100,11 +102,15 @@ class FoldersEncoder(Encoder):
             encoder.restore(state[folder])
 
     def extra_files(self) -> dict[str, bytes]:
-        return joined({folder: encoder.extra_files() for folder, encoder in self._encoders.items()})
+        return merge_by_folder(
+            {folder: encoder.extra_files() for folder, encoder in self._encoders.items()}
+        )
 
 
 def in_folder(folder: str, name: str) -> str:
-    """The name of a file, or of a tensor, in a folder of an output; ``""`` is the output itself."""
+    """Return the name of a file, or of a tensor, in a folder of an output; ``""`` is the output
+    itself.
+    """
     if folder:
         return f"{folder}/{name}"
     return name
@@ -120,7 +126,7 @@ def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     return result
 
 
-def joined(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
+def merge_by_folder(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
     """Values by the names in the output, of those by the names in each folder."""
     result: dict[str, _Value] = {}
     for folder, own in by_folder.items():

@@ -92,13 +92,13 @@ class CacheTensor:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Its places in the cache."""
+        """Return its places in the cache."""
         return tuple((self.layer, part, self.kind) for part in self.parts)
 
 
 def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
-    """The places in a quantized cache of the tensors that have one, by name."""
-    found = {}
+    """Return the places in a quantized cache of the tensors that have one, by name."""
+    result = {}
     for name in names:
         if (match := _NAME.fullmatch(name)) is not None:
             letters = match["own"] or match["inside"] or match["output"]
@@ -106,10 +106,10 @@ def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
                 parts = (match["probabilities"],)
             else:
                 parts = tuple(letters)
-            found[name] = CacheTensor(
+            result[name] = CacheTensor(
                 int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale"
             )
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -134,21 +134,21 @@ class KvCache:
     num_kv_heads: int
     rewritable: bool = False
 
-    def stored(self) -> list[tuple[StoredTensor, bytes]]:
-        """The tensors, with their bytes."""
+    def read_tensors(self) -> list[tuple[StoredTensor, bytes]]:
+        """Return the tensors, with their bytes."""
         result: list[tuple[StoredTensor, bytes]] = []
         for name, file in self.tensors.items():
             result.append((file.tensors[name], file.read_bytes(name)))
         return result
 
     def values(self) -> dict[Place, torch.Tensor]:
-        """The scales and zero points, flat and in the types in which they are stored, whatever
-        their names.
+        """Return the scales and zero points, flat and in the types in which they are stored,
+        whatever their names.
         """
-        found: dict[Place, torch.Tensor] = {}
+        result: dict[Place, torch.Tensor] = {}
         for name, entry in cache_tensors(self.tensors).items():
-            found |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
-        return found
+            result |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
+        return result
 
     def require_sound(self, *, allow_nonfinite: bool) -> None:
         """Check scales and zero points before they are written again.
@@ -196,7 +196,7 @@ class KvCache:
 
     @property
     def layers_with_scales(self) -> int:
-        """How many layers have scales of their keys and values."""
+        """Return how many layers have scales of their keys and values."""
         return self.layers - len(layers_without_scales(self.tensors, self.layers))
 
     def line(self) -> str:
@@ -204,8 +204,8 @@ class KvCache:
         return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
     def note(self, *, run_here: bool) -> str:
-        """What becomes of it when the model runs, for people; `run_here` is whether our decoder
-        runs the model.
+        """Return what becomes of it when the model runs, for people; `run_here` is whether our
+        decoder runs the model.
         """
         if run_here:
             why = why_not_run(self.scheme)
@@ -223,7 +223,7 @@ class KvCache:
         )
 
     def difference(self, other: KvCache) -> str | None:
-        """The difference between two folders, in words; None if they say the same."""
+        """Return the difference between two folders, in words; None if they say the same."""
         if _said(self.scheme) != _said(other.scheme):
             return (
                 f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and"
@@ -234,7 +234,7 @@ class KvCache:
         differing = sorted(
             key
             for key in {*own, *others}
-            if key not in own or key not in others or not _same(own[key], others[key])
+            if key not in own or key not in others or not _is_equal(own[key], others[key])
         )
         if not differing:
             return None
@@ -246,20 +246,22 @@ class KvCache:
         )
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, or the same numbers where their types differ."""
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors are equal to the bit, or the same numbers where their types
+    differ.
+    """
     if first.dtype == second.dtype:
         return first.view(DType.UINT8.torch).equal(second.view(DType.UINT8.torch))
     return first.double().equal(second.double())
 
 
 def _said(scheme: Scheme | None) -> dict[str, Any]:
-    """What a scheme says, without keys that say nothing."""
+    """Return what a scheme says, without keys that say nothing."""
     return {key: value for key, value in (scheme or {}).items() if value is not None}
 
 
 def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
-    """The layers that lack a scale of their keys or values."""
+    """Return the layers that lack a scale of their keys or values."""
     found = _places(names)
     result: list[int] = []
     for layer in range(layers):
@@ -269,8 +271,8 @@ def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
 
 
 def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
-    """The layers and parts that have a scale and no zero point; if there are no scales, all keys
-    and values.
+    """Return the layers and parts that have a scale and no zero point; if there are no scales, all
+    keys and values.
     """
     found = _places(names)
     scaled = set()
@@ -296,8 +298,8 @@ def misfit(
     num_heads: int,
     num_kv_heads: int,
 ) -> int | None:
-    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not
-    determine it.
+    """Return how many elements a tensor should have by the scheme; None if it fits, or the scheme
+    does not determine it.
 
     Args:
         num_heads, num_kv_heads: of the model; 0 if unknown.
@@ -332,11 +334,11 @@ def take_kv_cache(
         What the folder says of its cache; None if it says nothing.
 
     Raises:
-        CheckpointError: for an invalid scheme, see `stated_scheme`, and tensors of no layer or
+        CheckpointError: for an invalid scheme, see `read_cache_scheme`, and tensors of no layer or
             twice for one.
         UnsupportedError: for scales that are not floats, and zero points that are not numbers.
     """
-    scheme = stated_scheme(settings)
+    scheme = read_cache_scheme(settings)
     layers = config.num_layers
     found = cache_tensors(stored)
     _require_understood(found, stored, layers, path)
@@ -351,10 +353,13 @@ def take_kv_cache(
 
 
 def _require_understood(
-    found: Mapping[str, CacheTensor], stored: Mapping[str, StoredTensor], layers: int, path: Path
+    cache_tensors: Mapping[str, CacheTensor],
+    stored: Mapping[str, StoredTensor],
+    layers: int,
+    path: Path,
 ) -> None:
     owners: dict[Place, str] = {}
-    for name, entry in found.items():
+    for name, entry in cache_tensors.items():
         if entry.layer >= layers:
             problem = f"tensor '{name}' is of a layer that the config does not count"
             last = layers - 1
@@ -379,8 +384,9 @@ def _require_understood(
                 )
 
 
-def stated_scheme(settings: Settings | None) -> Scheme | None:
-    """The scheme of the cache as settings of a quantization state it; None if they state none.
+def read_cache_scheme(settings: Settings | None) -> Scheme | None:
+    """Return the scheme of the cache as settings of a quantization state it; None if they state
+    none.
 
     Raises:
         CheckpointError: for a value that is neither an object nor a known name, and for an object
@@ -390,7 +396,7 @@ def stated_scheme(settings: Settings | None) -> Scheme | None:
         return None
     value, named = (settings.values.get(key) for key in (KV_CACHE_SCHEME, _ALGORITHM))
     if isinstance(value, Mapping):
-        if (refused := _refused(value)) is not None:
+        if (refused := _find_invalid_key(value)) is not None:
             problem = f"compressed-tensors does not accept {KV_CACHE_SCHEME}.{refused[0]}"
             found = shown(value.get(refused[0]))
             raise CheckpointError(problem, path=settings.path, found=found, expected=refused[1])
@@ -415,12 +421,12 @@ def stated_scheme(settings: Settings | None) -> Scheme | None:
 
 
 def states_scheme(settings: Settings) -> bool:
-    """Whether settings of a quantization say anything of the cache."""
+    """Return whether settings of a quantization say anything of the cache."""
     return settings.has(KV_CACHE_SCHEME) or settings.has(_ALGORITHM)
 
 
 def scheme_text(scheme: Scheme | None) -> str:
-    """A scheme for people."""
+    """Return a scheme for people."""
     if scheme is None:
         return "no scheme stated"
     bits = scheme.get("num_bits", "")
@@ -433,7 +439,7 @@ def scheme_text(scheme: Scheme | None) -> str:
 
 
 def cache_text(scheme: Scheme | None, scaled: int, layers: int) -> str:
-    """The scheme and how many layers have scales, for people."""
+    """Return the scheme and how many layers have scales, for people."""
     return (
         f"{scheme_text(scheme)}, scales of"
         f" {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
@@ -458,12 +464,12 @@ def why_not_run(scheme: Scheme | None) -> str | None:
 
 
 def needs_zero_points(scheme: Scheme | None) -> bool:
-    """Whether readers take zero points from the folder."""
+    """Return whether readers take zero points from the folder."""
     return scheme is not None and not scheme.get("symmetric", True) and not scheme.get("dynamic")
 
 
 def _strategy(scheme: Scheme) -> str | None:
-    """The strategy, as stated or from the group size; None if it is unknown."""
+    """Return the strategy, as stated or from the group size; None if it is unknown."""
     named = scheme.get("strategy")
     size = scheme.get("group_size")
     if named is None:
@@ -479,9 +485,9 @@ def _strategy(scheme: Scheme) -> str | None:
     return None
 
 
-def _refused(scheme: Scheme) -> tuple[str, str] | None:
-    """The first key with a value that `QuantizationArgs` does not accept, and what it accepts; None
-    if there is none.
+def _find_invalid_key(scheme: Scheme) -> tuple[str, str] | None:
+    """Return the first key with a value that `QuantizationArgs` does not accept, and what it
+    accepts; None if there is none.
 
     Values are of JSON's own types: numbers and booleans in quotes are refused.
     """

@@ -33,25 +33,25 @@ NO_SCALE = 1.0
 
 
 def scale_names(layer: int) -> tuple[str, str]:
-    """The tensors with the scales of a layer's keys and values."""
+    """Return the tensors with the scales of a layer's keys and values."""
     return tuple(f"{BLOCK.format(layer=layer)}self_attn.{part}_scale" for part in "kv")  # type: ignore[return-value]
 
 
-def calibrated(config: ModelConfig, path: Path) -> KvCache:
-    """What a folder at a path says of a cache with the scheme that is written; its scales are
-    among its tensors.
+def build_fp8_cache(config: ModelConfig, path: Path) -> KvCache:
+    """Return what a folder at a path says of a cache with the scheme that is written; its scales
+    are among its tensors.
     """
     return KvCache(path, FP8, {}, config.num_layers, config.num_heads, config.num_kv_heads)
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the cache, by its name."""
+    """Return whether a tensor is a scale of the cache, by its name."""
     return bool(cache_tensors([name]))
 
 
 def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
-    """The scales of the keys and values of each layer, which may be NaN; None if the checkpoint
-    states no cache that is run. Raises `CheckpointError`: see `KvCache.require_sound`.
+    """Return the scales of the keys and values of each layer, which may be NaN; None if the
+    checkpoint states no cache that is run. Raises `CheckpointError`: see `KvCache.require_sound`.
     """
     cache = checkpoint.kv_cache
     if cache is None or why_not_run(cache.scheme) is not None:

@@ -42,8 +42,8 @@ def build(
     details: Mapping[str, Any],
     hub: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What the manifest holds; `hub` is the source's name on a hub, and its commit, if it comes
-    from one.
+    """Return what the manifest holds; `hub` is the source's name on a hub, and its commit, if it
+    comes from one.
     """
     source = {
         "format": source_format,
@@ -60,7 +60,8 @@ def build(
 
 
 def read(model: Path) -> dict[str, Any]:
-    """The manifest of a folder or a file, in the keys of this version whichever it was written in.
+    """Return the manifest of a folder or a file, in the keys of this version whichever it was
+    written in.
 
     Raises:
         CheckpointError: if it is missing, not a manifest, or of a newer format.
@@ -84,12 +85,12 @@ def read(model: Path) -> dict[str, Any]:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The folders in a folder that have a manifest, sorted: a model in several formats."""
+    """Return the folders in a folder that have a manifest, sorted: a model in several formats."""
     return sorted(path.parent for path in folder.glob(f"*/{NAME}"))
 
 
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
-    """The identity of files, see `SourceFile.identity`."""
+    """Return the identity of files, see `SourceFile.identity`."""
     return [list(file.identity()) for file in files]
 
 

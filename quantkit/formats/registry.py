@@ -49,17 +49,17 @@ class Target:
 
     @property
     def codes(self) -> CodeFormat | None:
-        """The format of quantized weights; None if it holds floats only."""
+        """Return the format of quantized weights; None if it holds floats only."""
         return self.method or (None if self.container.methods else self.container.native)
 
     @property
     def floats(self) -> bool:
-        """Whether it is for models in floats."""
+        """Return whether it is for models in floats."""
         return self.method is None
 
 
 def targets() -> dict[str, Target]:
-    """All formats in which models are written, by name."""
+    """Return all formats in which models are written, by name."""
     found: dict[str, Target] = {}
     for container in CONTAINERS.values():
         for method in container.methods.values():
@@ -71,7 +71,7 @@ def targets() -> dict[str, Target]:
 
 
 def target(name: str) -> Target:
-    """One of `targets` by its name; any other raises `RequestError`."""
+    """Return one of `targets` by its name; any other raises `RequestError`."""
     known = targets()
     if name not in known and name in {*CONTAINERS, *METHODS}:
         raise RequestError(f"{name} is read, not written", expected=", ".join(known))
@@ -81,5 +81,5 @@ def target(name: str) -> Target:
 
 
 def read_names() -> set[str]:
-    """The side files that decide what a model is or generates."""
+    """Return the side files that decide what a model is or generates."""
     return {container.config_file for container in CONTAINERS.values()} | SIDE_FILES

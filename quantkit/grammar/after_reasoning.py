@@ -53,11 +53,11 @@ class AfterReasoning:
         self._inside = reasoning.opened
         self._first = True
 
-    def allowed(self) -> Tensor:
+    def compute_token_mask(self) -> Tensor:
         import torch
 
         if not self._inside:
-            mask = self._inner.allowed()
+            mask = self._inner.compute_token_mask()
             if self._first:
                 mask[self._reasoning.begin] = True
             return mask

@@ -33,11 +33,13 @@ MAX_GRAMMARS = 32
 
 _WAIT_SECONDS = 60.0
 _LIMITS = {
-    "max_items_in_row": 5000,  # four for each property that may be left out
+    # Four for each property that may be left out.
+    "max_items_in_row": 5000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
-    "precompute_large_lexemes": False,  # whose time depends on the vocabulary
+    # Whose time depends on the vocabulary.
+    "precompute_large_lexemes": False,
 }
 _NO_PACKAGE = 'pip install "quantkit[serve]"'
 
@@ -61,7 +63,7 @@ class Grammars:
     def constraint(
         self, grammar: str, end_ids: Sequence[int] = (), reasoning: Reasoning | None = None
     ) -> ConstraintFactory:
-        """What restricts continuations to a grammar, in llguidance's variant of Lark.
+        """Return what restricts continuations to a grammar, in llguidance's variant of Lark.
 
         Args:
             grammar: whose first rule is ``answer``.
@@ -81,13 +83,13 @@ class Grammars:
                 "the model has no end token, so no answer could end where its format does"
             )
         whole = (START if reasoning is None else START_AFTER_REASONING) + grammar
-        if (known := self._known(whole)) is None:
+        if (known := self._find_compiled(whole)) is None:
             if not self._compiling.acquire(
                 timeout=_WAIT_SECONDS
             ):  # one at a time: each may need memory
                 raise RequestError("other formats of answers are being compiled", hint="try again")
             try:
-                known = self._known(whole) or self._matcher(whole)
+                known = self._find_compiled(whole) or self._matcher(whole)
             except RequestError as error:
                 known = error
             finally:
@@ -103,25 +105,25 @@ class Grammars:
         vocab_size = self._vocab_size
 
         def begun() -> Constraint:
-            found = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
+            result = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
             if reasoning is None:
-                return found
-            return AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
+                return result
+            return AfterReasoning(result, reasoning, ends, size - 1, vocab_size)
 
         return begun
 
-    def _known(self, grammar: str) -> LLMatcher | RequestError | None:
-        """A matcher at the beginning of a text, never to be changed, or why there is none; None
-        if neither is known.
+    def _find_compiled(self, grammar: str) -> LLMatcher | RequestError | None:
+        """Return a matcher at the beginning of a text, never to be changed, or why there is none;
+        None if neither is known.
         """
         with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
+            if (result := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-            return found
+            return result
 
-    def _keep(self, grammar: str, found: LLMatcher | RequestError) -> None:
+    def _keep(self, grammar: str, result: LLMatcher | RequestError) -> None:
         with self._lock:
-            self._compiled[grammar] = found
+            self._compiled[grammar] = result
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
 
@@ -133,20 +135,20 @@ class Grammars:
         vocabulary, _ = self._vocabulary = self._vocabulary or self._tokens()
         limits: Any = _LIMITS
         try_out(HEAD + grammar, limits)
-        found = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
-        if found.is_error():
+        result = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
+        if result.is_error():
             first = None
         else:
-            first = found.deep_copy()
+            first = result.deep_copy()
         if first is not None:
             first.compute_bitmask()
         if first is None or first.is_error():
-            raise RequestError(f"the format is not supported: {_reason(first or found)}")
-        return found
+            raise RequestError(f"the format is not supported: {_reason(first or result)}")
+        return result
 
     def _tokens(self) -> tuple[LLTokenizer, int]:
-        """The bytes of all tokens, and behind them a token that stands for the end; with their
-        number.
+        """Return the bytes of all tokens, and behind them a token that stands for the end; with
+        their number.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -176,7 +178,8 @@ class GrammarConstraint:
             vocab_size: V.
             ends: the tokens that end the text.
         """
-        import numpy as np  # here, as commands that only check options import this file
+        # Here, as commands that only check options import this file.
+        import numpy as np
 
         self._matcher, self._size, self._vocab_size, self._ends = (
             matcher,
@@ -187,7 +190,7 @@ class GrammarConstraint:
         self._bits: Any = np.zeros((size + 31) // 32, np.int32)
         self._ended = False
 
-    def allowed(self) -> Tensor:
+    def compute_token_mask(self) -> Tensor:
         import numpy as np
         import torch
 
@@ -195,7 +198,7 @@ class GrammarConstraint:
         if not self._ended:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             if self._matcher.is_error():
-                raise _failed(self._matcher)
+                raise _make_matcher_error(self._matcher)
             bits = np.unpackbits(
                 self._bits.view(np.uint8), count=self._size, bitorder="little"
             ).view(np.bool_)
@@ -203,13 +206,13 @@ class GrammarConstraint:
         if self._ended or bits[-1]:
             mask[self._ends] = True
         elif not mask.any():
-            raise _failed(self._matcher)
+            raise _make_matcher_error(self._matcher)
         return torch.from_numpy(mask)
 
     def accept(self, token: int) -> None:
         self._ended = self._ended or token in self._ends
         if not self._ended and not self._matcher.consume_token(token):
-            raise _failed(self._matcher)
+            raise _make_matcher_error(self._matcher)
 
 
 class _Vocabulary:
@@ -223,10 +226,11 @@ class _Vocabulary:
         self.special_token_ids = [self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # llguidance tokenizes what must follow, unless `no_forcing` is set
+        # Llguidance tokenizes what must follow, unless `no_forcing` is set.
+        return []
 
 
-def _failed(matcher: LLMatcher) -> QuantkitError:
+def _make_matcher_error(matcher: LLMatcher) -> QuantkitError:
     return QuantkitError(
         "no token can follow in the requested format",
         found=_reason(matcher) or None,
@@ -235,8 +239,8 @@ def _failed(matcher: LLMatcher) -> QuantkitError:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line of a matcher's error, without its place in a grammar that the user did not
-    write.
+    """Return the first line of a matcher's error, without its place in a grammar that the user did
+    not write.
     """
     error = matcher.get_error()
     if error.startswith("panic"):

@@ -18,15 +18,16 @@ START_AFTER_REASONING = "start: BLANK answer\nBLANK: /[ \\t\\n]{0,4}/\n"
 _JSON_OPTIONS = {
     # some models write nothing else once they have begun
     "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
-    "json_allowed_escapes": 'nrbtf\\"',  # else a key that is taken could be spelled in another way
+    # Else a key that is taken could be spelled in another way.
+    "json_allowed_escapes": 'nrbtf\\"',
 }
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A checked schema as a rule of a grammar."""
+    """Return a checked schema as a rule of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """A grammar of the JSON values that satisfy a checked schema."""
+    """Return a grammar of the JSON values that satisfy a checked schema."""
     return f"answer: {json_rule(schema)}\n"

@@ -10,30 +10,30 @@ from typing import Any
 _CLOSED = 2000  # pairs that are compared
 
 
-def disjoint(schemas: Sequence[Any]) -> bool:
-    """Whether that is seen from their types, their values, or properties that all objects have,
-    such as the name of a kind. False where it is not.
+def are_disjoint(schemas: Sequence[Any]) -> bool:
+    """Return whether that is seen from their types, their values, or properties that all objects
+    have, such as the name of a kind. False where it is not.
     """
     if len(schemas) * (len(schemas) - 1) // 2 > _CLOSED:
         return False
-    return all(_apart(*pair) for pair in combinations(schemas, 2))
+    return all(_are_disjoint(*pair) for pair in combinations(schemas, 2))
 
 
-def _apart(one: Any, other: Any) -> bool:
-    if one is False or other is False:
+def _are_disjoint(schema: Any, other: Any) -> bool:
+    if schema is False or other is False:
         return True
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+    if not isinstance(schema, Mapping) or not isinstance(other, Mapping):
         return False
-    types = _types(one), _types(other)
+    types = _types(schema), _types(other)
     if types[0] is not None and types[1] is not None and not types[0] & types[1]:
         return True
-    values = _values(one), _values(other)
+    values = _values(schema), _values(other)
     if values[0] is not None and values[1] is not None and not values[0] & values[1]:
         return True
     if types != ({"object"}, {"object"}):
         return False
-    required = set(_list(one, "required")) & set(_list(other, "required"))
-    these = one.get("properties")
+    required = set(_list(schema, "required")) & set(_list(other, "required"))
+    these = schema.get("properties")
     those = other.get("properties")
     if not isinstance(these, Mapping) or not isinstance(those, Mapping):
         return False
@@ -46,7 +46,7 @@ def _apart(one: Any, other: Any) -> bool:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
-    """The types that its values have, numbers as one; None if it does not say."""
+    """Return the types that its values have, numbers as one; None if it does not say."""
     given = schema.get("type")
     if isinstance(given, str):
         found = [given]
@@ -60,17 +60,17 @@ def _types(schema: Mapping[str, Any]) -> set[str] | None:
 
 
 def _values(schema: Any) -> set[str] | None:
-    """The values that it lists, as JSON; None if it does not list them, or they are numbers, which
-    JSON spells in several ways.
+    """Return the values that it lists, as JSON; None if it does not list them, or they are numbers,
+    which JSON spells in several ways.
     """
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(
-        isinstance(one, str | bool | None) for one in values
+        isinstance(value, str | bool | None) for value in values
     ):
         return None
-    return {json.dumps(one) for one in values}
+    return {json.dumps(value) for value in values}
 
 
 def _list(schema: Mapping[str, Any], key: str) -> list[str]:

@@ -10,25 +10,33 @@ from quantkit.base.arguments import as_string, require_flags
 from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_grammar
-from quantkit.grammar.schema import checked_schema
+from quantkit.grammar.schema import check_schema
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
 _KEYS = {"name", "schema", "strict", "description"}
 _EXPECTED = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
 
 
-def response_grammar(given: object) -> str | None:
-    """The grammar of the answers that a ``response_format`` allows, for `Grammars`; None where that
-    is any text. Raises `RequestError` for one that is invalid or not supported.
+def response_grammar(response_format: object) -> str | None:
+    """Return the grammar of the answers that a ``response_format`` allows, for `Grammars`; None
+    where that is any text. Raises `RequestError` for one that is invalid or not supported.
     """
-    if isinstance(given, Mapping):
-        kind = given.get("type")
+    if isinstance(response_format, Mapping):
+        kind = response_format.get("type")
     else:
         kind = None
-    if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema"):
+    if not isinstance(response_format, Mapping) or kind not in (
+        "text",
+        "json_object",
+        "json_schema",
+    ):
         expected = "an object with the type text, json_object or json_schema"
-        raise RequestError("'response_format' is not known", found=shown(given), expected=expected)
-    if unknown := given.keys() - ({"type", "json_schema"} if kind == "json_schema" else {"type"}):
+        raise RequestError(
+            "'response_format' is not known", found=shown(response_format), expected=expected
+        )
+    if unknown := response_format.keys() - (
+        {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    ):
         raise RequestError(
             f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED
         )
@@ -36,7 +44,7 @@ def response_grammar(given: object) -> str | None:
         if kind == "text":
             return None
         return json_grammar({"type": "object"})
-    return json_grammar(checked_schema(_schema(given.get("json_schema"))))
+    return json_grammar(check_schema(_schema(response_format.get("json_schema"))))
 
 
 def _schema(described: Any) -> Any:

@@ -1,7 +1,7 @@
 """JSON schemas (draft 2020-12) as grammars can follow them: each keyword that constrains is
 supported or refused.
 
-`checked_schema` returns a schema of the supported keywords alone. Its references lead to ``$defs``,
+`check_schema` returns a schema of the supported keywords alone. Its references lead to ``$defs``,
 and a schema whose keywords and references, or several of ``anyOf``, ``oneOf`` and ``allOf``, hold
 together is an ``allOf`` of them: so no keyword depends on its place in the file.
 """
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from quantkit.base.json_values import shown, within
 from quantkit.errors import RequestError
-from quantkit.grammar.one_of import disjoint
+from quantkit.grammar.one_of import are_disjoint
 
 MAX_CHARACTERS = 200_000
 """Of a schema as JSON."""
@@ -28,9 +28,12 @@ MAX_SCHEMAS = 5000
 MAX_PROPERTIES = 1000
 """Of one object."""
 
-_MAX_COUNT = 10**6  # items, or letters: no answer has more
-_MAX_NUMBER = 2**53  # beyond it, floats are no longer all integers
-_MAX_MULTIPLE = 10_000  # a grammar has as many states
+# Items, or letters: no answer has more.
+_MAX_COUNT = 10**6
+# Beyond it, floats are no longer all integers.
+_MAX_NUMBER = 2**53
+# A grammar has as many states.
+_MAX_MULTIPLE = 10_000
 _ANNOTATIONS = {
     "$schema",
     "$comment",
@@ -67,9 +70,9 @@ _PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[t
 FORMATS = (*_PATTERNS, "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
-def checked_schema(schema: object) -> dict[str, Any]:
-    """A schema with the supported keywords alone. Raises `RequestError` for one that is invalid,
-    too large, or has a keyword that is not supported, with its place.
+def check_schema(schema: object) -> dict[str, Any]:
+    """Return a schema with the supported keywords alone. Raises `RequestError` for one that is
+    invalid, too large, or has a keyword that is not supported, with its place.
     """
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
@@ -94,22 +97,23 @@ class _Reader:
         self._multiple = 1
 
     def whole(self) -> dict[str, Any]:
-        found = self._schema(self._root, "#")
+        result = self._schema(self._root, "#")
         definitions = dict[str, Any]()
         done = 0
-        while done < len(self._names):  # which reading a definition makes longer
+        # Which reading a definition makes longer.
+        while done < len(self._names):
             pointer, name = list(self._names.items())[done]
             definitions[name] = self._schema(self._target(pointer), pointer)
             done += 1
-        if found is False:
+        if result is False:
             raise RequestError("no value satisfies the JSON schema", found="false")
-        found = {} if found is True else found
+        result = {} if result is True else result
         if definitions:
-            return {**found, "$defs": definitions}
-        return found
+            return {**result, "$defs": definitions}
+        return result
 
     def _schema(self, node: Any, place: str) -> Any:
-        """A schema at a place."""
+        """Return a schema at a place."""
         self._schemas += 1
         if self._schemas > MAX_SCHEMAS:
             raise RequestError(
@@ -138,7 +142,7 @@ class _Reader:
                 others.append({"pattern": _PATTERNS[value]})
             else:
                 own[keyword] = self._keyword(keyword, value, here)
-        own = _counted_properties(own, place)
+        own = _drop_implied_minimum(own, place)
         parts = [*([own] if own else []), *others]
         if len(parts) > 1:
             return {"allOf": parts}
@@ -147,7 +151,7 @@ class _Reader:
         return True
 
     def _constraining(self, node: Mapping[str, Any], place: str) -> list[str]:
-        """The keywords of a schema that constrain."""
+        """Return the keywords of a schema that constrain."""
         found = []
         for keyword, value in node.items():
             if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
@@ -167,9 +171,8 @@ class _Reader:
                     expected=", ".join(_KEYWORDS),
                 )
             found.append(keyword)
-        return sorted(
-            found, key=list(_KEYWORDS).index
-        )  # 'additionalProperties' of what is before it
+        # 'additionalProperties' of what is before it.
+        return sorted(found, key=list(_KEYWORDS).index)
 
     def _keyword(self, keyword: str, value: Any, place: str) -> Any:
         if keyword in ("properties", "patternProperties"):
@@ -180,7 +183,8 @@ class _Reader:
                     "too many properties", found=place, expected=f"at most {MAX_PROPERTIES}"
                 )
             return {
-                name: self._schema(one, f"{place}/{_escaped(name)}") for name, one in value.items()
+                name: self._schema(one, f"{place}/{_escape_pointer(name)}")
+                for name, one in value.items()
             }
         if keyword == "prefixItems":
             return [
@@ -211,16 +215,18 @@ class _Reader:
             raise RequestError(problem, found=place, expected=f"at most {_MAX_MULTIPLE}")
         return value
 
-    def _either(self, keyword: str, given: list[Any], parts: list[Any]) -> Any:
+    def _either(self, keyword: str, schemas: list[Any], parts: list[Any]) -> Any:
         """``anyOf``, or ``oneOf``, which is the same where no value satisfies two of its
         schemas.
         """
-        if keyword == "oneOf" and disjoint([self._followed(one) for one in given]):
+        if keyword == "oneOf" and are_disjoint(
+            [self._follow_reference(schema) for schema in schemas]
+        ):
             keyword = "anyOf"
         return {keyword: parts}
 
-    def _followed(self, node: Any) -> Any:
-        """A schema that is nothing but a reference, as the one that it leads to."""
+    def _follow_reference(self, node: Any) -> Any:
+        """Return a schema that is nothing but a reference, as the one that it leads to."""
         for _ in range(8):
             if (
                 not isinstance(node, Mapping)
@@ -232,7 +238,7 @@ class _Reader:
         return node
 
     def _name(self, reference: Any, place: str) -> str:
-        """The name of the definition that a reference leads to."""
+        """Return the name of the definition that a reference leads to."""
         if not isinstance(reference, str):
             raise _wrong(place, reference, "a string")
         if reference != "#" and not reference.startswith("#/"):
@@ -259,18 +265,18 @@ class _Reader:
         return node
 
 
-def _counted_properties(own: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema's keywords without a ``minProperties`` that ``required`` implies."""
-    fewest = own.get("minProperties")
+def _drop_implied_minimum(keywords: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a schema's keywords without a ``minProperties`` that ``required`` implies."""
+    fewest = keywords.get("minProperties")
     if fewest is None or fewest == 1:
-        return own
-    if fewest > len(set(own.get("required", []))):
+        return keywords
+    if fewest > len(set(keywords.get("required", []))):
         raise RequestError(
             "'minProperties' is above 1, and more than there are required properties",
             found=place,
             hint="list properties that must be there in 'required'",
         )
-    return {key: value for key, value in own.items() if key != "minProperties"}
+    return {key: value for key, value in keywords.items() if key != "minProperties"}
 
 
 def _list(value: Any, place: str, fewest: int = 0) -> list[Any]:
@@ -290,7 +296,7 @@ def _type(value: Any, place: str) -> Any:
         names = [value]
     else:
         names = _list(value, place, 1)
-    if unknown := [one for one in names if one not in _TYPES]:
+    if unknown := [name for name in names if name not in _TYPES]:
         raise RequestError(
             "the JSON schema has an unknown type",
             found=shown(unknown[0]),
@@ -350,7 +356,7 @@ def _format(value: Any, place: str) -> str:
     return value
 
 
-def _unchecked(value: Any, place: str) -> Any:
+def _accept_any_value(value: Any, place: str) -> Any:
     return value
 
 
@@ -358,22 +364,22 @@ _KEYWORDS: dict[str, Callable[[Any, str], Any]] = {
     "type": _type,
     "enum": _values,
     "const": lambda value, place: _values([value], place)[0],
-    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), _unchecked),
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), _accept_any_value),
     "required": _names,
     **dict.fromkeys(("minProperties", "maxProperties"), _count),
-    **dict.fromkeys(("items", "prefixItems"), _unchecked),
+    **dict.fromkeys(("items", "prefixItems"), _accept_any_value),
     **dict.fromkeys(("minItems", "maxItems"), _count),
     **dict.fromkeys(("minLength", "maxLength"), _count),
     "pattern": _pattern,
     "format": _format,
     **dict.fromkeys(sorted(_BOUNDS), _number),
-    "multipleOf": _unchecked,
-    **dict.fromkeys((*_COMBINED, "$ref"), _unchecked),
+    "multipleOf": _accept_any_value,
+    **dict.fromkeys((*_COMBINED, "$ref"), _accept_any_value),
 }
 """The supported keywords; each checks its value, but for those that hold schemas."""
 
 
-def _escaped(name: str) -> str:
+def _escape_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 

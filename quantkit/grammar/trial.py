@@ -24,7 +24,8 @@ _MEMORY = 2 << 30
 _PROGRAM = Path(__file__).with_name("trial_worker.py")
 _lock = threading.Lock()
 _process: subprocess.Popen[str] | None = None
-_owner = 0  # a fork must not use the pipes of its parent
+# A fork must not use the pipes of its parent.
+_owner = 0
 
 
 def try_out(grammar: str, limits: Mapping[str, object]) -> None:
@@ -32,7 +33,7 @@ def try_out(grammar: str, limits: Mapping[str, object]) -> None:
     bounds; other errors in it are for the caller.
     """
     with _lock:
-        process = _started()
+        process = _ensure_process()
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
@@ -50,14 +51,14 @@ def try_out(grammar: str, limits: Mapping[str, object]) -> None:
             raise RequestError(f"the format is not supported: it takes {bounds} to compile")
 
 
-def _started() -> subprocess.Popen[str]:
+def _ensure_process() -> subprocess.Popen[str]:
     global _process, _owner
     if _process is not None and _owner == os.getpid() and _process.poll() is None:
         return _process
     _end()
-    found = importlib.util.find_spec("llguidance")
-    if found is not None and found.origin:
-        folder = str(Path(found.origin).parents[1])
+    spec = importlib.util.find_spec("llguidance")
+    if spec is not None and spec.origin:
+        folder = str(Path(spec.origin).parents[1])
     else:
         folder = ""
     try:
@@ -86,6 +87,7 @@ def _end() -> None:
         _process.kill()
         _process.wait()
     for pipe in (_process.stdin, _process.stdout):
-        with contextlib.suppress(OSError):  # a request that was not read
+        # A request that was not read.
+        with contextlib.suppress(OSError):
             pipe.close()  # type: ignore[union-attr]
     _process = None

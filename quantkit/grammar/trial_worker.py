@@ -10,9 +10,8 @@ import contextlib
 import json
 import sys
 
-sys.path += sys.argv[
-    2:
-]  # the folder of llguidance: the program runs without site-packages, so that it starts sooner
+# The folder of llguidance: the program runs without site-packages, so that it starts sooner.
+sys.path += sys.argv[2:]
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 

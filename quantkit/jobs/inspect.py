@@ -14,7 +14,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.positions import PositionCertificate
@@ -92,11 +92,11 @@ class Inspection:
     kv_cache: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
         ropes = []
         for rope in (self.rope, self.window_rope):
@@ -130,7 +130,7 @@ class Inspection:
             *([experts] if self.experts else []),
             f"  tensors: {kinds}",
             *(
-                [f"  tokenizer: {_described(self.tokenizer)}"]
+                [f"  tokenizer: {_describe_tokenizer(self.tokenizer)}"]
                 if self.runnable or self.run_by
                 else []
             ),
@@ -142,7 +142,11 @@ class Inspection:
             f"  loads in: {', '.join(self.readers)}"
             + (f"; {self.readers_note}" if self.readers_note else ""),
             *([f"  made by: {_maker(**made_by)}"] if made_by else []),
-            *([f"  schemes: {_chosen_for(self.schemes_chosen)}"] if self.schemes_chosen else []),
+            *(
+                [f"  schemes: {_describe_allocation(self.schemes_chosen)}"]
+                if self.schemes_chosen
+                else []
+            ),
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
         ]
@@ -171,12 +175,14 @@ def inspect(
     """
     require_flags(tensors_only=tensors_only)
     path = as_path("path", path)
-    checkpoint = _opened(path, weights, tensors_only=tensors_only or made_of_tensors(path))
+    checkpoint = _open_for_inspection(
+        path, weights, tensors_only=tensors_only or made_of_tensors(path)
+    )
     made = manifest_or_empty(checkpoint.path)
     if not checkpoint.config.runnable and isinstance(run_by := made.get("run_by"), str):
         checkpoint.config = replace(checkpoint.config, run_by=run_by)
     config = checkpoint.config
-    tokenizer, notes = checked_tokenizer(checkpoint)
+    tokenizer, notes = load_checked_tokenizer(checkpoint)
     if not config.runnable and (family := text_family(checkpoint.extra_config)) is not None:
         notes.append(
             f"{path}: generate, chat and bench run its text part as {family}, without images"
@@ -217,7 +223,7 @@ def inspect(
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
         run_by=config.run_by,
-        schemes_chosen=_schemes_chosen(made),
+        schemes_chosen=_read_allocation(made),
         kv_cache=(
             None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales}
         ),
@@ -229,15 +235,17 @@ def inspect(
     )
 
 
-def _opened(path: Path, weights: WeightKind | None, *, tensors_only: bool) -> StoredCheckpoint:
+def _open_for_inspection(
+    path: Path, weights: WeightKind | None, *, tensors_only: bool
+) -> StoredCheckpoint:
     try:
         return open_checkpoint(path, weights, tensors_only=tensors_only)
     except UnsupportedError:
         from quantkit.via_transformers.forward import open_to_look_at  # which imports torch
 
-        if (found := open_to_look_at(path, weights)) is None:
+        if (to_look := open_to_look_at(path, weights)) is None:
             raise
-        return found
+        return to_look
 
 
 def _maker(quantkit_version: object = None, job: object = None, **how: object) -> str:
@@ -249,7 +257,7 @@ def _maker(quantkit_version: object = None, job: object = None, **how: object) -
 
 
 def _kind(spec: TensorSpec) -> str:
-    """What a tensor is, in a word or two."""
+    """Return what a tensor is, in a word or two."""
     if spec.stored_as is not None:
         return f"{spec.stored_as} as {spec.dtype}"
     return str(spec.scheme or spec.dtype)
@@ -261,21 +269,21 @@ def _rope_text(rope: RopeConfig) -> str:
     )
 
 
-def _described(tokenizer: dict[str, Any] | None) -> str:
+def _describe_tokenizer(tokenizer: dict[str, Any] | None) -> str:
     if tokenizer is None:
         return "none"
     return "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
 
 
-def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
-    found = made.get("bit_allocation")
+def _read_allocation(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    found = manifest.get("bit_allocation")
     if not isinstance(found, dict):
         return None
     return {key: found.get(key) for key in ("target_bits", "max_size", "estimated_kl")}
 
 
-def _chosen_for(found: dict[str, Any]) -> str:
-    bits, size, kl = found.values()
+def _describe_allocation(allocation: dict[str, Any]) -> str:
+    bits, size, kl = allocation.values()
     if isinstance(bits, float):
         requested = f"{bits:g} bits a weight"
     else:
@@ -284,7 +292,7 @@ def _chosen_for(found: dict[str, Any]) -> str:
 
 
 def count_text(count: int) -> str:
-    """A number of parameters: ``1.24B``."""
+    """Return a number of parameters: ``1.24B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.2f}{unit}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
-from quantkit.base.option_fields import called_with
+from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, deduplicated
 from quantkit.calibration import effort
 from quantkit.errors import RequestError
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "convert", "generate", "quantize", "refine", "training"]
 
 
-@called_with(ConvertOptions)
+@accept_fields_of(ConvertOptions)
 def convert(options: ConvertOptions) -> Estimate:
-    """What `quantkit.convert` with the same arguments would take.
+    """Return what `quantkit.convert` with the same arguments would take.
 
     Returns:
         Memory, disk and time.
@@ -64,10 +64,10 @@ def convert(options: ConvertOptions) -> Estimate:
     return estimate
 
 
-@called_with(QuantizeOptions)
+@accept_fields_of(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> Estimate:
-    """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no
-    samples are drawn.
+    """Return what `quantkit.quantize` with the same arguments would take; calibration text is read,
+    and no samples are drawn.
 
     Returns:
         Memory, disk and time, and what becomes of the layers.
@@ -87,9 +87,9 @@ def quantize(options: QuantizeOptions) -> Estimate:
     return estimate
 
 
-@called_with(RefineOptions)
+@accept_fields_of(RefineOptions)
 def refine(options: RefineOptions) -> Estimate:
-    """What `quantkit.refine` with the same arguments would take; no samples are drawn.
+    """Return what `quantkit.refine` with the same arguments would take; no samples are drawn.
 
     Returns:
         Memory, disk and time.
@@ -120,8 +120,8 @@ def generate(
     context: int | None = None,
     dtype: FloatName | torch.dtype | None = None,
 ) -> SliceEstimate:
-    """What generation takes of each chip of a TPU slice, as the compiler for that slice says; no
-    TPU is needed.
+    """Return what generation takes of each chip of a TPU slice, as the compiler for that slice
+    says; no TPU is needed.
 
     Args:
         model: a folder, or an open checkpoint; only its shapes are looked at.
@@ -168,8 +168,8 @@ def training(
     train_norms: bool = False,
     progress: Progress | None = None,
 ) -> TrainingEstimate:
-    """What a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler says; no
-    TPU is needed.
+    """Return what a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler
+    says; no TPU is needed.
 
     Args:
         model: the quantized model: a folder, or an open checkpoint; only its shapes are looked at.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.model.cache import KVCache
-from quantkit.tensors.cached_rows import CachedRows, cached_rows
+from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 MAX_QUERY_ROWS = 2048
 """Positions beyond which masks and scores, which grow with their square, are made for a piece of
@@ -40,7 +40,7 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's fused attention computes them: it knows no caps and no sinks."""
+        """Return whether torch's fused attention computes them: it knows no caps and no sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -74,12 +74,12 @@ class CachedAttention(Protocol):
         ...
 
 
-def causal_attention(
+def make_causal_attention(
     positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
 ) -> Attend:
-    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence
-    before it, with keys and values as a cache of type `cache_dtype` stores them; None is as they
-    are.
+    """Return each of the tokens at rising positions, [T] or [B, T], sees itself and those of its
+    sequence before it, with keys and values as a cache of type `cache_dtype` stores them; None is
+    as they are.
     """
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
     limits = () if long else set(windows)
@@ -90,19 +90,19 @@ def causal_attention(
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
             keys, values = (
-                cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values)
+                to_cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values)
             )
         if long and not (windows[layer] is None and scores.plain):
-            return _mixed_in_pieces(queries, keys, values, positions, windows[layer], scores)
+            return _mix_values_in_chunks(queries, keys, values, positions, windows[layer], scores)
         mask = masks.get(windows[layer])
         if mask is None and not scores.plain:
             mask = _causal_mask(positions, positions, None)
-        return _mixed(queries, keys, values, mask, scores)
+        return _mix_values(queries, keys, values, mask, scores)
 
     return attend
 
 
-def cached_attention(
+def make_cached_attention(
     cache: KVCache,
     positions: Tensor,
     windows: Sequence[int | None],
@@ -113,10 +113,10 @@ def cached_attention(
 ) -> Attend:
     """Stores keys and values in the cache; each token sees all that the cache holds of its sequence
     up to it. The `first` tokens, for which the cache holds nothing yet that they should see, attend
-    as in `causal_attention`.
+    as in `make_causal_attention`.
     """
     if first:
-        to_each_other = causal_attention(positions, windows)
+        to_each_other = make_causal_attention(positions, windows)
     else:
         to_each_other = None
 
@@ -129,7 +129,7 @@ def cached_attention(
     return attend
 
 
-def masked_attention(
+def attend_with_mask(
     queries: Tensor,
     keys: CachedRows,
     values: CachedRows,
@@ -138,8 +138,8 @@ def masked_attention(
     window: int | None,
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what
-    is seen.
+    """Return the `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over
+    what is seen.
     """
     if _eager_on_cpu(positions):
         seen = int(positions.max()) + 1
@@ -151,10 +151,12 @@ def masked_attention(
     mask = _causal_mask(
         positions, torch.arange(keys.rows.shape[2], device=positions.device), window
     )
-    return _mixed(queries, keys.floats(queries.dtype), values.floats(queries.dtype), mask, scores)
+    return _mix_values(
+        queries, keys.floats(queries.dtype), values.floats(queries.dtype), mask, scores
+    )
 
 
-def _mixed(
+def _mix_values(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
     """Mixed values [B, T, H * Dh] under a mask, or each token seeing those up to it."""
@@ -170,7 +172,8 @@ def _mixed(
         )
         return mixed.transpose(1, 2).flatten(2)
     assert mask is not None
-    grouped = torch.unflatten(queries, 1, (keys.shape[1], -1))  # [B, K, H / K, T, Dh]
+    # [B, K, H / K, T, Dh]
+    grouped = torch.unflatten(queries, 1, (keys.shape[1], -1))
     products = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
     products = products * (queries.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
@@ -191,7 +194,7 @@ def _mixed(
     return given.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
-def _mixed_in_pieces(
+def _mix_values_in_chunks(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -232,7 +235,7 @@ def _mixed_in_pieces(
                 sinks = None
             else:
                 sinks = scores.sinks[own]
-            mixed[:, start:stop, head] = _mixed(*parts, mask, replace(scores, sinks=sinks))
+            mixed[:, start:stop, head] = _mix_values(*parts, mask, replace(scores, sinks=sinks))
     return mixed.flatten(2)
 
 
@@ -245,8 +248,8 @@ def _eager_on_cpu(positions: Tensor) -> bool:
 
 
 def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which key positions each query position sees: bool [T, S] for [T] and [S], or [B, 1, T, S]
-    for [B, T] and [S] or [B, S].
+    """Return which key positions each query position sees: bool [T, S] for [T] and [S], or [B, 1,
+    T, S] for [B, T] and [S] or [B, S].
     """
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
     seen = distance >= 0

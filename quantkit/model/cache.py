@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.tensors.cached_rows import CachedRows, cached_rows
+from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 _LAZY_BYTES = 1 << 20
 """Smaller tensors are not worth a mapping."""
@@ -41,7 +41,9 @@ class KVCache:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All that it consists of; slots are the first dimension of each, positions the third."""
+        """Return all that it consists of; slots are the first dimension of each, positions the
+        third.
+        """
         tensors: list[Tensor] = []
         for rows in (*self.keys, *self.values):
             for tensor in rows.tensors():
@@ -60,7 +62,7 @@ class KVCache:
         None for all slots in order; returns the whole layer's, as stored.
         """
         for stored, floats in ((self.keys[layer], keys), (self.values[layer], values)):
-            new = cached_rows(floats, stored.rows.dtype)
+            new = to_cached_rows(floats, stored.rows.dtype)
             for into, rows in zip(stored.tensors(), new.tensors(), strict=True):
                 if slots is None and positions.dim() == 1:
                     into.index_copy_(2, positions, rows)
@@ -74,7 +76,7 @@ class KVCache:
 
 
 def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype) -> int:
-    """What a cache takes."""
+    """Return what a cache takes."""
     row = config.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
     return 2 * config.num_layers * slots * config.num_kv_heads * length * row
 

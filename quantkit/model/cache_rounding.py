@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quantkit.tensors.float8 import rounded_to_e4m3
+from quantkit.tensors.float8 import round_to_e4m3
 
 
 class Fp8Rounding(nn.Module):
@@ -32,7 +32,7 @@ class Fp8Rounding(nn.Module):
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Both in their own type."""
-        return _rounded(keys, self.k_scale), _rounded(values, self.v_scale)
+        return _round_rows(keys, self.k_scale), _round_rows(values, self.v_scale)
 
 
 class CacheMaxima(nn.Module):
@@ -45,11 +45,11 @@ class CacheMaxima(nn.Module):
         self.largest = torch.zeros(2, device=device)
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What was given."""
+        """Return what was given."""
         own = torch.stack([rows.abs().amax().float() for rows in (keys, values)])
         self.largest = torch.maximum(self.largest, own)
         return keys, values
 
 
-def _rounded(rows: Tensor, scale: Tensor) -> Tensor:
-    return (rounded_to_e4m3(rows.float() / scale) * scale).to(rows.dtype)
+def _round_rows(rows: Tensor, scale: Tensor) -> Tensor:
+    return (round_to_e4m3(rows.float() / scale) * scale).to(rows.dtype)

@@ -22,8 +22,10 @@ from quantkit.tensors.scheme import QuantScheme
 # in one call
 _CPU_COLUMNS = 128
 _GPU_COLUMNS = 32
-_ROWS = 40  # more than one program has
-_COLUMNS = 288  # more than a panel has
+# More than one program has.
+_ROWS = 40
+# More than a panel has.
+_COLUMNS = 288
 _SCHEMES = ("int4-g32", "int4-g32-asym")
 _TOLERANCE = (
     0.01  # of the output error; codes may differ where two are equally good, and later ones follow
@@ -33,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """The kernels of a device; if torch replaces them, a warning is logged. An unknown variant of
-    the CPU kernels is a `RequestError`.
+    """Return the kernels of a device; if torch replaces them, a warning is logged. An unknown
+    variant of the CPU kernels is a `RequestError`.
     """
     on_cpu = device.type == "cpu"
     if on_cpu:
@@ -63,7 +65,9 @@ def column_kernels(device: torch.device) -> ColumnKernels:
 
 
 def kernels_name(device: torch.device) -> str:
-    """What rounds columns on a device: ``torch``, ``triton`` or the name of the CPU kernels."""
+    """Return what rounds columns on a device: ``torch``, ``triton`` or the name of the CPU
+    kernels.
+    """
     if column_kernels(device) is TORCH:
         return "torch"
     if device.type == "cpu":
@@ -72,7 +76,7 @@ def kernels_name(device: torch.device) -> str:
 
 
 def cpu_kernels() -> ColumnKernels:
-    """The C++ kernels, which are compiled when they are first called."""
+    """Return the C++ kernels, which are compiled when they are first called."""
 
     def search(
         weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
@@ -92,7 +96,7 @@ def cpu_kernels() -> ColumnKernels:
 
 
 def gpu_kernels() -> ColumnKernels:
-    """The Triton kernels; scales are searched by torch."""
+    """Return the Triton kernels; scales are searched by torch."""
     from quantkit.kernels import triton_gptq
 
     return ColumnKernels(
@@ -101,7 +105,7 @@ def gpu_kernels() -> ColumnKernels:
 
 
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
-    """How the kernels are wrong on a small layer; None if they are not."""
+    """Return how the kernels are wrong on a small layer; None if they are not."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
     weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)

@@ -21,12 +21,12 @@ from quantkit.model.attention import (
     Attend,
     CachedAttention,
     Scores,
-    cached_attention,
-    causal_attention,
-    masked_attention,
+    attend_with_mask,
+    make_cached_attention,
+    make_causal_attention,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.device import checked_ids
+from quantkit.model.device import check_token_ids
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.rope import Angles, Rotary, rotate
@@ -60,7 +60,7 @@ class DecoderOps:
             small compared with the kernels, such as drawing a token.
     """
 
-    cached_attention: CachedAttention = masked_attention
+    cached_attention: CachedAttention = attend_with_mask
     ragged: bool = False
     float_linear: FloatLinear = float_linear
     blocks: FusedBlocks | None = None
@@ -79,12 +79,14 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Backbone(config)
         self.lm_head: nn.Module | None = (
-            None  # the embedding's weight, or where its codes are the head's, that head
+            # The embedding's weight, or where its codes are the head's, that head.
+            None
         )
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
-        self.group: ProcessGroup = SINGLE  # the processes that share the model
+        # The processes that share the model.
+        self.group: ProcessGroup = SINGLE
         self.ops = DecoderOps()
 
     @property
@@ -112,7 +114,7 @@ class Decoder(nn.Module):
                 checked.
         """
         if not isinstance(tokens, Tensor) or positions is None:
-            tokens = checked_ids(tokens, self.config.vocab_size).to(self.device)
+            tokens = check_token_ids(tokens, self.config.vocab_size).to(self.device)
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
         if tokens.dim() == 1:
@@ -148,9 +150,11 @@ class Decoder(nn.Module):
             windows = self.config.windows
             attention = self.ops.cached_attention
             if cache is None:
-                attend = causal_attention(positions, windows)
+                attend = make_causal_attention(positions, windows)
             else:
-                attend = cached_attention(cache, positions, windows, attention, slots, first=first)
+                attend = make_cached_attention(
+                    cache, positions, windows, attention, slots, first=first
+                )
             for block in self.model.layers:
                 x = block(x, Step(angles, attend))
         return self.model.norm(x)  # type: ignore[no-any-return]
@@ -191,11 +195,11 @@ class Backbone(nn.Module):
         self._multiplier = config.embedding_multiplier
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the first block is given, [B, T, D], for tokens [B, T]."""
-        return scaled_embeddings(self.embed_tokens(tokens), self._multiplier)
+        """Return what the first block is given, [B, T, D], for tokens [B, T]."""
+        return scale_embeddings(self.embed_tokens(tokens), self._multiplier)
 
 
-def scaled_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
+def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
     """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
     if multiplier == 1:
         return embeddings
@@ -238,8 +242,10 @@ class Block(nn.Module):
             x = self.finish(branch, x, self.inner(branch, x, step))
         return x
 
-    def normed(self, branch: str, x: Tensor) -> Tensor:
-        """What a branch's first linears are applied to, [B, T, D], for hidden states [B, T, D]."""
+    def apply_norm(self, branch: str, x: Tensor) -> Tensor:
+        """Return what a branch's first linears are applied to, [B, T, D], for hidden states [B,
+        T, D].
+        """
         if branch == "attention":
             norm = self.input_layernorm
         else:
@@ -248,10 +254,10 @@ class Block(nn.Module):
         return normed
 
     def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
-        """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for
-        hidden states [B, T, D].
+        """Return what a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D],
+        for hidden states [B, T, D].
         """
-        states = self.normed(branch, x)
+        states = self.apply_norm(branch, x)
         if branch == "attention":
             return self.self_attn.inner(states, step)
         return self.mlp.inner(states)
@@ -291,13 +297,15 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.qkv_proj: nn.Module | None = None  # takes the place of the three where they are fused
+        # Takes the place of the three where they are fused.
+        self.qkv_proj: nn.Module | None = None
         self.widths = [query, kv, kv]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
         self.shared_norms: nn.Module | None = (
-            None  # takes the place of both where processes share the width
+            # Takes the place of both where processes share the width.
+            None
         )
         if config.qk_norm is not None:
             self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
@@ -305,7 +313,8 @@ class Attention(nn.Module):
         self.clip = config.clip_qkv
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.as_cached: nn.Module | None = (
-            None  # what a quantized cache makes of keys and values [B, K, T, Dh]
+            # What a quantized cache makes of keys and values [B, K, T, Dh]
+            None
         )
         self._scale = config.attention_scale
         self._softcap = config.attention_softcap
@@ -321,12 +330,12 @@ class Attention(nn.Module):
         else:
             parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
         if not self.norms_heads:
-            parts = self._normed(*parts)
+            parts = self._apply_qk_norm(*parts)
         if self.clip is not None:
             parts = tuple(part.clamp(-self.clip, self.clip) for part in parts)
         queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
         if self.norms_heads:
-            queries, keys, values = self._normed(queries, keys, values)
+            queries, keys, values = self._apply_qk_norm(queries, keys, values)
         queries = queries.transpose(1, 2)
         keys = keys.transpose(1, 2)
         values = values.transpose(1, 2)
@@ -344,11 +353,11 @@ class Attention(nn.Module):
         return step.attend(self.layer, queries, keys, values, self.scores)
 
     def output(self, mixed: Tensor) -> Tensor:
-        """What is added to the hidden states, [B, T, D]."""
+        """Return what is added to the hidden states, [B, T, D]."""
         out: Tensor = self.o_proj(mixed)
         return out
 
-    def _normed(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _apply_qk_norm(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         if self.q_norm is None or self.k_norm is None:
             return queries, keys, values
         if self.shared_norms is not None:
@@ -366,11 +375,11 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(
+        return self.normalize_by_mean_square(
             x, torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square() / x.shape[-1]
         )
 
-    def scaled(self, x: Tensor, mean_square: Tensor) -> Tensor:
+    def normalize_by_mean_square(self, x: Tensor, mean_square: Tensor) -> Tensor:
         """Normed values of x [..., N], given the mean of their squares, [..., 1]."""
         normed = x.float() * torch.rsqrt(mean_square + self.eps)
         if self.offset:
@@ -379,5 +388,5 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """A norm of a model, over its hidden states, or over a given number of elements."""
+    """Return a norm of a model, over its hidden states, or over a given number of elements."""
     return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)

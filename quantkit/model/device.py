@@ -14,8 +14,8 @@ from quantkit.tensors.dtypes import FloatName, float_name
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """A device by torch's name for it, checked by writing and reading a number; for None a GPU if
-    there is one.
+    """Return a device by torch's name for it, checked by writing and reading a number; for None a
+    GPU if there is one.
 
     Raises:
         RequestError: if not.
@@ -30,7 +30,8 @@ def usable_device(name: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises any of these
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # Torch raises any of these.
         raise RequestError(
             "the device cannot be used", found=name, expected="cpu, or cuda with a GPU"
         ) from error
@@ -63,7 +64,7 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     return found.to(device)
 
 
-def checked_ids(tokens: object, vocab_size: int) -> Tensor:
+def check_token_ids(tokens: object, vocab_size: int) -> Tensor:
     """Token ids [T] or [B, T]; raises `RequestError` if they are not of the vocabulary."""
     expected = f"token ids from 0 to {vocab_size - 1}, [T] or [B, T]"
     try:
@@ -81,8 +82,8 @@ def checked_ids(tokens: object, vocab_size: int) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A tensor on the host; one from a GPU holds its values once an event that is recorded later
-    has happened.
+    """Return a tensor on the host; one from a GPU holds its values once an event that is recorded
+    later has happened.
     """
     if tensor.device.type != "cuda":
         return tensor

@@ -27,7 +27,8 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.gate_up_proj: nn.Module | None = (
-            None  # takes the place of the two where they are fused
+            # Takes the place of the two where they are fused.
+            None
         )
         self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
 
@@ -42,7 +43,7 @@ class MLP(nn.Module):
         return gated(gate, up, own.activation, own.activation_limit, own.activation_alpha)
 
     def output(self, inner: Tensor) -> Tensor:
-        """What is added to the hidden states, [..., D]."""
+        """Return what is added to the hidden states, [..., D]."""
         out: Tensor = self.down_proj(inner)
         return out
 
@@ -77,15 +78,17 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def inner(self, x: Tensor) -> Tensor:
-        """The normed hidden states [B, T, D] themselves."""
+        """Return the normed hidden states [B, T, D] themselves."""
         return x
 
     def output(self, x: Tensor) -> Tensor:
-        """What is added to the hidden states, [B, T, D], of normed hidden states [B, T, D]."""
+        """Return what is added to the hidden states, [B, T, D], of normed hidden states [B, T,
+        D].
+        """
         weights, chosen = self.route(x)
-        out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(
-            x.shape
-        )
+        out = self.apply_chosen_experts(
+            x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
+        ).view(x.shape)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             gate = self.shared_expert_gate
@@ -95,8 +98,8 @@ class Experts(nn.Module):
         return self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [...,
-        D]; of equal ones those of the lower numbers.
+        """Return the shares, float32 [..., K], and numbers [..., K] of the experts chosen for
+        tokens [..., D]; of equal ones those of the lower numbers.
         """
         shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = (
@@ -107,11 +110,11 @@ class Experts(nn.Module):
         return weights, chosen
 
     def logits(self, x: Tensor) -> Tensor:
-        """What the router gives for tokens [..., D], float32 [..., E]."""
+        """Return what the router gives for tokens [..., D], float32 [..., E]."""
         return _product(x, self.gate).float()
 
-    def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+    def apply_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
         if self.bank is not None:
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
@@ -130,8 +133,9 @@ class Experts(nn.Module):
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:
-    """What a linear of floats gives for states of any dtype, in theirs."""
-    if not isinstance(linear, nn.Linear):  # its weight is on disk
+    """Return what a linear of floats gives for states of any dtype, in theirs."""
+    # Its weight is on disk.
+    if not isinstance(linear, nn.Linear):
         given: Tensor = linear(x)
         return given
     if linear.bias is None:
@@ -153,7 +157,7 @@ class ExpertBank:
     config: ModelConfig
 
     def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        """Return the weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
         activation = self.config.activation
         limit = self.config.activation_limit
         return self.kernel.run(rows, weights, chosen, self.gate_up, self.down, activation, limit)
@@ -185,24 +189,24 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     if operations is None or operations.experts is None:
         return None
     kernel = operations.experts
-    return ExpertBank(kernel, _stacked(kernel, wide), _stacked(kernel, narrow), config)
+    return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 
 
 def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
-    """All of them; none where one is not quantized, or not as the others."""
-    found = [linear for linear in linears if isinstance(linear, QuantLinear)]
+    """Return all of them; none where one is not quantized, or not as the others."""
+    result = [linear for linear in linears if isinstance(linear, QuantLinear)]
     kinds = set()
-    for linear in found:
+    for linear in result:
         kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))
-    if len(found) == len(linears) and len(kinds) == 1:
-        return found
+    if len(result) == len(linears) and len(kinds) == 1:
+        return result
     return []
 
 
-def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> PreparedLinear:
+def _stack_linears(kernel: ExpertKernel, linears: list[QuantLinear]) -> PreparedLinear:
     prepared = {}
-    for name in linears[0].prepared:
-        prepared[name] = kernel.stack([linear.prepared[name] for linear in linears])
+    for name in linears[0].backend_tensors:
+        prepared[name] = kernel.stack([linear.backend_tensors[name] for linear in linears])
         for linear, own in zip(linears, prepared[name], strict=True):
             setattr(linear, name, own)
         malloc_trim()

@@ -31,8 +31,8 @@ _OUTSIDE = frozenset(
 
 
 def block_features(config: ModelConfig) -> frozenset[str]:
-    """What blocks of a config do beyond the plainest. A feature that is new is one that no kernel
-    serves until it says so.
+    """Return what blocks of a config do beyond the plainest. A feature that is new is one that no
+    kernel serves until it says so.
     """
     if config.rope.query_scaling_beta is not None:
         inner = {"query_scaling_beta"}
@@ -55,8 +55,8 @@ class FusedBlocks:
     dtype: torch.dtype
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
-        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else
-        the modules run.
+        """Return whether they may be called for hidden states [B, T, D] and a cache, or for none;
+        else the modules run.
         """
         limit = self.kernel.max_tokens
         tokens = x.shape[0] * x.shape[1]
@@ -88,10 +88,10 @@ class FusedBlocks:
         return self.run(x.to(self.dtype), step)
 
 
-def fused_blocks(
+def fuse_blocks(
     model: Decoder, layers: Mapping[int, LayerConfig] | None = None
 ) -> FusedBlocks | None:
-    """A model's blocks through a kernel.
+    """Return a model's blocks through a kernel.
 
     None where a layer is not quantized throughout by a backend with such a kernel, or the kernel
     does not serve what the model does.
@@ -111,12 +111,12 @@ def fused_blocks(
         block = model.model.layers[number]
         assert isinstance(block, Block)
         linears = []
-        for linear in _fused_linears(block):
+        for linear in _find_fused_linears(block):
             if isinstance(linear, QuantLinear):
                 linears.append(linear)
         offered = [linear.backend.operations() for linear in linears]
         kernels = [operations.block for operations in offered if operations is not None]
-        if len(kernels) < len(_fused_linears(block)) or None in kernels:
+        if len(kernels) < len(_find_fused_linears(block)) or None in kernels:
             return None
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
@@ -133,9 +133,9 @@ def fused_blocks(
     return FusedBlocks(kernel, run, layers, dtype)
 
 
-def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
-    """The linears in the order of the data's flow, one for each site; None where a site's are not
-    fused. Those of a mixture of experts are the shared ones'.
+def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
+    """Return the linears in the order of the data's flow, one for each site; None where a site's
+    are not fused. Those of a mixture of experts are the shared ones'.
     """
     mlp = block.mlp if isinstance(block.mlp, MLP) else block.mlp.shared_experts
     attention = block.self_attn
@@ -146,8 +146,12 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
 
 def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
     qkv, out, *rest = (
-        PreparedLinear(one.prepared, one.scheme, None if one.bias is None else one.bias.detach())
-        for one in linears
+        PreparedLinear(
+            linear.backend_tensors,
+            linear.scheme,
+            None if linear.bias is None else linear.bias.detach(),
+        )
+        for linear in linears
     )
     gate_up, down = rest or (None, None)
     own = block.self_attn
@@ -163,11 +167,11 @@ def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
         gate_up,
         down,
         _norm(block.mlp_output_layernorm),
-        _routed(block.mlp) if isinstance(block.mlp, Experts) else None,
+        _to_routed_experts(block.mlp) if isinstance(block.mlp, Experts) else None,
     )
 
 
-def _routed(experts: Experts) -> RoutedExperts:
+def _to_routed_experts(experts: Experts) -> RoutedExperts:
     bank = experts.bank
     gate = experts.shared_expert_gate
     assert bank is not None

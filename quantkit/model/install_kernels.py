@@ -23,24 +23,27 @@ from quantkit.model.attention import (
     PLAIN,
     CachedAttention,
     Scores,
-    cached_attention,
-    causal_attention,
-    masked_attention,
+    attend_with_mask,
+    make_cached_attention,
+    make_causal_attention,
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Decoder, Step
 from quantkit.model.feed_forward import Experts
-from quantkit.model.fused_blocks import FusedBlocks, fused_blocks
+from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
-_MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
+# Tokens that kernels are tried with besides one: more than those for few tokens take.
+_MANY = 20
 # share of a result that float32 arithmetic in another order may be off by, through a whole block
 _FLOATS = 1e-3
-_FEW = 10  # the widest window that blocks are tried with
+# The widest window that blocks are tried with.
+_FEW = 10
 _STEPS = 2  # of a 16-bit dtype that a block may be off by, besides twice what its modules are
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
-_WINDOW = 100  # the widest window that attention is tried with
+# The widest window that attention is tried with.
+_WINDOW = 100
 _BENT = (
     0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
 )
@@ -93,15 +96,15 @@ def install_kernels(model: Decoder) -> None:
         if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
             for experts in banked:
                 experts.bank = None
-        blocks = fused_blocks(model)
+        blocks = fuse_blocks(model)
         if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
     model.ops = replace(model.ops, blocks=blocks)
 
 
 def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
-    """The `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for any
-    number, with torch's for more.
+    """Return the `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for
+    any number, with torch's for more.
     """
 
     def attention(
@@ -115,24 +118,24 @@ def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> Cached
     ) -> Tensor:
         given = queries, keys, values, positions, slots, window
         if max_tokens is not None and queries.shape[2] > max_tokens:
-            return masked_attention(*given, scores)
+            return attend_with_mask(*given, scores)
         return kernel(*given, scores.scale, scores.softcap, scores.sinks)
 
     return attention
 
 
-def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
-    """Whether kernels give what torch does; if not, a warning says so."""
+def _passes(operation: str, same_as_torch: Callable[[], bool]) -> bool:
+    """Return whether kernels give what torch does; if not, a warning says so."""
     reason = kernel_failure(same_as_torch)
     if reason is not None:
-        _log.warning("%s by the compiled kernels %s; torch's are used", what, reason)
+        _log.warning("%s by the compiled kernels %s; torch's are used", operation, reason)
     return reason is None
 
 
 def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
-    """Whether products of rows of these dtypes, one and many, are right to float32 sums."""
+    """Return whether products of rows of these dtypes, one and many, are right to float32 sums."""
     columns = model.config.hidden_size
-    some = _drawn(model, _MANY + 33, columns)
+    some = _draw_normal(model, _MANY + 33, columns)
     weight = some[_MANY:].to(model.dtype)
     for dtype, count in itertools.product(dtypes, (1, _MANY)):
         rows = some[:count].to(dtype)
@@ -149,9 +152,9 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 def _same_attention(
     model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
-    """Whether attention is the same for queries of these dtypes, over either kind of cache, for one
-    token and for many of those that it is used for, of sequences in separate slots and at separate
-    positions.
+    """Return whether attention is the same for queries of these dtypes, over either kind of cache,
+    for one token and for many of those that it is used for, of sequences in separate slots and at
+    separate positions.
     """
     if max_tokens is None:
         many = _MANY
@@ -173,15 +176,17 @@ def _same_attention(
     rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
         cache = KVCache(config, 3, _POSITIONS, cached, model.device)
-        keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
+        keys, values = cache.update(
+            0, every, _draw_normal(model, *rows), _draw_normal(model, *rows, seed=1)
+        )
         for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
             queries = (
-                _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch
+                _draw_normal(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch
             ).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             given = keys, values, positions, slots, window, scores
             found = attention(queries, *given)
-            right = masked_attention(queries.double(), *given)
+            right = attend_with_mask(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a
             # few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
@@ -192,13 +197,15 @@ def _same_attention(
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
-    """Whether a kernel gives for one row, and for many, what their experts give one by one."""
+    """Return whether a kernel gives for one row, and for many, what their experts give one by
+    one.
+    """
     linears = []
     for module in experts.experts.modules():
         if isinstance(module, QuantLinear):
             linears.append(module)
     bank = experts.bank
-    some = _drawn(model, _MANY, model.config.hidden_size).to(model.dtype)
+    some = _draw_normal(model, _MANY, model.config.hidden_size).to(model.dtype)
     assert bank is not None
     rounding = linears[0].backend.rounding(model.dtype)
     if model.dtype != torch.float32:
@@ -211,7 +218,7 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
         weights, chosen = experts.route(rows)
         found = bank(rows, weights, chosen)
         experts.bank = None
-        right = experts.routed(rows, weights, chosen).double()
+        right = experts.apply_chosen_experts(rows, weights, chosen).double()
         experts.bank = bank
         if bool(right.isfinite().all()) and not _is_close(found, right, share):
             return False
@@ -219,8 +226,8 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
 
 
 def _same_blocks(model: Decoder) -> bool:
-    """Whether the first block of each kind is the same through the kernels; and the head for what
-    comes out, which may be of another dtype than the model.
+    """Return whether the first block of each kind is the same through the kernels; and the head for
+    what comes out, which may be of another dtype than the model.
     """
     kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
     for layer, number in kinds.items():
@@ -228,7 +235,7 @@ def _same_blocks(model: Decoder) -> bool:
             layer = layer
         else:
             layer = replace(layer, window=min(layer.window, _FEW))
-        blocks = fused_blocks(model, {number: layer})
+        blocks = fuse_blocks(model, {number: layer})
         assert blocks is not None
         if not _same_head(model, blocks.dtype) or not _same_block(model, number, layer, blocks):
             return False
@@ -243,17 +250,16 @@ def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
-    """Whether a block is the same through the kernels, for the first tokens, for one after them,
-    and for many; in 16 bits as close to exact products as the modules are, but for little, and over
-    either kind of cache.
+    """Return whether a block is the same through the kernels, for the first tokens, for one after
+    them, and for many; in 16 bits as close to exact products as the modules are, but for little,
+    and over either kind of cache.
     """
     config = model.config
     block = model.model.layers[number]
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
-    far = (
-        config.rope.original_context or 0
-    )  # where factors of positions are others than at the start
+    # Where factors of positions are others than at the start.
+    far = config.rope.original_context or 0
     max_tokens = blocks.kernel.max_tokens
     # Below the limit, kernels may differ for each number of tokens.
     stops = (3, 4, 4 + _MANY) if max_tokens is None else (max_tokens, max_tokens + 1)
@@ -264,7 +270,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     rounding = _FLOATS + 4 * max(
         linear.backend.rounding(torch.float32).activations for linear in linears
     )
-    x = _drawn(model, 1, stops[-1], config.hidden_size)
+    x = _draw_normal(model, 1, stops[-1], config.hidden_size)
     if not wide:
         x = _small(model, block, x, far, windows).to(blocks.dtype).float()
     for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
@@ -279,20 +285,23 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
             steps = []
             for cache in (exact, rough):
                 steps.append(
-                    Step(angles, cached_attention(cache, positions, windows, masked_attention))
+                    Step(angles, make_cached_attention(cache, positions, windows, attend_with_mask))
                 )
             share = rounding
             if wide:
                 right = block(states, steps[0])
             else:
-                with _dequantized(block):
+                with _use_dequantized_weights(block):
                     right = block(states, steps[0])
             if not bool(right.isfinite().all()):
-                return True  # nothing can be compared; NaN and Inf are reported with the logits
-            added = (right - states).double()  # what a block adds may be little
+                # Nothing can be compared; NaN and Inf are reported with the logits.
+                return True
+            # What a block adds may be little.
+            added = (right - states).double()
             if not wide:
                 modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()
-                tiny = torch.finfo(torch.float64).tiny  # a block may add nothing
+                # A block may add nothing.
+                tiny = torch.finfo(torch.float64).tiny
                 off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
                 share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
             out = blocks(
@@ -311,9 +320,10 @@ def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int 
     to drown in their rounding. A norm sees little of their size.
     """
     positions = torch.arange(x.shape[1], device=x.device)
-    with _dequantized(block):
+    with _use_dequantized_weights(block):
         added = (
-            block(x, Step(model.rotary(positions + far), causal_attention(positions, windows))) - x
+            block(x, Step(model.rotary(positions + far), make_causal_attention(positions, windows)))
+            - x
         )
     size = float(added.square().mean().sqrt())
     if size > 0:
@@ -322,13 +332,12 @@ def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int 
 
 
 @contextmanager
-def _dequantized(block: Block) -> Iterator[None]:
+def _use_dequantized_weights(block: Block) -> Iterator[None]:
     """Within it a block's products are those of the dequantized weights in float32."""
 
     def exact(linear: QuantLinear, x: Tensor) -> Tensor:
-        weight = linear.rows(
-            torch.arange(linear.out_features, device=x.device)
-        )  # floats only while it is used
+        # Floats only while it is used.
+        weight = linear.rows(torch.arange(linear.out_features, device=x.device))
         return F.linear(x, weight, None if linear.bias is None else linear.bias.float())
 
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
@@ -342,8 +351,8 @@ def _dequantized(block: Block) -> Iterator[None]:
 
 
 def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
-    """Which of the rows [1, T, D] a router may send to other experts when it is off by a share of
-    its logits: they may differ, and kernels may be right.
+    """Return which of the rows [1, T, D] a router may send to other experts when it is off by a
+    share of its logits: they may differ, and kernels may be right.
     """
     if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
         return [False] * states.shape[1]
@@ -355,11 +364,11 @@ def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> li
     return [bool(close) for close in apart <= share * logits.std(-1)]
 
 
-def _is_close(found: Tensor, right: Tensor, share: float) -> bool:
-    """Whether each number is right but for a share of itself and of what is typical of its
+def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
+    """Return whether each number is right but for a share of itself and of what is typical of its
     vector, [..., N].
     """
-    return within(found, right, share * _size(right))
+    return within(result, right, share * _size(right))
 
 
 def _size(right: Tensor) -> Tensor:
@@ -367,6 +376,6 @@ def _size(right: Tensor) -> Tensor:
     return right.square().mean(-1, keepdim=True).sqrt() + right.abs()
 
 
-def _drawn(model: Decoder, *shape: int, seed: int = 0) -> Tensor:
-    """The same float32 numbers each time, where the model is."""
+def _draw_normal(model: Decoder, *shape: int, seed: int = 0) -> Tensor:
+    """Return the same float32 numbers each time, where the model is."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.device)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import layer_scales
-from quantkit.model.attention import Scores, causal_attention
+from quantkit.model.attention import Scores, make_causal_attention
 from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
-from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
+from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.rope import Rotary
@@ -62,24 +62,23 @@ class _Pack:
         self.lengths = [batch.tokens.numel() for batch in batches]
         self._shapes = [batch.tokens.shape for batch in batches]
         self._attends = [
-            causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches
+            make_causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches
         ]
         positions = []
         for batch, shape in zip(batches, self._shapes, strict=True):
             positions.append(batch.positions.repeat(shape[0]))
-        lengths = [own.amax() + 1 for own in positions]
+        lengths = [position.amax() + 1 for position in positions]
         reach = []
-        for length, own in zip(lengths, positions, strict=True):
-            reach.append(length.expand(len(own)))
+        for length, position in zip(lengths, positions, strict=True):
+            reach.append(length.expand(len(position)))
         self.step = Step(rotary(torch.cat(positions), torch.cat(reach)), self._attend)
 
     def _attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        """An `Attend` for B = 1 and T = N."""
-        by_batch = (
-            self.split(heads.transpose(1, 2)) for heads in (queries, keys, values)
-        )  # each [B, T, H, Dh]
+        """Return an `Attend` for B = 1 and T = N."""
+        # Each [B, T, H, Dh]
+        by_batch = (self.split(heads.transpose(1, 2)) for heads in (queries, keys, values))
         own = []
         for parts in zip(*by_batch, strict=True):
             own.append([heads.transpose(1, 2) for heads in parts])
@@ -128,18 +127,18 @@ def layerwise_hidden(
     checkpoint = tp.checkpoint
     config = tp.checkpoint.config
     rotary = Rotary(config)
-    packs = [_Pack(some, config, rotary, cache_dtype) for some in _grouped(batches)]
+    packs = [_Pack(some, config, rotary, cache_dtype) for some in _group_batches(batches)]
     scales = layer_scales(checkpoint)
     embedding = checkpoint.load("model.embed_tokens.weight")
     states = [
-        scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier)
+        scale_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier)
         for pack in packs
     ]
     del embedding
     for layer in range(config.num_layers):
         progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
-            block = offloaded_block(checkpoint, layer, pack.lengths, observe)
+            block = build_offloaded_block(checkpoint, layer, pack.lengths, observe)
             if scales is not None:
                 block.self_attn.as_cached = Fp8Rounding(scales[layer], "cpu")
             elif maxima is not None:
@@ -162,7 +161,10 @@ def _through(block: Block, states: Tensor, step: Step) -> Tensor:
     states = block.finish(attention, states, block.inner(attention, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
     return torch.cat(
-        [block.finish(feed_forward, one, block.inner(feed_forward, one, step)) for one in pieces],
+        [
+            block.finish(feed_forward, piece, block.inner(feed_forward, piece, step))
+            for piece in pieces
+        ],
         dim=1,
     )
 
@@ -175,13 +177,14 @@ def head_logits(
     taken in pieces. The processes of a group share it as in `layerwise_hidden`.
     """
     tp = TensorParallel(checkpoint, group)
-    head = tp.checkpoint.load(stored_name(tp.checkpoint, "lm_head.weight"))
+    head = tp.checkpoint.load(resolve_stored_name(tp.checkpoint, "lm_head.weight"))
     logits = float32_linears([as_multiplied(checkpoint, "lm_head", one) for one in hidden], head)
-    del head  # the largest tensor there is, and with two models at hand there are two
-    return [final_logits(tp.gather_logits(one), checkpoint.config) for one in logits]
+    # The largest tensor there is, and with two models at hand there are two.
+    del head
+    return [final_logits(tp.gather_logits(logit), checkpoint.config) for logit in logits]
 
 
-def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
+def _group_batches(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
     """Batches in order, as many together as may be packed."""
     group: list[Batch] = []
     for batch in batches:
@@ -234,11 +237,11 @@ class OffloadedLinear(nn.Module):
         return out
 
 
-def offloaded_block(
+def build_offloaded_block(
     checkpoint: Checkpoint, layer: int, lengths: Sequence[int], observe: Observe | None = None
 ) -> Block:
-    """One decoder layer on the CPU in float32, of which only the norms are in memory. Its input [1,
-    N, D] has sequences of these lengths, one after the other; their sum is N.
+    """Return one decoder layer on the CPU in float32, of which only the norms are in memory. Its
+    input [1, N, D] has sequences of these lengths, one after the other; their sum is N.
     """
     with meta_init():
         block = Block(checkpoint.config, layer)

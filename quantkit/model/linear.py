@@ -15,8 +15,10 @@ from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
 _FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
-_TILE = 16  # matrix products are slow for other numbers of rows
-_TRIED = 64  # rows of an embedding on which a backend is tried
+# Matrix products are slow for other numbers of rows.
+_TILE = 16
+# Rows of an embedding on which a backend is tried.
+_TRIED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ FloatLinear = Callable[[Tensor, Tensor], Tensor]
 
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The `FloatLinear` of torch."""
+    """Return the `FloatLinear` of torch."""
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
     return float32_linears([x], weight)[0].to(x.dtype)
@@ -77,20 +79,24 @@ class QuantLinear(nn.Module):
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
     @property
-    def prepared(self) -> dict[str, Tensor]:
-        """The backend's tensors by name."""
+    def backend_tensors(self) -> dict[str, Tensor]:
+        """Return the backend's tensors by name."""
         return {name: getattr(self, name) for name in self._prepared_names}
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight by index [N], as float32 [N, I]."""
-        return self.backend.rows(self.prepared, self.scheme, self.in_features, index)
+        return self.backend.rows(self.backend_tensors, self.scheme, self.in_features, index)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.backend.linear(x, self.prepared, self.scheme, self.out_features, self.bias)
+        return self.backend.linear(
+            x, self.backend_tensors, self.scheme, self.out_features, self.bias
+        )
 
 
 def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
-    """The rows [..., D] of tokens [...]: floats in their type, codes dequantized to float32."""
+    """Return the rows [..., D] of tokens [...]: floats in their type, codes dequantized to
+    float32.
+    """
     if isinstance(weight, Tensor):
         return F.embedding(tokens, weight)
     return weight.take(tokens.flatten()).dequantize().view(*tokens.shape, -1)
@@ -136,11 +142,11 @@ class QuantEmbedding(nn.Module):
         return rows.to(self._dtype)
 
     def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:
-        """Whether the head's backend gives the rows of its weight, to the bit; if not, a warning
-        says so.
+        """Return whether the head's backend gives the rows of its weight, to the bit; if not, a
+        warning says so.
         """
         index = torch.linspace(0, self.num_embeddings - 1, min(_TRIED, self.num_embeddings)).long()
-        device = next(iter(head.prepared.values())).device
+        device = next(iter(head.backend_tensors.values())).device
         right = weight.take(index).dequantize()
         reason = kernel_failure(lambda: torch.equal(head.rows(index.to(device)).cpu(), right))
         if reason is not None:
@@ -153,14 +159,15 @@ class QuantEmbedding(nn.Module):
 
 
 def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
-    """The verb phrase of a warning about kernels that fail or are wrong; None if they give what
-    torch does.
+    """Return the verb phrase of a warning about kernels that fail or are wrong; None if they give
+    what torch does.
     """
     try:
         if same_as_torch():
             return None
         return "are wrong on this machine"
-    except Exception as error:  # drivers and compilers have their own exception types
+    except Exception as error:
+        # Drivers and compilers have their own exception types.
         return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[
             :300
         ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quantkit.architectures.topology import fused_modules
+from quantkit.architectures.topology import group_fused_linears
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -35,7 +35,7 @@ from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor, stacked
+from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def load_model(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Decoder:
-    """A decoder ready to run, in eval mode.
+    """Return a decoder ready to run, in eval mode.
 
     Args:
         source: a checkpoint or its folder.
@@ -78,34 +78,34 @@ def load_model(
         source = open_checkpoint(source, text_part=True, floats_as=floats_as)
     checkpoint: Checkpoint = source
     device = usable_device(group.device if device is None else device)
-    dtype = dtype or own_dtype(checkpoint)
+    dtype = dtype or choose_default_dtype(checkpoint)
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
     require_kernels(tp.checkpoint, device, dtype, allowed)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    fuse_floats = (
-        device.type != "cpu" or dtype != torch.float32
-    )  # there the larger product is a little slower
+    # There the larger product is a little slower.
+    fuse_floats = device.type != "cpu" or dtype != torch.float32
     fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
     scales = layer_scales(checkpoint)
     if scales is None and checkpoint.kv_cache is not None:
         _log.warning("%s: %s", checkpoint.path, checkpoint.kv_cache.note(run_here=True))
-    for layer, own in enumerate(scales or ()):
+    for layer, scale in enumerate(scales or ()):
         block = model.model.layers[layer]
         assert isinstance(block, Block)
-        block.self_attn.as_cached = Fp8Rounding(own, device)
+        block.self_attn.as_cached = Fp8Rounding(scale, device)
     stack_experts(model, model.config)
-    install_kernels(model)  # they are tried on the process's own embedding and head
+    # They are tried on the process's own embedding and head.
+    install_kernels(model)
     tp.connect_vocabulary(model)
     return model.eval()
 
 
-def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that a model is run in by default."""
+def choose_default_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that a model is run in by default."""
     return DType(checkpoint.config.dtype).torch
 
 
@@ -120,7 +120,9 @@ def require_kernels(
     else:
         looked_up = "model.embed_tokens.weight"
     specs = (checkpoint.info(name) for name in checkpoint.names() if name != looked_up)
-    cases = dict.fromkeys((one.scheme, one.dtype.torch) for one in specs if one.scheme is not None)
+    cases = dict.fromkeys(
+        (spec.scheme, spec.dtype.torch) for spec in specs if spec.scheme is not None
+    )
     try:
         for scheme, scale_dtype in cases:
             select_backend(scheme, device, dtype, scale_dtype, allowed)
@@ -169,7 +171,7 @@ def fill(
     groups = {}
     for layer in range(checkpoint.config.num_layers):
         block = BLOCK_PREFIX.format(layer)
-        for fused, modules in fused_modules(checkpoint.config, layer).items():
+        for fused, modules in group_fused_linears(checkpoint.config, layer).items():
             groups[block + modules[0]] = block + fused, [block + module for module in modules]
     done: set[str] = set()
     info = checkpoint.info
@@ -186,15 +188,15 @@ def fill(
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _embed(module, parent, value, device, dtype, allowed)
             else:
-                weight = _quantized_rows(checkpoint, value, sources)
+                weight = _stack_quantized_rows(checkpoint, value, sources)
                 if weight is None:
                     fused = owner
                     sources = [owner]
                     weight = value
                 biases = [
                     floats_of(checkpoint.load(bias))
-                    for one in sources
-                    if (bias := f"{one}.bias") in parameters
+                    for source in sources
+                    if (bias := f"{source}.bias") in parameters
                 ]
                 linear = QuantLinear(
                     weight, torch.cat(biases) if biases else None, device, dtype, allowed
@@ -207,14 +209,16 @@ def fill(
         elif (
             fuse_floats
             and fused != owner
-            and all(info(f"{one}.weight").scheme is None for one in sources)
+            and all(info(f"{source}.weight").scheme is None for source in sources)
         ):
             wide = module.get_submodule(sources[0].removeprefix(prefix))
             for own, _ in list(wide.named_parameters()):
                 setattr(
                     wide,
                     own,
-                    _stacked_floats(checkpoint, [f"{one}.{own}" for one in sources], device, dtype),
+                    _stack_float_rows(
+                        checkpoint, [f"{source}.{own}" for source in sources], device, dtype
+                    ),
                 )
             assert isinstance(wide, nn.Linear)
             wide.out_features = len(wide.weight)
@@ -241,10 +245,10 @@ def _embed(
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
-def _quantized_rows(
+def _stack_quantized_rows(
     checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]
 ) -> QuantTensor | None:
-    """The weights of several linears, of which the first is loaded, as one; None if their
+    """Return the weights of several linears, of which the first is loaded, as one; None if their
     schemes differ.
     """
     if len(modules) == 1:
@@ -252,7 +256,7 @@ def _quantized_rows(
     parts = [first, *(checkpoint.load(f"{module}.weight") for module in modules[1:])]
     quantized = [part for part in parts if isinstance(part, QuantTensor)]
     if len(quantized) == len(parts):
-        return stacked(quantized)
+        return concatenate_if_uniform(quantized)
     return None
 
 
@@ -269,19 +273,19 @@ def _replace(
 def float_parameter(
     checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """A float tensor on its device in its dtype; a large one that must be copied goes some
+    """Return a float tensor on its device in its dtype; a large one that must be copied goes some
     heads' rows at a time.
     """
     info = checkpoint.info(name)
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(floats_of(checkpoint.load(name)), requires_grad=False)
-    return _stacked_floats(checkpoint, [name], device, dtype)
+    return _stack_float_rows(checkpoint, [name], device, dtype)
 
 
-def _stacked_floats(
+def _stack_float_rows(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """The rows of float tensors one below the other, copied some heads' rows at a time."""
+    """Return the rows of float tensors one below the other, copied some heads' rows at a time."""
     shapes = [checkpoint.info(name).shape for name in names]
     rows = [shape[0] for shape in shapes]
     whole = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
@@ -298,7 +302,7 @@ def _stacked_floats(
 
 
 def floats_of(value: Tensor | QuantTensor) -> Tensor:
-    """A tensor that a checkpoint has as floats."""
+    """Return a tensor that a checkpoint has as floats."""
     assert isinstance(value, Tensor)
     return value
 

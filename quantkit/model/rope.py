@@ -54,8 +54,8 @@ class Rotary(nn.Module):
             self.windowed = Frequencies(config.window_rope, *size)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
-        """The angles of the positions [..., T] of sequences, of lengths as each token finds them,
-        [..., T]; None is up to the last position of each.
+        """Return the angles of the positions [..., T] of sequences, of lengths as each token finds
+        them, [..., T]; None is up to the last position of each.
         """
         if self.windowed is None:
             windowed = None
@@ -88,7 +88,8 @@ class Frequencies(nn.Module):
         self._dim = rope.rotary_dim or head_dim
         self._context = max_context
         self._attention_scale = _attention_scale(rope)
-        self._still = (head_dim - self._dim) // 2  # pairs that do not turn
+        # Pairs that do not turn.
+        self._still = (head_dim - self._dim) // 2
         self.register_buffer(
             "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
         )
@@ -116,7 +117,7 @@ class Frequencies(nn.Module):
         return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
 
     def _of_length(self, lengths: Tensor) -> Tensor:
-        """The frequencies for sequences of lengths [..., 1 or T]: [..., 1 or T, dim / 2]."""
+        """Return the frequencies for sequences of lengths [..., 1 or T]: [..., 1 or T, dim / 2]."""
         if self.stretched is not None:
             assert self._rope.original_context is not None
             longer = (lengths > self._rope.original_context).unsqueeze(-1)
@@ -163,7 +164,8 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     """Slow down long waves by the factor, keep short ones, blend between."""
     assert rope.original_context and rope.low_freq_factor and rope.high_freq_factor
-    turns = rope.original_context * plain / (2 * math.pi)  # rotations within the trained context
+    # Rotations within the trained context.
+    turns = rope.original_context * plain / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / rope.factor + blend * plain
@@ -191,7 +193,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
 
 
 def _long_rope(rope: RopeConfig, factors: Sequence[float], dim: int) -> Tensor:
-    """Each pair of dimensions has its own factor, which divides its frequency."""
+    """Return each pair of dimensions has its own factor, which divides its frequency."""
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
 

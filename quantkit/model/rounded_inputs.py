@@ -22,11 +22,11 @@ class RoundedInputs(CheckpointView):
 
 
 def as_multiplied(checkpoint: Checkpoint, linear: str, x: Tensor) -> Tensor:
-    """The inputs [..., I] of a linear as they are multiplied, float32."""
+    """Return the inputs [..., I] of a linear as they are multiplied, float32."""
     if isinstance(checkpoint, RoundedInputs):
         found = checkpoint.inputs.get(linear)
     else:
         found = None
     if found is None:
         return x
-    return found.rounded(x)
+    return found.round_inputs(x)

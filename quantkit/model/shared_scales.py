@@ -34,7 +34,7 @@ class SharedScales:
         self._nested = {
             module for module, scheme in schemes.items() if scheme.scales is Scales.NESTED
         }
-        self._found: dict[tuple[str, ...], Tensor] = {}
+        self._scales_by_modules: dict[tuple[str, ...], Tensor] = {}
 
     def of(self, module: str) -> Tensor | None:
         """Float32 [1]; None for a linear of another scheme."""
@@ -43,7 +43,8 @@ class SharedScales:
         prefix, dot, leaf = module.rpartition(".")
         fused = next((names for names in _FUSED if leaf in names), (leaf,))
         modules = tuple(one for name in fused if (one := f"{prefix}{dot}{name}") in self._nested)
-        if modules not in self._found:
+        if modules not in self._scales_by_modules:
             scales = [outer_scale(floats_of(self._source.load(f"{one}.weight"))) for one in modules]
-            self._found[modules] = torch.stack(scales).amin(0)  # that of the largest weight
-        return self._found[modules]
+            # That of the largest weight.
+            self._scales_by_modules[modules] = torch.stack(scales).amin(0)
+        return self._scales_by_modules[modules]

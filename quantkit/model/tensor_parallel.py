@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.architectures.topology import Parameter, summed_modules
+from quantkit.architectures.topology import Parameter, list_summed_modules
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard, Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
@@ -33,14 +33,16 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of all processes' tensors, with equal bits on all of them."""
+    """Return the sum of all processes' tensors, with equal bits on all of them."""
     operators = torch.ops._c10d_functional
     total: Tensor = operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.name))
     return total
 
 
 def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
-    """All processes' tensors [..., W] side by side, and of that the first columns: [..., width]."""
+    """Return all processes' tensors [..., W] side by side, and of that the first columns: [...,
+    width].
+    """
     operators = torch.ops._c10d_functional
     flat = x.reshape(-1, x.shape[-1])
     stacked = operators.wait_tensor(
@@ -70,25 +72,27 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_outputs(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the processes give, each of which goes on with it: its gradient is whole
-    on each of them.
+    """Return the sum of what the processes give, each of which goes on with it: its gradient is
+    whole on each of them.
     """
-    found: Tensor = _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
+    return result
 
 
 def sum_gradients(x: Tensor, group: ProcessGroup) -> Tensor:
-    """What all processes have, and each goes on with its share of the model: its gradients are
-    summed.
+    """Return what all processes have, and each goes on with its share of the model: its gradients
+    are summed.
     """
-    found: Tensor = _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
+    return result
 
 
 def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the processes give, each of which goes on with its share of the model."""
-    found: Tensor = _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
-    return found
+    """Return the sum of what the processes give, each of which goes on with its share of the
+    model.
+    """
+    result: Tensor = _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
+    return result
 
 
 def vocab_parallel_embedding(
@@ -151,8 +155,8 @@ class TensorParallel:
         )
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the first linears of a branch are applied to, whose gradients are those of all
-        processes together.
+        """Return what the first linears of a branch are applied to, whose gradients are those of
+        all processes together.
         """
         if self._split is None:
             return x
@@ -165,7 +169,7 @@ class TensorParallel:
             return None
         return TensorSlice(0, self._split.ranges["vocab"])
 
-    def own_logits(self, logits: Tensor) -> Tensor:
+    def slice_local_logits(self, logits: Tensor) -> Tensor:
         """Of logits [..., V] those of the rows that this process has of the head, without
         padding.
         """
@@ -174,7 +178,7 @@ class TensorParallel:
         return logits[..., slice(*self._split.ranges["vocab"][0])]
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum of all processes' tensors."""
+        """Return the sum of all processes' tensors."""
         if self._split is None:
             return x
         return all_reduce(x, self._group)
@@ -201,7 +205,7 @@ class TensorParallel:
         if self._split is None:
             return
         add_up = partial(self._sum, group=self._group)
-        for name in summed_modules(self._config):
+        for name in list_summed_modules(self._config):
             if not name.startswith(prefix):
                 continue
             part = module.get_submodule(own := name.removeprefix(prefix))
@@ -248,13 +252,13 @@ class ParallelLinear(nn.Module):
     `finish` makes the whole result of the processes' parts.
     """
 
-    def __init__(self, own: nn.Module, finish: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shard: nn.Module, finish: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.own = own
+        self.shard = shard
         self.finish = finish
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.finish(self.own(x))
+        return self.finish(self.shard(x))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -262,22 +266,22 @@ class VocabParallelEmbedding(nn.Module):
     on.
     """
 
-    def __init__(self, own: nn.Module, rows: int, first_row: int, group: ProcessGroup) -> None:
+    def __init__(self, shard: nn.Module, rows: int, first_row: int, group: ProcessGroup) -> None:
         super().__init__()
-        self.own = own
+        self.shard = shard
         self.rows = rows
         self.first_row = first_row
         self.group = group
 
     @property
     def weight(self) -> Tensor:
-        """Its rows, where they are floats; a tied head multiplies by them."""
-        found = self.own.weight
-        assert isinstance(found, Tensor)
-        return found
+        """Return its rows, where they are floats; a tied head multiplies by them."""
+        result = self.shard.weight
+        assert isinstance(result, Tensor)
+        return result
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return vocab_parallel_embedding(tokens, self.own, self.rows, self.first_row, self.group)
+        return vocab_parallel_embedding(tokens, self.shard, self.rows, self.first_row, self.group)
 
 
 class WidthParallelNorms(nn.Module):
@@ -310,5 +314,5 @@ class WidthParallelNorms(nn.Module):
         own = queries.float().square().sum(-1), (heads * heads.new_tensor(self._kv_shares)).sum(-1)
         squares = self.add_up(torch.stack(own, dim=-1))
         of_queries, of_keys = squares.unsqueeze(-2).unbind(-1)
-        queries = self.queries.scaled(queries, of_queries / self._widths[0])
-        return queries, self.keys.scaled(keys, of_keys / self._widths[1])
+        queries = self.queries.normalize_by_mean_square(queries, of_queries / self._widths[0])
+        return queries, self.keys.normalize_by_mean_square(keys, of_keys / self._widths[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors import float_codes
 from quantkit.tensors.activations import InputRounding
@@ -90,13 +90,14 @@ WINDOW = 256
 RANDOM = "random tokens"
 """The name of windows that are not from a text."""
 
-_MIN_TOKENS = 2  # the first predicts the second
+# The first predicts the second.
+_MIN_TOKENS = 2
 _WINDOWS = 2
 _LARGE_PARAMETERS = 10**9
 
 
 def coarser(bounds: Iterable[Bound]) -> Bound:
-    """The largest bound."""
+    """Return the largest bound."""
     return max(bounds, key=lambda bound: bound.kl)
 
 
@@ -137,7 +138,7 @@ def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
 def weight_bound(
     quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme
 ) -> float:
-    """The largest relative error of a quantized weight [O, I].
+    """Return the largest relative error of a quantized weight [O, I].
 
     If the reference has floats, it is a multiple of the error of rounding to nearest in the same
     scheme: rows with outliers, or too small for their scales' type, lose more by any method. If
@@ -163,11 +164,11 @@ def weight_bound(
 
 
 def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
-    """The relative error, and its bound, of the row of a quantized weight [O, I] that exceeds its
-    bound the most. NaN if a row holds NaN.
+    """Return the relative error, and its bound, of the row of a quantized weight [O, I] that
+    exceeds its bound the most. NaN if a row holds NaN.
     """
     worst = -1.0
-    found = (0.0, _MIN_BOUND)
+    result = (0.0, _MIN_BOUND)
     for start, stop in row_chunks(*quantized.shape):
         rows = quantized.rows(start, stop)
         reference = weight[start:stop].float()
@@ -180,18 +181,20 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
         excess, row = torch.max(error / bound, 0)  # NaN is the largest
         if not excess.item() <= worst:
             worst = excess.item()
-            found = (error[row].item(), bound[row].item())
-    return found
+            result = (error[row].item(), bound[row].item())
+    return result
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """The norm of each row, in float64, as squares of large values overflow in float32."""
+    """Return the norm of each row, in float64, as squares of large values overflow in float32."""
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
     return norms
 
 
 def _step_error(value: QuantTensor) -> float:
-    """The relative error of a weight if its values were distributed evenly between its steps."""
+    """Return the relative error of a weight if its values were distributed evenly between its
+    steps.
+    """
     rows, columns = value.shape
     if value.scheme.of_small_floats:
         gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
@@ -209,7 +212,7 @@ def _step_error(value: QuantTensor) -> float:
 
 
 def same_but_rounded(a: Tensor, b: Tensor) -> bool:
-    """Whether one of two float tensors is the other one, cast to its type."""
+    """Return whether one of two float tensors is the other one, cast to its type."""
 
     def is_cast(first: Tensor, second: Tensor) -> bool:
         chunks = (slice(*part) for part in row_chunks(len(a), math.prod(a.shape[1:])))
@@ -239,38 +242,38 @@ def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same type and shape, and are equal in every bit."""
+    """Return whether two tensors have the same type and shape, and are equal in every bit."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (a, b)))
 
 
-def exceeds(found: Quality, bound: Bound) -> bool:
-    """Whether a model's loss on one text exceeds the bound, or is NaN; `REPEATABLE` is added to
-    the bound.
+def exceeds(quality: Quality, bound: Bound) -> bool:
+    """Return whether a model's loss on one text exceeds the bound, or is NaN; `REPEATABLE` is added
+    to the bound.
     """
     room = 1 + REPEATABLE
-    ratio = found.perplexity / found.reference_perplexity
-    return not (found.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)
+    ratio = quality.perplexity / quality.reference_perplexity
+    return not (quality.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)
 
 
-def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
-    """The sha256 and windows [W, T] of each text, by its name.
+def build_gate_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
+    """Return the sha256 and windows [W, T] of each text, by its name.
 
     Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same
     each time, with their own hash.
     """
     length = window_length(checkpoint)
     count = _count(checkpoint)
-    tokenizer, _ = checked_tokenizer(checkpoint)
+    tokenizer, _ = load_checked_tokenizer(checkpoint)
     if tokenizer is not None:
-        found = {}
+        result = {}
         for name, text in gate_texts().items():
             windows = text_windows(tokenizer.encode(text), prompt_start(tokenizer), length)[:count]
             if windows.shape[1] >= _MIN_TOKENS:
-                found[name] = (hashlib.sha256(text.encode()).hexdigest(), windows)
-        if found:
-            return found
+                result[name] = (hashlib.sha256(text.encode()).hexdigest(), windows)
+        if result:
+            return result
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(checkpoint.config.vocab_size, (count, length), generator=generator)
     return {RANDOM: (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
@@ -281,8 +284,8 @@ def window_length(checkpoint: Checkpoint) -> int:
     return max(_MIN_TOKENS, min(WINDOW, checkpoint.config.max_context))
 
 
-def measured_tokens(checkpoint: Checkpoint) -> int:
-    """The most tokens that a model is measured on."""
+def count_gate_tokens(checkpoint: Checkpoint) -> int:
+    """Return the most tokens that a model is measured on."""
     return len(gate_texts()) * _count(checkpoint) * window_length(checkpoint)
 
 

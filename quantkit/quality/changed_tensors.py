@@ -31,8 +31,8 @@ class Change:
 
 
 def tensor_hash(value: Tensor | QuantTensor) -> str:
-    """The sha256 of a tensor's values: of codes, scales, and zero points or minima, or of floats
-    in their type.
+    """Return the sha256 of a tensor's values: of codes, scales, and zero points or minima, or of
+    floats in their type.
     """
     found = sha256()
     if isinstance(value, QuantTensor):
@@ -47,40 +47,40 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
 
 
 def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
-    """The tensors, of some, that differ between two models."""
+    """Return the tensors, of some, that differ between two models."""
     found = {}
     for name in names:
         found[name] = Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
     return {name: one for name, one in found.items() if one.before != one.after}
 
 
-def merged(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[str, Change]:
-    """The changes of two refinements, one after the other."""
-    found = dict(earlier)
+def merge_changes(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[str, Change]:
+    """Return the changes of two refinements, one after the other."""
+    result = dict(earlier)
     for name, change in later.items():
         if name in earlier:
             before = earlier[name].before
         else:
             before = change.before
-        found[name] = Change(before, change.after)
-    return found
+        result[name] = Change(before, change.after)
+    return result
 
 
-def rewritten_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
-    """The tensors that a model's manifest lists as changed, with the hashes of the same model in
-    another format.
+def rehash_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
+    """Return the tensors that a model's manifest lists as changed, with the hashes of the same
+    model in another format.
     """
     names = set(result.names())
     results: dict[str, Change] = {}
-    for name, one in recorded_changes(model).items():
+    for name, change in read_changes(model).items():
         if name in names:
-            results[name] = Change(one.before, tensor_hash(result.load(name)))
+            results[name] = Change(change.before, tensor_hash(result.load(name)))
     return results
 
 
-def recorded_changes(model: Path) -> dict[str, Change]:
-    """The tensors that a model's manifest lists as changed by refining; none if it was not refined.
-    Raises `CheckpointError` if the list has another form.
+def read_changes(model: Path) -> dict[str, Change]:
+    """Return the tensors that a model's manifest lists as changed by refining; none if it was not
+    refined. Raises `CheckpointError` if the list has another form.
     """
     refined = manifest_or_empty(model).get(REFINED)
     if refined is None:

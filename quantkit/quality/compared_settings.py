@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import shown
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
@@ -101,7 +101,7 @@ def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
     adds_bos = False
     adds_eos = False
     if checkpoint.config.runnable:
-        tokenizer = checked_tokenizer(checkpoint)[0]
+        tokenizer = load_checked_tokenizer(checkpoint)[0]
         if tokenizer is not None:
             before, after = ids_around_text(tokenizer)
             adds_bos = bool(before)

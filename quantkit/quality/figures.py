@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_PARTS = 20  # an error from 20 parts is itself known to a sixth
+# An error from 20 parts is itself known to a sixth.
+_MAX_PARTS = 20
 _MIN_PART = 16  # tokens of a part
 _MIN_PLAIN = 1e-4
 _MAX_PLAIN = 1e7
-_TWO_DIGITS = 2.95  # an error with a smaller first digit is shown with two digits, else with one
+# An error with a smaller first digit is shown with two digits, else with one.
+_TWO_DIGITS = 2.95
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Estimate:
         return _with_error(self.value, error)
 
     def times(self, factor: float) -> Estimate:
-        """The same in another unit, such as percent."""
+        """Return the same in another unit, such as percent."""
         return Estimate(self.value * factor, None if self.error is None else self.error * factor)
 
     def exp(self) -> Estimate:
-        """The exponential, of a mean of logarithms; infinite beyond the range of a float."""
+        """Return the exponential, of a mean of logarithms; infinite beyond the range of a float."""
         if self.value < 709:
             value = math.exp(self.value)
         else:
@@ -60,8 +62,8 @@ class Estimate:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A figure with `digits` significant digits; before the point all digits are shown, up to
-    seven.
+    """Return a figure with `digits` significant digits; before the point all digits are shown, up
+    to seven.
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -71,8 +73,8 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 
-def rounded(value: float, digits: int = 5) -> float:
-    """A figure as manifests have it."""
+def round_figure(value: float, digits: int = 5) -> float:
+    """Return a figure as manifests have it."""
     return float(f"{value:.{digits}g}")
 
 
@@ -80,19 +82,20 @@ def _is_plain(exponent: int) -> bool:
     return _MIN_PLAIN <= 10.0**exponent < _MAX_PLAIN
 
 
-def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """The mean of independent figures; it has an error if all of them have."""
+def average_estimates(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """Return the mean of independent figures; it has an error if all of them have."""
     shares = [weight / sum(weights) for weight in weights]
-    value = sum(share * one.value for share, one in zip(shares, estimates, strict=True))
+    value = sum(share * estimate.value for share, estimate in zip(shares, estimates, strict=True))
     errors = []
-    for share, one in zip(shares, estimates, strict=True):
-        if one.error is not None:
-            errors.append(share * one.error)
+    for share, estimate in zip(shares, estimates, strict=True):
+        if estimate.error is not None:
+            errors.append(share * estimate.error)
     return Estimate(value, math.hypot(*errors) if len(errors) == len(estimates) else None)
 
 
 def mean_estimate(values: Tensor) -> Estimate:
-    """The mean over a text's tokens [N], float64 and in their order, with its standard error.
+    """Return the mean over a text's tokens [N], float64 and in their order, with its standard
+    error.
 
     Neighbouring tokens are correlated, so the error is not that of N independent draws. The text is
     cut into 20 parts of equal length, at least 16 tokens, and the parts count as independent (batch
@@ -114,19 +117,21 @@ def _with_error(value: float, error: float) -> str:
     return " ± ".join(f"{one:.{max(0, decimals)}f}" for one in shown)
 
 
-def read_record(kind: type[T], value: Any, path: Path, what: str) -> T:
-    """A dataclass from the manifest at a path, for the error with what it states; keys that it
-    lacks are ignored. Raises `CheckpointError` if the value has another form, or `kind` raises
+def read_record(kind: type[T], value: Any, path: Path, description: str) -> T:
+    """Return a dataclass from the manifest at a path, for the error with what it states; keys that
+    it lacks are ignored. Raises `CheckpointError` if the value has another form, or `kind` raises
     ValueError for it.
     """
     try:
-        return cast(T, _decoded(kind, value))
+        return cast(T, _decode_value(kind, value))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise CheckpointError(f"does not state {what}", path=path, hint="make it again") from None
+        raise CheckpointError(
+            f"does not state {description}", path=path, hint="make it again"
+        ) from None
 
 
 def manifest_or_empty(model: Path) -> dict[str, Any]:
-    """A model's manifest; empty if it has none that can be read."""
+    """Return a model's manifest; empty if it has none that can be read."""
     try:
         return manifest.read(model)
     except CheckpointError:
@@ -134,7 +139,7 @@ def manifest_or_empty(model: Path) -> dict[str, Any]:
 
 
 def method_of(model: Path) -> str:
-    """How a model was quantized; empty if its manifest does not state it."""
+    """Return how a model was quantized; empty if its manifest does not state it."""
     return str(manifest_or_empty(model).get("method") or "")
 
 
@@ -154,46 +159,50 @@ def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
                 {name: record[kind] for name, record in one.items() if record.get(kind) is not None}
             )
         if any(errors) and all(
-            bool(found) or not one for found, one in zip(errors, listed, strict=True)
+            bool(error) or not one for error, one in zip(errors, listed, strict=True)
         ):
-            return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
+            return [
+                dict(sorted(error.items(), key=lambda item: -item[1])) for error in errors
+            ], kind
     return [{} for _ in folders], ""
 
 
-def module_records(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a manifest states of each module; empty if it has another form."""
-    modules = made.get("modules")
+def read_module_records(model_manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a manifest states of each module; empty if it has another form."""
+    modules = model_manifest.get("modules")
     if isinstance(modules, dict):
-        return {name: one for name, one in modules.items() if isinstance(one, dict)}
+        return {name: module for name, module in modules.items() if isinstance(module, dict)}
     return {}
 
 
-def _decoded(kind: Any, value: Any) -> Any:
-    """A value of a type: a dataclass, a list, tuple or dict, an optional value, or a string or
-    number.
+def _decode_value(kind: Any, value: Any) -> Any:
+    """Return a value of a type: a dataclass, a list, tuple or dict, an optional value, or a string
+    or number.
     """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         required = set()
-        for one in fields(kind):
-            if one.default is MISSING and one.default_factory is MISSING:
-                required.add(one.name)
+        for field in fields(kind):
+            if field.default is MISSING and field.default_factory is MISSING:
+                required.add(field.name)
         stated = (
-            one.name
-            for one in fields(kind)
-            if one.name in required or value.get(one.name) is not None
+            field.name
+            for field in fields(kind)
+            if field.name in required or value.get(field.name) is not None
         )
-        return kind(**{name: _decoded(hints[name], value[name]) for name in stated})
+        return kind(**{name: _decode_value(hints[name], value[name]) for name in stated})
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is list:
-        return [_decoded(arguments[0], one) for one in value]
+        return [_decode_value(arguments[0], one) for one in value]
     if origin is tuple:
-        return tuple(_decoded(one, part) for one, part in zip(arguments, value, strict=True))
+        return tuple(
+            _decode_value(argument, part) for argument, part in zip(arguments, value, strict=True)
+        )
     if origin is dict:
-        return {str(key): _decoded(arguments[1], one) for key, one in value.items()}
+        return {str(key): _decode_value(arguments[1], one) for key, one in value.items()}
     if arguments:  # X | None
         if value is None:
             return None
-        return _decoded(arguments[0], value)
+        return _decode_value(arguments[0], value)
     return kind(value)

@@ -25,15 +25,15 @@ from quantkit.quality.bounds import (
     BOUNDS,
     MAX_ERROR,
     WINDOW,
+    build_gate_windows,
     coarsest,
-    measured_windows,
     scheme_bound,
     weight_bound,
     with_inputs,
     worst_row,
 )
-from quantkit.quality.figures import Estimate, read_record, rounded
-from quantkit.quality.measures import Windows, tallies
+from quantkit.quality.figures import Estimate, read_record, round_figure
+from quantkit.quality.measures import Windows, collect_tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.activations import InputRounding
@@ -45,7 +45,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _TRAINED = (Solver.SCALES_TRAINED, Solver.CODES_TRAINED)
 _NUM_WORST = 3
-_COARSEST = 128  # columns in a group of int4
+# Columns in a group of int4.
+_COARSEST = 128
 
 SLACK = 1.01
 """The largest KL of a result, in units of that of the RTN baseline."""
@@ -93,16 +94,16 @@ class TextResult:
 
     @property
     def kl_estimate(self) -> Estimate:
-        """The mean KL with its standard error."""
+        """Return the mean KL with its standard error."""
         return Estimate(self.kl, self.kl_error)
 
     @property
     def perplexity_ratio(self) -> Estimate:
-        """The result's perplexity over the source's, with its standard error."""
+        """Return the result's perplexity over the source's, with its standard error."""
         return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
 
     def limit(self, digits: int = 3) -> str:
-        """The bound of the mean KL, in words."""
+        """Return the bound of the mean KL, in words."""
         if self.rounding_kl is None:
             rounding = ""
         else:
@@ -132,22 +133,22 @@ class Gate:
             raise ValueError("nothing was measured")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """The problem, what was found and what was expected; None if the gate is passed.
+        """Return the problem, what was found and what was expected; None if the gate is passed.
 
         NaN exceeds every bound.
         """
-        for one in self.texts:
-            if not one.kl <= one.kl_bound:
-                digits = _distinct_digits(one.kl, one.kl_bound)
+        for text in self.texts:
+            if not text.kl <= text.kl_bound:
+                digits = _distinct_digits(text.kl, text.kl_bound)
                 found = (
-                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on"
-                    f" '{one.text}'"
+                    f"a mean KL(source || result) of {text.kl:.{digits}g} nats a token on"
+                    f" '{text.text}'"
                 )
-                return "the result is too far from its source", found, one.limit(digits)
-            ratio = one.perplexity_ratio.value
+                return "the result is too far from its source", found, text.limit(digits)
+            ratio = text.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
                 digits = _distinct_digits(ratio, self.perplexity_ratio_bound)
-                found = f"{ratio:.{digits}g} times the perplexity on '{one.text}'"
+                found = f"{ratio:.{digits}g} times the perplexity on '{text.text}'"
                 allowed = f"at most {self.perplexity_ratio_bound:g} times"
                 return "the result predicts worse than its source", found, allowed
         for linear, reason in self.fallbacks.items():
@@ -163,8 +164,8 @@ class Gate:
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form; `accepted` states whether the result is kept even if it does not
-        pass.
+        """Return the manifest's form; `accepted` states whether the result is kept even if it does
+        not pass.
         """
         return {
             "passed": self.problem() is None,
@@ -173,12 +174,12 @@ class Gate:
             "perplexity_ratio_bound": self.perplexity_ratio_bound,
             "fallbacks": self.fallbacks,
             **({"distorted": self.distorted} if self.distorted else {}),
-            "texts": [asdict(one) for one in self.texts],
+            "texts": [asdict(text) for text in self.texts],
         }
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Gate:
-        """The result of `to_json`, read from the manifest at a path.
+        """Return the result of `to_json`, read from the manifest at a path.
 
         Raises:
             CheckpointError: if it has another form, or states no text.
@@ -233,14 +234,15 @@ def run_gate(
         if not is_baseline(result, rounded_again, records):
             others.append(RtnBaseline(source, assigned, scale_dtype))
         elif has_cache:
-            others.append(rounded_again)  # the result with floats in its cache
+            # The result with floats in its cache.
+            others.append(rounded_again)
     if inputs:
         others = [RoundedInputs(one, inputs) for one in others]
     else:
         others = others
     bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
-    measured = measured_windows(source)
-    lost = tallies(
+    measured = build_gate_windows(source)
+    lost = collect_tallies(
         source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress
     )
     texts = []
@@ -260,10 +262,10 @@ def run_gate(
             quality.perplexity,
         )
         errors = (
-            None if error is None else rounded(error)
+            None if error is None else round_figure(error)
             for error in (one.kl_error, quality.ratio_error, rounding)
         )
-        texts.append(TextResult(name, digest, one.tokens, *map(rounded, figures), *errors))
+        texts.append(TextResult(name, digest, one.tokens, *map(round_figure, figures), *errors))
     unsolved = {
         name: record["fallback"]
         for name, record in records.items()
@@ -274,7 +276,7 @@ def run_gate(
         texts,
         bound.perplexity_ratio,
         fallbacks,
-        _distorted(source, result, records, assigned, progress),
+        _find_distorted_layers(source, result, records, assigned, progress),
     )
 
 
@@ -289,12 +291,13 @@ def require_passed(
     if problem is None:
         return
     if remedy is None:
-        baselines = [one.rounding_kl for one in gate.texts]
-        if None in baselines:  # the result is rounded itself
+        baselines = [text.rounding_kl for text in gate.texts]
+        # The result is rounded itself.
+        if None in baselines:
             solver = '`method="gptq"`'
         elif all(
-            kl is not None and kl <= one.kl_bound
-            for kl, one in zip(baselines, gate.texts, strict=True)
+            kl is not None and kl <= text.kl_bound
+            for kl, text in zip(baselines, gate.texts, strict=True)
         ):
             solver = 'GPTQ with more text, or round with `method="rtn"`'
         else:
@@ -322,14 +325,14 @@ def require_passed(
     )
 
 
-def _distorted(
+def _find_distorted_layers(
     source: Checkpoint,
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
     assigned: Mapping[str, QuantScheme],
     progress: Progress,
 ) -> dict[str, tuple[float, float]]:
-    """The layers whose recorded errors exceed `weight_bound`, with error and bound; for an
+    """Return the layers whose recorded errors exceed `weight_bound`, with error and bound; for an
     embedding, any row, as texts have few of the tokens.
     """
     found = {}
@@ -346,7 +349,8 @@ def _distorted(
         else:
             error = float(record.get("relative_error", math.nan))
             if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):
-                bound = MAX_ERROR  # its error is that of rounding, or less
+                # Its error is that of rounding, or less.
+                bound = MAX_ERROR
             else:
                 if solver == Solver.WEIGHTED:
                     compensated = scheme
@@ -354,13 +358,13 @@ def _distorted(
                     compensated = worst
                 bound = weight_bound(*_pair(source, result, module), compensated)
         if not error <= bound:
-            found[module] = (rounded(error), rounded(bound))
+            found[module] = (round_figure(error), round_figure(bound))
     progress("weights", len(assigned), len(assigned), "linears")
     return found
 
 
 def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
-    """The weight of a module in the result, and in the source."""
+    """Return the weight of a module in the result, and in the source."""
     quantized = result.load(module + ".weight")
     weight = source.load(module + ".weight")
     assert isinstance(quantized, QuantTensor)
@@ -368,7 +372,7 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
 
 
 def _distinct_digits(value: float, bound: float) -> int:
-    """How many digits a figure needs, at least three, to look different from its bound."""
+    """Return how many digits a figure needs, at least three, to look different from its bound."""
     return next(
         (digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17
     )
@@ -418,7 +422,8 @@ class RtnBaseline(CheckpointView):
         if scheme is None:
             return self._source.load(name, part)
         tiled = scheme.scales is Scales.TILES
-        by_rows = not tiled and (part is None or part.axis == 0)  # which have the same groups
+        # Which have the same groups.
+        by_rows = not tiled and (part is None or part.axis == 0)
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
             scale_dtype = self._scale_dtype.torch
@@ -438,7 +443,8 @@ class RtnBaseline(CheckpointView):
 def is_baseline(
     result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]
 ) -> bool:
-    """Whether a result is its own baseline, so that running both would give the same figures twice.
+    """Return whether a result is its own baseline, so that running both would give the same figures
+    twice.
 
     That is so if every quantized layer was only rounded, according to `records` (the manifest's
     entries on tensors, by name), and every tensor, as it is read back, has the numbers that

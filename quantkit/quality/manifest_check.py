@@ -20,10 +20,10 @@ from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.model.rounded_inputs import RoundedInputs
-from quantkit.quality.bounds import REPEATABLE, measured_windows
+from quantkit.quality.bounds import REPEATABLE, build_gate_windows
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, TextResult
-from quantkit.quality.manifest_files import placed_manifest, require_as_written
+from quantkit.quality.manifest_files import find_manifest, require_as_written
 from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
@@ -40,7 +40,7 @@ of these.
 def neither_true_nor_false(report: object) -> NoReturn:
     """Refuse to be used as a boolean, as any report of a difference would be true."""
     raise TypeError(
-        f"a {type(report).__name__} is neither true nor false: use `report.same` or `report.ok`"
+        f"a {type(report).__name__} is neither true nor false: use `report.is_same` or `report.ok`"
     )
 
 
@@ -57,7 +57,7 @@ class TextCheck:
     perplexity: float | None
 
     def line(self) -> str:
-        """The check as text."""
+        """Return the check as text."""
         one = self.recorded
         if self.perplexity is None:
             return f"'{one.text}' has changed since the model was made; not measured again"
@@ -98,33 +98,33 @@ class FolderReport:
     __bool__ = neither_true_nor_false
 
     @property
-    def same(self) -> bool:
-        """Whether every file is as quantkit wrote it, the model card too."""
+    def is_same(self) -> bool:
+        """Return whether every file is as quantkit wrote it, the model card too."""
         return not self.edited
 
     @property
     def ok(self) -> bool:
-        """Whether the model is as it was made: always, as anything else is an error."""
+        """Return whether the model is as it was made: always, as anything else is an error."""
         return True
 
     def to_json(self) -> dict[str, Any]:
         """Everything found, and the manifest."""
         return {
             "path": str(self.path),
-            "same": self.same,
+            "same": self.is_same,
             "ok": self.ok,
             "files": self.files,
             "edited": self.edited,
-            "perplexities": {one.recorded.text: one.perplexity for one in self.texts},
+            "perplexities": {text.recorded.text: text.perplexity for text in self.texts},
             "run_by": self.run_by,
             "not_run": self.not_run,
             "manifest": self.manifest,
         }
 
     def lines(self) -> list[str]:
-        """The report as text."""
+        """Return the report as text."""
         total = self.files + len(self.edited)
-        if self.same:
+        if self.is_same:
             count = f"all {total}"
         else:
             count = f"{self.files} of {total}"
@@ -155,7 +155,7 @@ class FolderReport:
             out += []
         else:
             out += [f"its perplexities were not measured again: {self.not_run}"]
-        return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
+        return [*out, *(text.line() for text in self.texts), "verdict: the model is as it was made"]
 
 
 def verify_model(
@@ -176,9 +176,10 @@ def verify_model(
     """
     model = Path(model)
     require_finished(model, manifest.NAME)
-    model, path = placed_manifest(model)
+    model, path = find_manifest(model)
     if not path.exists():
-        open_checkpoint(model)  # raises another error if the model is damaged
+        # Raises another error if the model is damaged.
+        open_checkpoint(model)
         is_file = not model.is_dir()
         if is_file:
             where = " next to it, where quantkit writes a file's manifest"
@@ -220,18 +221,22 @@ def verify_model(
 
 
 def recheck(
-    model: Path, made: Mapping[str, Any], checkpoint: Checkpoint, *, progress: Progress = silent
+    model: Path,
+    model_manifest: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress = silent,
 ) -> list[TextCheck]:
     """Compare a quantized model with the figures in its manifest. The source is not needed: the
     model's perplexities are measured again, if it can be run. Raises `CheckpointError` if the
     manifest states no gate, and `QualityError` if a perplexity is not the manifest's, or if the
     model did not pass its gate or its certificate for long contexts when it was made.
     """
-    quality: Any = made.get("quality")
+    quality: Any = model_manifest.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
-    known = {(one.text, one.sha256) for one in recorded.texts}
+    known = {(text.text, text.sha256) for text in recorded.texts}
     if checkpoint.config.measurable:
-        measured = measured_windows(checkpoint)
+        measured = build_gate_windows(checkpoint)
     else:
         measured = {}
     texts = {}
@@ -241,7 +246,7 @@ def recheck(
     in_one_phase = in_phase(progress, "perplexity")
     run = (
         RoundedInputs(checkpoint, inputs)
-        if (inputs := measured_inputs(made, checkpoint, model))
+        if (inputs := read_input_roundings(model_manifest, checkpoint, model))
         else checkpoint
     )
     if texts:
@@ -250,36 +255,39 @@ def recheck(
         figures = []
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
     checks = [
-        TextCheck(one, perplexities.get(one.text))
-        for one in recorded.texts
+        TextCheck(text, perplexities.get(text.text))
+        for text in recorded.texts
         if checkpoint.config.measurable
     ]
-    for one in checks:
-        found = one.perplexity
-        expected = one.recorded.perplexity
+    for check in checks:
+        found = check.perplexity
+        expected = check.recorded.perplexity
         if found is not None and not (
             math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)
         ):
             raise QualityError(
-                f"perplexity on '{one.recorded.text}' is not what the manifest says",
+                f"perplexity on '{check.recorded.text}' is not what the manifest says",
                 path=model,
                 found=f"{found:.4g}",
                 expected=f"{expected:.4g}",
                 hint="make it again",
             )
-    for failure in (_failure(recorded, "gate", quality, model), _certificate_failure(made, model)):
+    for failure in (
+        _failure(recorded, "gate", quality, model),
+        _find_certificate_failure(model_manifest, model),
+    ):
         if failure is not None:
             raise failure
     return checks
 
 
-def measured_inputs(
-    made: Mapping[str, Any], checkpoint: Checkpoint, model: Path
+def read_input_roundings(
+    model_manifest: Mapping[str, Any], checkpoint: Checkpoint, model: Path
 ) -> dict[str, InputRounding]:
-    """How the inputs of linears were rounded when a model was measured, by module. Raises
+    """Return how the inputs of linears were rounded when a model was measured, by module. Raises
     `CheckpointError` if the manifest states it in another form.
     """
-    stated = made.get(ACTIVATIONS, {})
+    stated = model_manifest.get(ACTIVATIONS, {})
     if not checkpoint.config.runnable or not stated:
         return {}
     try:
@@ -298,18 +306,20 @@ def measured_inputs(
     return {module: one for module, one in found.items() if one is not None}
 
 
-def failed_certificate(model: Path) -> str | None:
-    """How a model failed its certificate for long contexts; None if it passed, or has none. Raises
-    `CheckpointError` if its manifest has a certificate of another form.
+def describe_certificate_failure(model: Path) -> str | None:
+    """Return how a model failed its certificate for long contexts; None if it passed, or has none.
+    Raises `CheckpointError` if its manifest has a certificate of another form.
     """
-    error = _certificate_failure(manifest_or_empty(model), model)
+    error = _find_certificate_failure(manifest_or_empty(model), model)
     if error is None:
         return None
     return str(error)
 
 
-def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError | None:
-    if (positions := made.get("positions")) is None:
+def _find_certificate_failure(
+    model_manifest: Mapping[str, Any], model: Path
+) -> QualityError | None:
+    if (positions := model_manifest.get("positions")) is None:
         return None
     certificate = PositionCertificate.from_json(positions, manifest_path(model))
     return _failure(certificate, "certificate for long contexts", positions, model)
@@ -318,8 +328,8 @@ def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError |
 def _failure(
     recorded: Gate | PositionCertificate, name: str, value: Any, model: Path
 ) -> QualityError | None:
-    """The error if the model did not pass when it was made; `value` is the manifest's form of
-    `recorded`.
+    """Return the error if the model did not pass when it was made; `value` is the manifest's form
+    of `recorded`.
     """
     what, measured, allowed = recorded.problem() or ("", None, None)
     if not what and value.get("passed") is True:

@@ -21,9 +21,9 @@ _README = "README.md"
 """Users may edit it; it is not loaded."""
 
 
-def placed_manifest(model: Path) -> tuple[Path, Path]:
-    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the
-    manifest, which may not exist.
+def find_manifest(model: Path) -> tuple[Path, Path]:
+    """Return a model, or the only GGUF file of a folder if that has the manifest; and the path of
+    the manifest, which may not exist.
     """
     path = manifest_path(model)
     if (
@@ -36,8 +36,8 @@ def placed_manifest(model: Path) -> tuple[Path, Path]:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether readers load a file of this name, next to a model's weights, or would take it for
-    one of them.
+    """Return whether readers load a file of this name, next to a model's weights, or would take it
+    for one of them.
     """
     return (
         Path(name).suffix in _WEIGHT_FILES or name in read_names() or name.endswith(".index.json")

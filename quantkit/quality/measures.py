@@ -88,13 +88,13 @@ class Windows:
 
     @classmethod
     def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Windows:
-        """Each position predicts the next token of its window; the last predicts nothing."""
+        """Return each position predicts the next token of its window; the last predicts nothing."""
         targets = torch.full_like(tokens, NOT_SCORED)
         targets[:, :-1] = tokens[:, 1:]
         return cls(tokens, targets, positions)
 
     def batch(self) -> Batch:
-        """The tokens at their positions."""
+        """Return the tokens at their positions."""
         if self.positions is None:
             return Batch.from_start(self.tokens)
         return Batch(self.tokens, self.positions)
@@ -131,13 +131,13 @@ def compare_batches(
     logits that are not finite.
     """
     windows = [Windows.of(batch.tokens, batch.positions) for batch in batches]
-    found = tallies(reference, [other], windows, progress=progress, finite=False)
-    return [tally.quality() for (tally,) in found]
+    tallies = collect_tallies(reference, [other], windows, progress=progress, finite=False)
+    return [tally.quality() for (tally,) in tallies]
 
 
 def compare(
     reference: Checkpoint,
-    others: Sequence[Checkpoint],
+    candidates: Sequence[Checkpoint],
     windows: Tensor,
     *,
     reference_hidden: Hidden = final_hidden,
@@ -147,11 +147,11 @@ def compare(
 ) -> list[Quality]:
     """Compare checkpoints with one reference on a text, as windows [W, T] of token ids.
 
-    Args and errors are those of `tallies`.
+    Args and errors are those of `collect_tallies`.
     """
-    (found,) = tallies(
+    (found,) = collect_tallies(
         reference,
-        others,
+        candidates,
         [Windows.of(windows)],
         listeners=listeners,
         reference_hidden=reference_hidden,
@@ -162,9 +162,9 @@ def compare(
 
 
 @torch.inference_mode()
-def tallies(
+def collect_tallies(
     reference: Checkpoint,
-    others: Sequence[Checkpoint],
+    candidates: Sequence[Checkpoint],
     texts: Sequence[Windows],
     *,
     cache_dtypes: Sequence[torch.dtype | None] = (None,),
@@ -193,7 +193,7 @@ def tallies(
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     size = reference.config.vocab_size
-    if odd := [other for other in others if other.config.vocab_size != size]:
+    if odd := [other for other in candidates if other.config.vocab_size != size]:
         raise RequestError(
             "cannot be compared with the reference",
             path=odd[0].path,
@@ -201,13 +201,13 @@ def tallies(
             expected=f"a vocabulary of {size}",
         )
     compared = []
-    for other in others:
+    for other in candidates:
         for cache in cache_dtypes:
             compared.append((other, cache))
-    found = []
+    result = []
     for _ in texts:
-        found.append([Tally(listener) for listener, _ in zip_longest(listeners, compared)])
-    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
+        result.append([Tally(listener) for listener, _ in zip_longest(listeners, compared)])
+    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *candidates))
     parts = _parts(texts, width)
     layers = reference.config.num_layers
     head = head_layers(reference.config)
@@ -217,7 +217,8 @@ def tallies(
         targets = [one.targets.flatten() for _, one in part]
         first = reference_hidden(reference, batches, group=group, progress=stretches.next(layers))
         heads = (
-            1  # models whose head is to be reported: the reference's with the first of the others
+            # Models whose head is to be reported: the reference's with the first of the others.
+            1
         )
         state_bytes = 4 * width * sum(map(len, targets))
         for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
@@ -234,15 +235,15 @@ def tallies(
                 )
             head_report = stretches.next(head * (heads + len(seconds)))
             heads = 0
-            pieces = list(head_pieces([len(one) for one in targets], size))
+            pieces = list(head_pieces([len(target) for target in targets], size))
             for done, rows in enumerate(pieces, start=1):
                 expected = _logits(reference, first, rows, group, finite=finite)
                 for number, states in zip(range(some.start, some.stop), seconds, strict=True):
                     logits = _logits(compared[number][0], states, rows, group, finite=finite)
                     for (batch, own), p, q in zip(rows, expected, logits, strict=True):
-                        found[part[batch][0]][number].add(p, q, targets[batch][own])
+                        result[part[batch][0]][number].add(p, q, targets[batch][own])
                 head_report("layers", done, len(pieces), "layers")
-    return found
+    return result
 
 
 @torch.inference_mode()
@@ -297,7 +298,7 @@ def token_losses(
 
 
 def perplexity(loss: float, count: int) -> float:
-    """The exponential of a loss in nats, divided by `count`; infinite beyond the range of a
+    """Return the exponential of a loss in nats, divided by `count`; infinite beyond the range of a
     float.
     """
     return torch.tensor(loss / count, dtype=torch.float64).exp().item()
@@ -330,7 +331,7 @@ class Tally:
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = listener
         self._largest = 0.0
-        self._found: list[tuple[Tensor, ...]] = []
+        self._batch_figures: list[tuple[Tensor, ...]] = []
 
     def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
         """Add the logits [N, V] of both and the targets [N], in the order of the text."""
@@ -348,7 +349,7 @@ class Tally:
         for log in (log_p, log_q):
             losses.append(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED))
         agreed = p.argmax(-1) == q.argmax(-1)
-        self._found.append(
+        self._batch_figures.append(
             (kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED)
         )
 
@@ -356,10 +357,10 @@ class Tally:
         """Of each token KL(reference || other), whether the likeliest token is the same, and both
         losses, as float64 [N]; and whether it has a target.
         """
-        return [torch.cat(parts) for parts in zip(*self._found, strict=True)]
+        return [torch.cat(parts) for parts in zip(*self._batch_figures, strict=True)]
 
     def quality(self) -> Quality:
-        """The figures over all tokens."""
+        """Return the figures over all tokens."""
         kl, agreed, first, second, scored = self.by_token()
         mean = mean_estimate(kl)
         top1 = mean_estimate(agreed)
@@ -391,7 +392,7 @@ def _losses(
         states = final_hidden(checkpoint, batches, group=group, progress=stretches.next(layers))
         head_report = stretches.next(head)
         targets = [one.targets.flatten() for _, one in part]
-        scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
+        scored = [(target != NOT_SCORED).nonzero().squeeze(-1) for target in targets]
         pieces = list(head_pieces([len(one) for one in scored], checkpoint.config.vocab_size))
         for done, rows in enumerate(pieces, start=1):
             chosen = [(batch, scored[batch][some]) for batch, some in rows]
@@ -415,17 +416,17 @@ def _logits(
     """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a
     `NonFiniteError`.
     """
-    found = final_logits(
+    result = final_logits(
         checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group
     )
     if finite:
-        return [finite_logits(logits, checkpoint.path) for logits in found]
-    return found
+        return [finite_logits(logits, checkpoint.path) for logits in result]
+    return result
 
 
 def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
-    """The matrix's index and a few rows each, for all rows of several matrices. The logits of one
-    list fit in memory together.
+    """Yield the matrix's index and a few rows each, for all rows of several matrices. The logits of
+    one list fit in memory together.
     """
     every = []
     for index, count in enumerate(counts):
@@ -443,14 +444,16 @@ def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, W
     """
     parts: list[list[tuple[int, Windows]]] = [[]]
     total = 0
-    for index, one in enumerate(texts):
-        count, length = one.tokens.shape
+    for index, text in enumerate(texts):
+        count, length = text.tokens.shape
         for rows in _pieces(count, max(1, TOKENS_THROUGH_A_BLOCK // length)):
             size = (rows.stop - rows.start) * length * hidden_size * 4
             if parts[-1] and total + size > STATES_BYTES:
                 parts.append([])
                 total = 0
-            parts[-1].append((index, Windows(one.tokens[rows], one.targets[rows], one.positions)))
+            parts[-1].append(
+                (index, Windows(text.tokens[rows], text.targets[rows], text.positions))
+            )
             total += size
     return parts
 
@@ -461,7 +464,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def part_of(progress: Progress, index: int, count: int) -> Progress:
-    """The progress of one of `count` equal parts of a job."""
+    """Return the progress of one of `count` equal parts of a job."""
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
         progress(phase, index * total + done, count * total, unit)

@@ -16,11 +16,12 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.quality.figures import mean_estimate
-from quantkit.quality.measures import Hidden, Windows, part_of, tallies, text_windows
+from quantkit.quality.measures import Hidden, Windows, collect_tallies, part_of, text_windows
 from quantkit.quality.positions import CACHES, SHORTEST, TOKENS, PositionDivergence, position_edges
 
 _CACHE_DTYPES = (None, torch.int8)  # of `CACHES`
-_MIN_TOKENS = 2  # the first predicts the second
+# The first predicts the second.
+_MIN_TOKENS = 2
 
 
 def position_windows(
@@ -31,8 +32,8 @@ def position_windows(
     context: int,
     count: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """The first windows [W, T] of a text, each of which begins like a prompt; and a note if they
-    are shorter than was requested.
+    """Return the first windows [W, T] of a text, each of which begins like a prompt; and a note if
+    they are shorter than was requested.
 
     Args:
         text: its name.
@@ -59,7 +60,7 @@ def position_windows(
 
 def divergence_by_position(
     reference: Checkpoint,
-    others: Sequence[Checkpoint],
+    candidates: Sequence[Checkpoint],
     windows: Tensor,
     *,
     reference_hidden: Hidden = layerwise_hidden,
@@ -87,9 +88,9 @@ def divergence_by_position(
     for index, window in enumerate(windows):
         report = part_of(progress, index, len(windows))
         own = [Windows.of(window.unsqueeze(0))]
-        (of_window,) = tallies(
+        (of_window,) = collect_tallies(
             reference,
-            others,
+            candidates,
             own,
             cache_dtypes=_CACHE_DTYPES,
             reference_hidden=reference_hidden,
@@ -103,7 +104,7 @@ def divergence_by_position(
     )
     buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)
     result: list[dict[str, list[PositionDivergence]]] = []
-    for _ in others:
+    for _ in candidates:
         result.append({cache: next(buckets) for cache in CACHES})
     return result
 

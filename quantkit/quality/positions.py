@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QualityError
-from quantkit.quality.figures import Estimate, read_record, rounded, significant
+from quantkit.quality.figures import Estimate, read_record, round_figure, significant
 
 FLOAT = "float"
 CACHES = (FLOAT, "int8")
@@ -48,27 +48,30 @@ class PositionDivergence:
 
     @property
     def name(self) -> str:
-        """The first and last position: ``128-255``."""
+        """Return the first and last position: ``128-255``."""
         return f"{self.start}-{self.stop - 1}"
 
-    def rounded(self) -> PositionDivergence:
+    def round_values(self) -> PositionDivergence:
         """With as many digits as a manifest has."""
         if self.kl_error is None:
             error = None
         else:
-            error = rounded(self.kl_error)
+            error = round_figure(self.kl_error)
         return replace(
-            self, kl=rounded(self.kl), kl_error=error, top1_agreement=round(self.top1_agreement, 5)
+            self,
+            kl=round_figure(self.kl),
+            kl_error=error,
+            top1_agreement=round(self.top1_agreement, 5),
         )
 
     @property
     def estimate(self) -> Estimate:
-        """The mean KL with its standard error."""
+        """Return the mean KL with its standard error."""
         return Estimate(self.kl, self.kl_error)
 
     def is_beyond(self, bound: float) -> bool:
-        """Whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard errors
-        if these are known.
+        """Return whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard
+        errors if these are known.
         """
         if math.isnan(self.kl) or self.tokens >= _MIN_TOKENS:
             return not self.kl <= bound
@@ -76,8 +79,8 @@ class PositionDivergence:
 
 
 def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
-    """The edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket of
-    less than half the length is merged with the one before, so that no verdict rests on a few
+    """Return the edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket
+    of less than half the length is merged with the one before, so that no verdict rests on a few
     tokens.
     """
     edges = [0]
@@ -89,8 +92,8 @@ def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
 
 
 def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
-    """The KL of the last bucket over that of the first, by the delta method; None for a single
-    bucket.
+    """Return the KL of the last bucket over that of the first, by the delta method; None for a
+    single bucket.
     """
     first = buckets[0]
     last = buckets[-1]
@@ -103,7 +106,7 @@ def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
 
 
 def rise_text(buckets: Sequence[PositionDivergence]) -> str:
-    """Whether divergence rises with the position, in words."""
+    """Return whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
         if len(buckets) < 2:
@@ -144,11 +147,11 @@ class PositionCertificate:
             raise ValueError("a cache has no figures")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """The problem, what was found and what was expected; None if the certificate is passed. NaN
-        exceeds every bound. Whoever runs the model chooses an int8 cache: its figures are for
-        information.
+        """Return the problem, what was found and what was expected; None if the certificate is
+        passed. NaN exceeds every bound. Whoever runs the model chooses an int8 cache: its figures
+        are for information.
         """
-        beyond = [one for one in self.caches[FLOAT] if one.is_beyond(self.kl_bound)]
+        beyond = [cache for cache in self.caches[FLOAT] if cache.is_beyond(self.kl_bound)]
         if not beyond:
             return None
         worst = max(beyond, key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
@@ -171,7 +174,7 @@ class PositionCertificate:
             )
 
     def lines(self) -> list[str]:
-        """A line for each cache, and one if the model was kept though it did not pass."""
+        """Return a line for each cache, and one if the model was kept though it did not pass."""
         last = {}
         for cache, own in self.caches.items():
             last[cache] = f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
@@ -186,14 +189,14 @@ class PositionCertificate:
         return lines
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form; `accepted` states whether the result is kept even if it does not
-        pass.
+        """Return the manifest's form; `accepted` states whether the result is kept even if it does
+        not pass.
         """
         return {"passed": self.problem() is None, "accepted": accepted, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> PositionCertificate:
-        """The result of `to_json`, from the manifest at a path.
+        """Return the result of `to_json`, from the manifest at a path.
 
         Raises `CheckpointError` if it has another form.
         """

@@ -15,12 +15,12 @@ from quantkit.base.progress import Progress, silent
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.model.layerwise import Batch
 from quantkit.quality.bounds import window_length
-from quantkit.quality.figures import rounded
+from quantkit.quality.figures import round_figure
 from quantkit.quality.measures import head_pieces, text_windows
-from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
+from quantkit.tensors.finite import all_finite, cast_finite, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import prompt_start
 from quantkit.via_transformers.forward import final_hidden, final_logits
@@ -28,7 +28,8 @@ from quantkit.via_transformers.forward import final_hidden, final_logits
 NOTED_BITS_PER_BYTE = 3.0
 """Above this a model predicts plain English so badly that its user is warned."""
 
-_LETTERS = 8192  # enough for a window of any tokenizer
+# Enough for a window of any tokenizer.
+_LETTERS = 8192
 _FLAT = 1e-3  # of the logits' range
 _SKIP = "`source_check=False` goes on without this check"
 
@@ -45,7 +46,7 @@ class SourceCheck:
     bits_per_byte: float
 
     def note(self) -> str | None:
-        """A warning for the user, if there is one."""
+        """Return a warning for the user, if there is one."""
         if self.bits_per_byte <= NOTED_BITS_PER_BYTE:
             return None
         return (
@@ -73,7 +74,7 @@ def check_source(
     """
     if not source.config.measurable:
         return "the source is known by its tensors only"
-    tokenizer, _ = checked_tokenizer(source)
+    tokenizer, _ = load_checked_tokenizer(source)
     if tokenizer is None:
         return "the source has no tokenizer"
     ids = tokenizer.encode(excerpt()[:_LETTERS])
@@ -92,10 +93,11 @@ def check_source(
                 floats = value.scale
             else:
                 floats = value
-            checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
+            cast_finite(floats, floats.dtype, name, source.path, allow_nonfinite=False)
         raise nonfinite_logits(source.path)
     written = len(tokenizer.decode(window[0].tolist()).encode())
-    if not start:  # the first token is given, not predicted
+    # The first token is given, not predicted.
+    if not start:
         written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
     count = len(window[0]) - 1
     perplexity = math.exp(min(found / count, 700))
@@ -109,7 +111,10 @@ def check_source(
             hint=f"weights or tokenizer are damaged or another model's; {_SKIP}",
         )
     return SourceCheck(
-        "speech", count, rounded(perplexity), rounded(found / math.log(2) / max(written, 1), 4)
+        "speech",
+        count,
+        round_figure(perplexity),
+        round_figure(found / math.log(2) / max(written, 1), 4),
     )
 
 

@@ -17,7 +17,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.quality.bounds import (
@@ -36,7 +36,8 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _BUG = "a bug in quantkit, or a disk that fails"
-_AT_ONCE = 1 << 23  # elements that are compared at a time
+# Elements that are compared at a time.
+_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Exact:
     scales_cast: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's form."""
+        """Return the manifest's form."""
         result: dict[str, Any] = {}
         for name, count in asdict(self).items():
             if count or name not in ("norms", "scales_cast"):
@@ -67,7 +68,7 @@ class Exact:
         return result
 
     def line(self) -> str:
-        """The counts as text."""
+        """Return the counts as text."""
         if self.norms:
             lost = f", but {self.norms} norms rounded, to which GGUF adds 1"
         else:
@@ -108,7 +109,7 @@ def require_exact(
     quantized = floats = norms = scales_cast = 0
     for index, name in enumerate(names):
         progress("exact", index, len(names), "tensors")
-        before = source.info(stored_name(source, name))
+        before = source.info(resolve_stored_name(source, name))
         if name in rounded:
             continue
         if before.scheme is not None:
@@ -154,14 +155,17 @@ def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
     Raises `QuantkitError` if it differs: quantkit, or the disk, has changed it.
     """
     found = result.kv_cache
-    if found is None or (found.scheme, found.stored()) != (source.scheme, source.stored()):
+    if found is None or (found.scheme, found.read_tensors()) != (
+        source.scheme,
+        source.read_tensors(),
+    ):
         raise QuantkitError(
             "the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG
         )
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
-    """Whether two weights [O, I] are the same numbers, even with other groups or types of
+    """Return whether two weights [O, I] are the same numbers, even with other groups or types of
     scales.
     """
     if a.shape != b.shape:
@@ -198,8 +202,8 @@ def _same_codes(
     name: str,
     cast: tuple[DType, ...] = (),
 ) -> bool:
-    """Whether codes and zero points are the same, and scales after they are cast to the types in
-    `cast`.
+    """Return whether codes and zero points are the same, and scales after they are cast to the
+    types in `cast`.
     """
     before = source.load(before_name)
     after = result.load(name)
@@ -226,7 +230,7 @@ def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
 
 
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
-    """Whether rows with groups that are multiples of `size` have equal numbers."""
+    """Return whether rows with groups that are multiples of `size` have equal numbers."""
     (first, low), (second, other_low) = (_of_groups(one, size) for one in (a, b))
     same = (
         a.scheme.bits == b.scheme.bits
@@ -251,13 +255,13 @@ def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _products(value: QuantTensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The weights in float64, which is exact: 24 bits of a scale times 9 of a code."""
+    """Return the weights in float64, which is exact: 24 bits of a scale times 9 of a code."""
     codes = value.codes.reshape(*scale.shape, -1).double()
     return (codes - zero.double().unsqueeze(-1)) * scale.unsqueeze(-1)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all numbers are equal: 0 and -0 are, and so are NaN and NaN."""
+    """Return whether all numbers are equal: 0 and -0 are, and so are NaN and NaN."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -278,7 +282,7 @@ class TensorDifference:
 
     @property
     def excess(self) -> float:
-        """The error in units of its bound; infinite if it is NaN or no error is allowed."""
+        """Return the error in units of its bound; infinite if it is NaN or no error is allowed."""
         if math.isnan(self.relative_error) or not self.bound:
             return math.inf
         return self.relative_error / self.bound
@@ -293,9 +297,9 @@ def tensor_difference(
     norm_offset: float = 0.0,
     dtypes: Collection[DType] = (),
 ) -> tuple[TensorDifference | None, Bound]:
-    """The difference between a tensor and its reference, the first one, None if they are equal; and
-    its type's bound. For `coarsest` see `weight_bound`; None for a tensor that is quantized in
-    neither model. For `norm_offset` and `dtypes` see `same_norms`.
+    """Return the difference between a tensor and its reference, the first one, None if they are
+    equal; and its type's bound. For `coarsest` see `weight_bound`; None for a tensor that is
+    quantized in neither model. For `norm_offset` and `dtypes` see `same_norms`.
     """
     types = (
         bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
@@ -312,7 +316,8 @@ def tensor_difference(
     if isinstance(first, QuantTensor) and isinstance(second, QuantTensor):
         if equal_as_numbers(first, second):
             return None, bound
-        equal = False  # even if the difference is lost in float32
+        # Even if the difference is lost in float32.
+        equal = False
     error = norm = largest = 0.0
     for part in row_chunks(first.shape[0], math.prod(first.shape[1:])):
         x = float_rows(first, *part)

@@ -18,35 +18,40 @@ from quantkit.base.json_values import shown
 from quantkit.base.progress import Progress, deduplicated, in_phase
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
-from quantkit.formats.container import stored_format
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name, schemes
+from quantkit.formats.container import describe_format
 from quantkit.formats.detect import with_codes
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.formats.registry import CONTAINERS
 from quantkit.model.layerwise import Batch
 from quantkit.quality.bounds import (
     BOUNDS,
     Bound,
+    build_gate_windows,
     coarser,
     coarsest,
     exceeds,
-    measured_windows,
     with_inputs,
 )
-from quantkit.quality.changed_tensors import Change, recorded_changes, tensor_hash
+from quantkit.quality.changed_tensors import Change, read_changes, tensor_hash
 from quantkit.quality.compared_settings import find_setting_differences
-from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
+from quantkit.quality.figures import Estimate, manifest_or_empty, read_module_records
 from quantkit.quality.manifest_check import (
     FolderReport,
-    failed_certificate,
-    measured_inputs,
+    describe_certificate_failure,
     neither_true_nor_false,
+    read_input_roundings,
     verify_model,
 )
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, offset_of, tensor_difference
-from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
+from quantkit.quality.weights_only import (
+    COMPARED,
+    error_problem,
+    read_weight_errors,
+    summary_problems,
+)
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDED, QuantTensor
@@ -107,7 +112,7 @@ class Probe:
     within: bool
 
     def line(self, name: str) -> str:
-        """The probe as text, with the name of its tokens."""
+        """Return the probe as text, with the name of its tokens."""
         found = self.divergence
         ratio = self.perplexity_ratio
         if found.largest_logit_difference == 0:
@@ -128,7 +133,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All differences of two checkpoints. It is neither true nor false: use `same` or `ok`.
+    """All differences of two checkpoints. It is neither true nor false: use `is_same` or `ok`.
 
     Attributes:
         verdict: same, within the scheme's bound, different; or beyond the bound of a certificate
@@ -171,22 +176,22 @@ class VerifyReport:
     __bool__ = neither_true_nor_false
 
     @property
-    def same(self) -> bool:
-        """Whether the two are the same model: all tensors and all logits are equal, and no
+    def is_same(self) -> bool:
+        """Return whether the two are the same model: all tensors and all logits are equal, and no
         certificate was failed.
         """
         return self.verdict is Verdict.SAME
 
     @property
     def only_settings_differ(self) -> bool:
-        """Whether the two are different by their settings alone: `settings` lists them."""
+        """Return whether the two are different by their settings alone: `settings` lists them."""
         within = all(difference.within for difference in self.differing)
         within = within and all(probe.within for probe in self.probes.values())
         return bool(self.settings) and not self.problems and within
 
     @property
     def ok(self) -> bool:
-        """Whether the two are the same model, or differ by no more than the change of type
+        """Return whether the two are the same model, or differ by no more than the change of type
         between them explains.
         """
         return self.verdict in (Verdict.SAME, Verdict.WITHIN_BOUND)
@@ -195,7 +200,7 @@ class VerifyReport:
         """Everything found; the verdict in lower case."""
         return {
             "verdict": self.verdict.name.lower(),
-            "same": self.same,
+            "same": self.is_same,
             "ok": self.ok,
             "problems": self.problems,
             "settings": self.settings,
@@ -216,7 +221,7 @@ class VerifyReport:
         }
 
     def lines(self) -> list[str]:
-        """The report as text."""
+        """Return the report as text."""
         out = []
         for problem in [*self.problems, *self.settings, *self.not_certified]:
             out.append(f"problem: {problem}")
@@ -226,7 +231,7 @@ class VerifyReport:
                 f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their"
                 " codes"
             )
-        if any("int" in one for one in self.formats):
+        if any("int" in format_ for format_ in self.formats):
             out.append(f"formats: {' and '.join(self.formats)}")
         out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
         if self.differing:
@@ -317,7 +322,7 @@ def verify(
         progress: called for every tensor and layer; None shows nothing.
 
     Returns:
-        A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a
+        A report with `is_same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a
         `FolderReport` of one.
 
     Raises:
@@ -340,9 +345,11 @@ def verify(
 
 def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: bool) -> VerifyReport:
     reference, other = map(with_codes, open_pair_to_compare(a, b))
-    formats = stored_format(reference), stored_format(other)
+    formats = describe_format(reference), describe_format(other)
     not_certified = [
-        why for one in (reference, other) if (why := failed_certificate(one.path)) is not None
+        why
+        for one in (reference, other)
+        if (why := describe_certificate_failure(one.path)) is not None
     ]
     # a tied head may be separate
     configs = []
@@ -371,11 +378,12 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         problems += [*summary_problems(reference), *summary_problems(other)]
     records = []
     for one in (reference, other):
-        records.append({} if runnable else recorded_errors(one))
+        records.append({} if runnable else read_weight_errors(one))
     if bool(schemes(reference)) > bool(schemes(other)) or (
         schemes(other) and bool(records[0]) > bool(records[1])
     ):
-        reference, other = other, reference  # the source comes first, which may be quantized itself
+        # The source comes first, which may be quantized itself.
+        reference, other = other, reference
     if comparable:
         names = [parameter.name for parameter in parameters(configs[0])]
     else:
@@ -388,15 +396,15 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         recorded = {}
     else:
         recorded = records[0] or records[1]
-    compensated = {**_compensated(reference), **_compensated(other)}
-    refined = recorded_changes(reference.path), recorded_changes(other.path)
+    compensated = {**_find_compensated_schemes(reference), **_find_compensated_schemes(other)}
+    refined = read_changes(reference.path), read_changes(other.path)
     if comparable:
         on_codes = len(schemes(reference).keys() & schemes(other).keys())
     else:
         on_codes = 0
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
-        first, second = (one.load(stored_name(one, name)) for one in (reference, other))
+        first, second = (one.load(resolve_stored_name(one, name)) for one in (reference, other))
         difference, allowed = tensor_difference(
             name,
             first,
@@ -415,7 +423,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             problems += [] if found is None else [found]
     if differing:  # as in the gate, so that what it lets through is not different
         for model in (reference, other):
-            rounded_inputs = measured_inputs(manifest_or_empty(model.path), model, model.path)
+            rounded_inputs = read_input_roundings(manifest_or_empty(model.path), model, model.path)
             bound = with_inputs(bound, rounded_inputs.values())
     differing.sort(key=lambda difference: -difference.excess)
     probes: dict[str, Probe] = {}
@@ -427,11 +435,11 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
                 for one in (reference, other)
             )
             problems += _token_problems(reference, other)
-            probes = _probed(reference, other, bound, progress)
+            probes = _probe_logits(reference, other, bound, progress)
         except (RequestError, CheckpointError, UnsupportedError) as error:
             not_run = why_not_run(error)
     elif comparable:
-        probes = _probed(reference, other, bound, progress)
+        probes = _probe_logits(reference, other, bound, progress)
     settings = find_setting_differences(reference, other)
     is_within = all(difference.within for difference in differing) and all(
         probe.within for probe in probes.values()
@@ -440,7 +448,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         verdict = Verdict.DIFFERENT
     elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
-    elif differing or any(one.divergence.largest_logit_difference for one in probes.values()):
+    elif differing or any(probe.divergence.largest_logit_difference for probe in probes.values()):
         verdict = Verdict.WITHIN_BOUND
     else:
         verdict = Verdict.SAME
@@ -463,13 +471,12 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where the two would tokenize a text or a conversation differently, or end a generation at
-    other tokens.
+    """Return where the two would tokenize a text or a conversation differently, or end a generation
+    at other tokens.
     """
     problems = []
-    states_tokens = [
-        CONTAINERS[one.format].states_tokens for one in (a, b)
-    ]  # a Meta folder does not
+    # A Meta folder does not.
+    states_tokens = [CONTAINERS[one.format].states_tokens for one in (a, b)]
     begin = [{token for token in (one.config.bos_token_id,) if token is not None} for one in (a, b)]
     # Of a Meta folder the end tokens are those of its tokenizer, which may be more or fewer than a
     # model uses.
@@ -478,8 +485,8 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         if not (own == others if all(states_tokens) else own <= others or others <= own):
             first, second = (", ".join(map(str, sorted(one))) or "none" for one in (own, others))
             problems.append(f"the tokens that {what} a text differ: {first} against {second}")
-    one = checked_tokenizer(a)[0]
-    other = checked_tokenizer(b)[0]
+    one = load_checked_tokenizer(a)[0]
+    other = load_checked_tokenizer(b)[0]
     if one is None or other is None:
         if one is not other:
             problems.append(f"{(a if one is None else b).path} has no tokenizer")
@@ -509,14 +516,14 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     return problems
 
 
-def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
+def _find_compensated_schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     """For each quantized module the coarsest scheme whose losses its weight may compensate: its own
     if the manifest says that it was rounded, else that of any module.
     """
     assigned = schemes(checkpoint)
     if not assigned:
         return {}
-    records = module_records(manifest_or_empty(checkpoint.path))
+    records = read_module_records(manifest_or_empty(checkpoint.path))
     rounded = set()
     for module, record in records.items():
         if record.get("solver") in ROUNDED:
@@ -534,7 +541,9 @@ def _not_as_refined(
     second: Tensor | QuantTensor,
     recorded: tuple[Mapping[str, Change], ...],
 ) -> list[str]:
-    """A problem if a tensor that a manifest lists as refined has other values than were written."""
+    """Return a problem if a tensor that a manifest lists as refined has other values than were
+    written.
+    """
     pairs = zip((first, second), recorded, strict=True)
     wrong = any(
         (change := own.get(name)) is not None and tensor_hash(value) != change.after
@@ -551,9 +560,9 @@ def _is_refined(
     second: Tensor | QuantTensor,
     recorded: tuple[Mapping[str, Change], ...],
 ) -> bool:
-    """Whether one of two tensors is the other one as refining has changed it, so that the logits
-    judge it: a norm of the model that it was refined against, or a quantized weight. Its values
-    must be those that were written.
+    """Return whether one of two tensors is the other one as refining has changed it, so that the
+    logits judge it: a norm of the model that it was refined against, or a quantized weight. Its
+    values must be those that were written.
     """
     for own, other, changed in ((first, second, recorded[0]), (second, first, recorded[1])):
         if (change := changed.get(name)) is not None and tensor_hash(own) == change.after:
@@ -561,7 +570,7 @@ def _is_refined(
     return False
 
 
-def _probed(
+def _probe_logits(
     reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress
 ) -> dict[str, Probe]:
     """Compare the logits with the bound.
@@ -571,7 +580,7 @@ def _probed(
     """
     texts = {
         name: Batch.from_start(windows)
-        for name, (_, windows) in measured_windows(reference).items()
+        for name, (_, windows) in build_gate_windows(reference).items()
     }
     batches = {**texts, **_other_tokens(reference)}
     measured = compare_batches(
@@ -596,7 +605,7 @@ def _probed(
 
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """The tokens other than texts on which logits are compared; fixed, so that reports are
+    """Return the tokens other than texts on which logits are compared; fixed, so that reports are
     repeatable. Transformers runs tokens at the first positions only.
     """
     config = checkpoint.config
@@ -605,8 +614,8 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
     first, second = (
         torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2)
     )
-    found = {"other random tokens": Batch.from_start(first)}
+    result = {"other random tokens": Batch.from_start(first)}
     if config.runnable:
         spread = torch.linspace(0, config.max_positions - 1, count).long()
-        found["positions spread over the context"] = Batch(second, spread)
-    return found
+        result["positions spread over the context"] = Batch(second, spread)
+    return result

@@ -17,7 +17,7 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.quality.bounds import REPEATABLE
-from quantkit.quality.figures import manifest_or_empty, module_records, read_record
+from quantkit.quality.figures import manifest_or_empty, read_module_records, read_record
 
 COMPARED = "weights only: no logits were compared"
 
@@ -46,7 +46,7 @@ class WeightsOnly:
 
     @property
     def share(self) -> float:
-        """The share of the parameters that are quantized."""
+        """Return the share of the parameters that are quantized."""
         return self.quantized / self.parameters
 
     def problem(self) -> None:
@@ -54,12 +54,14 @@ class WeightsOnly:
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form; `accepted` is as for a `Gate`, but there is nothing to accept."""
+        """Return the manifest's form; `accepted` is as for a `Gate`, but there is nothing to
+        accept.
+        """
         return {"compared": COMPARED, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> WeightsOnly:
-        """The result of `to_json`, from the manifest at a path.
+        """Return the result of `to_json`, from the manifest at a path.
 
         Raises `CheckpointError` if it has another form.
         """
@@ -67,7 +69,7 @@ class WeightsOnly:
         return read_record(cls, value if compared else None, path, "the errors of the tensors")
 
     def line(self) -> str:
-        """The figures as text."""
+        """Return the figures as text."""
         return (
             f"{COMPARED}; {self.share:.1%} of the parameters quantized, {self.carried} tensors"
             f" carried, largest relative error {self.worst_error:.3g} ({self.worst})"
@@ -75,7 +77,7 @@ class WeightsOnly:
 
 
 def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> WeightsOnly:
-    """The figures of a quantized model; `records` are the manifest's entries on tensors, by
+    """Return the figures of a quantized model; `records` are the manifest's entries on tensors, by
     name.
     """
     assigned = schemes(result)
@@ -84,66 +86,68 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
         errors[module] = float(records[f"{module}.weight"]["relative_error"])
     worst = max(errors, key=lambda module: errors[module])
     quantized = sum(math.prod(result.info(f"{module}.weight").shape) for module in assigned)
-    carried = len(_carried(result))
+    carried = len(_find_carried_tensors(result))
     return WeightsOnly(parameter_count(result), quantized, carried, worst, errors[worst])
 
 
-def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
-    """How each tensor that is not quantized was stored, by name; `source` is the
+def describe_carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
+    """Return how each tensor that is not quantized was stored, by name; `source` is the
     `StoredCheckpoint` it comes from.
     """
     found = {}
-    for name, part in _carried(result).items():
+    for name, part in _find_carried_tensors(result).items():
         spec = result.info(part)
         before = source.info(part)
-        if source.stored_bytes(part) != StoredTensor(part, before.dtype, before.shape).nbytes:
+        if source.count_stored_bytes(part) != StoredTensor(part, before.dtype, before.shape).nbytes:
             found[name] = f"dequantized to {spec.dtype} by its own scales"
         else:
             found[name] = "bit for bit" if spec.dtype == before.dtype else f"cast to {spec.dtype}"
     return found
 
 
-def _carried(model: Checkpoint) -> dict[str, str]:
-    """The tensors on disk that are not quantized, each with one of the tensors that it holds."""
+def _find_carried_tensors(model: Checkpoint) -> dict[str, str]:
+    """Return the tensors on disk that are not quantized, each with one of the tensors that it
+    holds.
+    """
     quantized = schemes(model)
     tensors = disk_tensors(model.config, quantized)
     result: dict[str, str] = {}
-    for one in tensors:
-        if one.parts[0].removesuffix(".weight") not in quantized:
-            result[one.name] = one.parts[0]
+    for tensor in tensors:
+        if tensor.parts[0].removesuffix(".weight") not in quantized:
+            result[tensor.name] = tensor.parts[0]
     return result
 
 
-def recorded_errors(checkpoint: Checkpoint) -> dict[str, float]:
-    """The errors of a model's weights in its manifest, by tensor name; none if it was dequantized
-    since, as its floats are not those that were quantized.
+def read_weight_errors(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the errors of a model's weights in its manifest, by tensor name; none if it was
+    dequantized since, as its floats are not those that were quantized.
     """
     made = manifest_or_empty(checkpoint.path)
     if isinstance(options := made.get("options"), dict) and options.get("dequantize"):
         return {}
     return {
         f"{module}.weight": error
-        for module, record in module_records(made).items()
+        for module, record in read_module_records(made).items()
         if isinstance(error := record.get("relative_error"), (int, float))
     }
 
 
 def error_problem(name: str, error: float, recorded: float | None) -> str | None:
-    """The problem if the error of a tensor is not the recorded one."""
+    """Return the problem if the error of a tensor is not the recorded one."""
     if recorded is None or math.isclose(error, recorded, rel_tol=REPEATABLE):
         return None
     return f"the error of {name} is {error:.4g}, and {recorded:.4g} in the manifest"
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """Where the manifest of a model known by its tensors only contradicts its own entries on
+    """Return where the manifest of a model known by its tensors only contradicts its own entries on
     tensors, or the tensors. Raises `CheckpointError` if it has a summary of another form. A model
     that transformers ran has a gate instead.
     """
     made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
-    carried = set(_carried(checkpoint))
+    carried = set(_find_carried_tensors(checkpoint))
     if isinstance(stated := made.get("carried"), dict):
         listed = set(stated)
     else:
@@ -157,7 +161,9 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     if "quality" not in made or made.get("run_by") is not None:
         return problems
     summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
-    records = {f"{name}.weight": one for name, one in module_records(made).items()}
+    records = {
+        f"{name}.weight": module_record for name, module_record in read_module_records(made).items()
+    }
     try:
         found = weights_only(checkpoint, records)
     except (LookupError, TypeError, ValueError):
@@ -171,12 +177,14 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def require_as_recorded(checkpoint: Checkpoint, made: Mapping[str, Any], path: Path) -> None:
+def require_as_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any], path: Path) -> None:
     """Compare the schemes of a model with its manifest `made`, which is at `path`. Raises
     `CheckpointError` if they differ.
     """
     recorded = {
-        name: one["scheme"] for name, one in module_records(made).items() if one.get("scheme")
+        name: module_record["scheme"]
+        for name, module_record in read_module_records(manifest).items()
+        if module_record.get("scheme")
     }
     found = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
     if recorded != found:

@@ -15,7 +15,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.runtime.generation_config import end_tokens
-from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_request, prompt_ids
 from quantkit.runtime.sampling import Sampler
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.finite import finite_logits
@@ -68,7 +68,7 @@ class TransformersModel:
         """Continue a prompt, as `quantkit.generate` does. Raises what that raises, and
         `UnsupportedError` if the code of the model fails.
         """
-        request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
+        request = create_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         sampler = Sampler(
             request.sampling, request.prompt, self.config.vocab_size, torch.device("cpu")
         )

@@ -28,15 +28,16 @@ with ``steps`` not. On a CPU nothing is captured, and such a step runs only if t
 
 _KINDS = ("compiled", "eager", "steps")
 _WARM_UPS = (
-    3  # runs of a step before it is captured: the first compiles, and tunes what it compiles
+    # Runs of a step before it is captured: the first compiles, and tunes what it compiles.
+    3
 )
 
 _log = logging.getLogger(__name__)
 
 
 def decode_kind(device: torch.device, compiled: bool) -> str:
-    """How an engine decodes greedily, given whether its steps are compiled: compiled, eager or
-    steps. Raises `RequestError` if the environment variable has another value.
+    """Return how an engine decodes greedily, given whether its steps are compiled: compiled, eager
+    or steps. Raises `RequestError` if the environment variable has another value.
     """
     setting = os.environ.get(DECODE_SETTING) or None
     if setting is not None and setting not in _KINDS:
@@ -61,12 +62,12 @@ class PendingTokens:
             self._event.record()
 
     @property
-    def arrived(self) -> bool:
-        """Whether they can be read without waiting."""
+    def is_ready(self) -> bool:
+        """Return whether they can be read without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[int]:
-        """The tokens; -1 in place of each whose logits were NaN or Inf."""
+        """Return the tokens; -1 in place of each whose logits were NaN or Inf."""
         if self._event is not None:
             self._event.synchronize()
         return cast(list[int], self._tokens.tolist())
@@ -76,7 +77,7 @@ class EagerRecorder:
     """Captures nothing and runs a step again: for a CPU."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A function that runs a step again on the same tensors.
+        """Return a function that runs a step again on the same tensors.
 
         It may run the step several times first.
         """
@@ -115,9 +116,8 @@ class GraphRecorder(EagerRecorder):
                     ):
                         step()
             finally:
-                current.wait_stream(
-                    stream
-                )  # steps after this one use the same counters as the kernels
+                # Steps after this one use the same counters as the kernels.
+                current.wait_stream(stream)
         return graph.replay
 
 
@@ -186,7 +186,8 @@ class CapturedDecode:
         # runs it.
         self._captured: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
         self._next: tuple[list[int], list[int]] | None = (
-            None  # slots and positions that the device continues from
+            # Slots and positions that the device continues from.
+            None
         )
         self._idle = len(last) - 1
 
@@ -237,7 +238,8 @@ class CapturedDecode:
             replay = self._recorder.record(step)
             if not torch.equal(result(replay), result(step)):
                 raise RuntimeError("the captured step draws other tokens")
-        except Exception as error:  # drivers and compilers have their own exception types
+        except Exception as error:
+            # Drivers and compilers have their own exception types.
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             _log.warning("decoding steps cannot be captured here (%s); they run one by one", reason)
             return False

@@ -15,14 +15,14 @@ from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
-from quantkit.runtime.engine import Engine, checked_decoder
+from quantkit.runtime.engine import Engine, require_decoder
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import (
     MIN_ROOM,
     FinishReason,
-    checked_count,
-    checked_request,
-    checked_stop,
+    check_max_new_tokens,
+    check_stop_strings,
+    create_request,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
@@ -36,7 +36,8 @@ CONTEXT = 8192
 """The default number of tokens of a conversation, for models with a longer context: its cache
 would be large.
 """
-_SHARE = 4  # a quarter of the context is kept for answers
+# A quarter of the context is kept for answers.
+_SHARE = 4
 # logged once
 _FULL = (
     "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"
@@ -107,17 +108,17 @@ class ChatSession:
             CheckpointError: if the tokenizer is another model's, with more tokens than this one
                 knows.
         """
-        decoder = checked_decoder(model)
+        decoder = require_decoder(model)
         require_tokenizer(tokenizer)
         if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
         require_rows(tokenizer, decoder.config.vocab_size)
-        checked_request(decoder.config, [0], 1, sampling)
+        create_request(decoder.config, [0], 1, sampling)
         if max_new_tokens is None:
             self._max_new_tokens = None
         else:
-            self._max_new_tokens = checked_count(max_new_tokens)
-        self._stop = checked_stop(stop, tokenizer)
+            self._max_new_tokens = check_max_new_tokens(max_new_tokens)
+        self._stop = check_stop_strings(stop, tokenizer)
         self._tokenizer = tokenizer
         self._chat = chat
         self._sampling = sampling
@@ -137,7 +138,7 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system prompt; messages stay when it is changed."""
+        """Return the system prompt; messages stay when it is changed."""
         return self._system
 
     @system.setter
@@ -148,9 +149,9 @@ class ChatSession:
             self._system = as_string("system", text)
 
     @property
-    def reused(self) -> int:
+    def num_reused_tokens(self) -> int:
         """Tokens that turns did not compute, as the cache held them."""
-        return self._scheduler.reused
+        return self._scheduler.num_reused_tokens
 
     def reset(self) -> None:
         """Forget all messages, not the system prompt; raises `RequestError` while another thread
@@ -185,8 +186,8 @@ class ChatSession:
             raise wrong_type("interrupted", interrupted, "a function that says so")
         with self._alone():
             self._leave_answer()
-            self._answer = self._answered(question, interrupted)
-            return self._given(self._answer)
+            self._answer = self._start_answer(question, interrupted)
+            return self._iterate_under_lock(self._answer)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -201,8 +202,8 @@ class ChatSession:
         finally:
             self._turn.release()
 
-    def _given(self, answer: Generator[str, None, None]) -> Generator[str, None, None]:
-        """The pieces of an answer, each computed while no other thread is at it."""
+    def _iterate_under_lock(self, answer: Generator[str, None, None]) -> Generator[str, None, None]:
+        """Yield the pieces of an answer, each computed while no other thread is at it."""
         try:
             while True:
                 with self._alone():
@@ -215,18 +216,19 @@ class ChatSession:
                     return
                 yield piece
         finally:
-            if self._turn.acquire(blocking=False):  # else whoever has it leaves this answer first
+            # Else whoever has it leaves this answer first.
+            if self._turn.acquire(blocking=False):
                 answer.close()
                 self._turn.release()
 
-    def _answered(
+    def _start_answer(
         self, question: _Message, interrupted: Callable[[], bool] | None
     ) -> Generator[str, None, None]:
-        """The pieces of the answer to a question."""
-        dropped, ids = self._fitted(question)
+        """Return the pieces of the answer to a question."""
+        dropped, ids = self._fit_conversation(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
-        request = checked_request(
+        request = create_request(
             config, ids, min(self._max_new_tokens or length, length), self._sampling
         )
         request = replace(request, end_ids=self._chat.end_ids)
@@ -241,7 +243,7 @@ class ChatSession:
             said: list[str] = []
             self.finish_reason = None
             try:
-                for piece in self._pieces(found, interrupted):
+                for piece in self._iterate_pieces(found, interrupted):
                     said.append(piece)
                     yield piece
             except GeneratorExit:
@@ -268,42 +270,42 @@ class ChatSession:
             self._answer.close()
             self._answer = None
 
-    def _pieces(
-        self, found: Generation, interrupted: Callable[[], bool] | None
+    def _iterate_pieces(
+        self, generation: Generation, interrupted: Callable[[], bool] | None
     ) -> Generator[str, None, None]:
-        """The pieces of an answer that are not empty."""
+        """Yield the pieces of an answer that are not empty."""
         text = Detokenizer(self._tokenizer, (), self._stop)
         count = 0
-        while found.finish_reason is None:
+        while generation.finish_reason is None:
             if interrupted is not None and interrupted():
                 return
             self._scheduler.step()
-            for token in found.tokens[count:]:
+            for token in generation.tokens[count:]:
                 if piece := text.add(token):
                     yield piece
                 if text.stopped is not None:
-                    self._scheduler.end(found)
+                    self._scheduler.end(generation)
                     break
-            count = len(found.tokens)
+            count = len(generation.tokens)
         if piece := text.close():
             yield piece
         if text.stopped is None:
-            self.finish_reason = found.finish_reason
+            self.finish_reason = generation.finish_reason
         else:
             self.finish_reason = "stop"
 
-    def _fitted(self, question: _Message) -> tuple[int, list[int]]:
-        """How many messages to drop so that a question and its answer have room, and the tokens
-        of the others.
+    def _fit_conversation(self, question: _Message) -> tuple[int, list[int]]:
+        """Return how many messages to drop so that a question and its answer have room, and the
+        tokens of the others.
         """
         length = self._engine.length
         dropped = 0
-        ids = self._encoded(0, question)
+        ids = self._encode_messages(0, question)
         share = max(1, length // _SHARE)
         if len(ids) + min(share, self._max_new_tokens or share) > length:
             while len(ids) + share > length and dropped < len(self.messages):
                 dropped += 2
-                ids = self._encoded(dropped, question)
+                ids = self._encode_messages(dropped, question)
         if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
             found = f"{len(ids)} tokens with the system prompt"
             hint = "give a shorter one, or a larger `context`"
@@ -313,7 +315,7 @@ class ChatSession:
             )
         return dropped, ids
 
-    def _encoded(self, dropped: int, question: _Message) -> list[int]:
+    def _encode_messages(self, dropped: int, question: _Message) -> list[int]:
         if self._system is None:
             system = []
         else:

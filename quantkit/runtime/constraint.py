@@ -15,9 +15,9 @@ class Constraint(Protocol):
     Only its `Sampler` calls this, once for each token.
     """
 
-    def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V] on the CPU; end tokens are among them if the text
-        may end here. Raises `QuantkitError` if there is none.
+    def compute_token_mask(self) -> Tensor:
+        """Return which tokens may come next, bool [V] on the CPU; end tokens are among them if the
+        text may end here. Raises `QuantkitError` if there is none.
         """
         ...
 

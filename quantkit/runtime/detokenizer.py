@@ -34,32 +34,34 @@ class Detokenizer:
         string. `spelled` are tokens that are shown so, such as special ones, which add no text
         otherwise.
         """
-        self.stopped: str | None = None  # the stop string that was found
+        # The stop string that was found.
+        self.stopped: str | None = None
         self._stop = tuple(stop)
         self._spelled = spelled
         known = tokenizer.token_bytes
         self._texts = (
             _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
         )
-        self._back = ""  # text that is held back
+        # Text that is held back.
+        self._back = ""
 
     def add(self, token: int) -> str:
-        """The text that a token adds, as far as it can be given out; nothing once a stop string
-        is found.
+        """Return the text that a token adds, as far as it can be given out; nothing once a stop
+        string is found.
         """
         if (spelling := self._spelled.get(token)) is not None:
-            return self._given(self._texts.end() + spelling)
-        return self._given(self._texts.add(token))
+            return self._release_text(self._texts.end() + spelling)
+        return self._release_text(self._texts.add(token))
 
     def close(self) -> str:
-        """What is left, when no more tokens come."""
-        found = self._given(self._texts.end())
+        """Return what is left, when no more tokens come."""
+        result = self._release_text(self._texts.end())
         if self.stopped is None:
-            found = found + self._back
+            result = result + self._back
             self._back = ""
-        return found
+        return result
 
-    def _given(self, new: str) -> str:
+    def _release_text(self, new: str) -> str:
         if self.stopped is not None:
             return ""
         text = self._back + new
@@ -70,7 +72,7 @@ class Detokenizer:
             place, _, self.stopped = min(found)
             self._back = ""
             return text[:place]
-        held = max((_begun(text, stop) for stop in self._stop), default=0)
+        held = max((_count_partial_stop(text, stop) for stop in self._stop), default=0)
         self._back = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -106,34 +108,37 @@ class TextOffsets:
 class _Bytes:
     """The text of tokens whose bytes are known."""
 
-    def __init__(self, tokenizer: Tokenizer, known: TokenBytes, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, token_bytes: TokenBytes, prompt: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._known = known
-        self._begun = not known.bytewise  # vocabularies of bytes drop no space
+        self._token_bytes = token_bytes
+        # Vocabularies of bytes drop no space.
+        self._begun = not token_bytes.bytewise
         self._first: list[int] = []
         for token in prompt:
             if self._begun:
                 break
-            self._shown(token, known.of(token) or b"")
+            self._drop_leading_space(token, token_bytes.of(token) or b"")
         last = b""
         for token in reversed(prompt):
-            data = known.of(token)
+            data = token_bytes.of(token)
             if data is None or len(last) >= _LONGEST_CHARACTER:
                 break
             last = data + last
-        self._characters = _Characters(last, known.bytewise)
+        self._characters = _Characters(last, token_bytes.bytewise)
 
     def add(self, token: int) -> str:
-        data = self._known.of(token)
+        data = self._token_bytes.of(token)
         if data is None:
             return self.end()
-        return self._characters.add(self._shown(token, data))
+        return self._characters.add(self._drop_leading_space(token, data))
 
     def end(self) -> str:
         return self._characters.add(b"", final=True)
 
-    def _shown(self, token: int, data: bytes) -> bytes:
-        """What is left of a token's bytes: decoders drop spaces at the beginning."""
+    def _drop_leading_space(self, token: int, data: bytes) -> bytes:
+        """Return what is left of a token's bytes: decoders drop spaces at the beginning."""
         if self._begun or not data:
             return data
         self._first = [*self._first[-1:], token]
@@ -157,7 +162,7 @@ class _Characters:
         self._since = b""
 
     def add(self, data: bytes, final: bool = False) -> str:
-        """The characters that become whole; all that is left, where no more bytes come."""
+        """Return the characters that become whole; all that is left, where no more bytes come."""
         if not self._torn:
             return self._decoder.decode(data, final)
         self._since += data
@@ -198,7 +203,8 @@ class _Whole:
         if text.endswith(_UNFINISHED) and len(self._context) - self._decoded_tokens < _CONTEXT:
             return ""
         new = text[len(self._text) :]
-        if text == self._text:  # a space that shows once more follows, or nothing
+        # A space that shows once more follows, or nothing.
+        if text == self._text:
             del self._context[self._decoded_tokens : -_LONGEST_CHARACTER]
             return ""
         self._context = self._context[self._decoded_tokens :]
@@ -220,17 +226,17 @@ def _width(first: int) -> int:
     return 4
 
 
-def _replaced(error: UnicodeError) -> tuple[str, int]:
-    """A byte that is of no character."""
+def _replace_invalid_byte(error: UnicodeError) -> tuple[str, int]:
+    """Return a byte that is of no character."""
     assert isinstance(error, UnicodeDecodeError)
     return _UNFINISHED, error.start + 1
 
 
 _BYTEWISE = "quantkit.bytewise"
-codecs.register_error(_BYTEWISE, _replaced)
+codecs.register_error(_BYTEWISE, _replace_invalid_byte)
 
 
-def _begun(text: str, stop: str) -> int:
+def _count_partial_stop(text: str, stop: str) -> int:
     """Letters at the end of a text that may begin a stop string."""
     max_length = min(len(text), len(stop) - 1)
     return next((count for count in range(max_length, 0, -1) if text.endswith(stop[:count])), 0)

@@ -23,14 +23,17 @@ class StepTimes:
     """Seconds of a step by its number of rows: a line through the latest steps."""
 
     _KEPT = 0.98  # of the weight of earlier steps with each later one
-    _SHARE = 0.1  # what another row is assumed to cost at first, of a step of one row
+    # What another row is assumed to cost at first, of a step of one row.
+    _SHARE = 0.1
     # the variance of rows, as a share of their squared mean, with which that counts for half
     _CERTAINTY = 0.002
     _NARROW = (
-        0.003  # the variance, as such a share, below which steps say little of what a row costs
+        # The variance, as such a share, below which steps say little of what a row costs.
+        0.003
     )
     _OUTLIER = (
-        4.0  # a step that takes this many times longer than expected has waited for something else
+        # A step that takes this many times longer than expected has waited for something else.
+        4.0
     )
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class StepTimes:
         return max(mean + row * (rows - self._rows / self._weight), row), row
 
     def lacks(self, rows: int) -> bool:
-        """Whether a step of so few rows should be taken, to learn what other rows cost: the
+        """Return whether a step of so few rows should be taken, to learn what other rows cost: the
         latest all had more.
         """
         if not self._weight:
@@ -83,24 +86,25 @@ class StepTimes:
 
 
 def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTimes) -> dict[K, int]:
-    """How many tokens to propose for each sequence, so that a step gives the most tokens a second.
+    """Return how many tokens to propose for each sequence, so that a step gives the most tokens a
+    second.
 
     Args:
         rows: of the step without proposals.
         tokens: new ones that it gives without them.
     """
-    found = dict.fromkeys(chances, 0)
+    result = dict.fromkeys(chances, 0)
     known = times.of(rows)
     if known is None or times.lacks(rows):
-        return found
+        return result
     seconds, row = known
     gained = float(tokens)
     # By what a second of each proposal's next token gives; a proposal's tokens are ever less
     # likely.
     heap = [
-        (-one.rate / (row + one.seconds), number)
-        for number, one in enumerate(chances.values())
-        if one.limit
+        (-chance.rate / (row + chance.seconds), number)
+        for number, chance in enumerate(chances.values())
+        if chance.limit
     ]
     keys = list(chances)
     values = list(chances.values())
@@ -111,9 +115,9 @@ def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTime
         key = keys[number]
         if -worth * seconds <= gained:
             break
-        found[key] += 1
-        gained += one.rate ** found[key]
+        result[key] += 1
+        gained += one.rate ** result[key]
         seconds += row + one.seconds
-        if found[key] < one.limit:
+        if result[key] < one.limit:
             heapq.heappush(heap, (worth * one.rate, number))
-    return found
+    return result

@@ -17,8 +17,10 @@ from quantkit.runtime.generation import Generation
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
 
-_PADDING = 512  # tokens by which vocabularies of one family differ
-_LATEST = 0.1  # the weight of the latest measurement in a mean
+# Tokens by which vocabularies of one family differ.
+_PADDING = 512
+# The weight of the latest measurement in a mean.
+_LATEST = 0.1
 
 
 @dataclass
@@ -41,10 +43,10 @@ class DraftModel:
         """`vocabulary` is the number of the large model's tokens."""
         self.seconds = 0.0
         self._vocabulary = vocabulary
-        self._known = engine.model.config.vocab_size
+        self._draft_vocab_size = engine.model.config.vocab_size
         self._engine = engine
         self._switch = engine.model.config.rope_switch
-        self._held = [_Held() for _ in range(engine.slots)]
+        self._slot_contents = [_Held() for _ in range(engine.slots)]
 
     @property
     def length(self) -> int:
@@ -59,16 +61,23 @@ class DraftModel:
         behind = None
         for one, text in texts.items():
             self._take(one, text)
-            if behind is None and len(text) - self._held[one.slot].stored > self._engine.chunk:
+            if (
+                behind is None
+                and len(text) - self._slot_contents[one.slot].stored > self._engine.chunk
+            ):
                 behind = one
         if behind is not None:
             self._read(
-                {behind: texts[behind][: self._held[behind.slot].stored + self._engine.chunk]}
+                {
+                    behind: texts[behind][
+                        : self._slot_contents[behind.slot].stored + self._engine.chunk
+                    ]
+                }
             )
         ready = {
             one: text
             for one, text in texts.items()
-            if self._unread(one, text) <= self._engine.chunk
+            if self._count_unread(one, text) <= self._engine.chunk
         }
         began = time.perf_counter()
         drawn = dict[Generation, list[int]]((one, []) for one in ready)
@@ -84,18 +93,18 @@ class DraftModel:
             self.seconds += (taken - self.seconds) * (_LATEST if self.seconds else 1)
         return drawn
 
-    def _take(self, one: Generation, text: list[int]) -> None:
+    def _take(self, generation: Generation, text: list[int]) -> None:
         """Let a slot hold as much of a text as it does."""
-        held = self._held[one.slot]
+        held = self._slot_contents[generation.slot]
         end = min(held.stored, len(text) - 1)
-        if held.reader is not one:
+        if held.reader is not generation:
             end = next((at for at in range(end) if held.text[at] != text[at]), end)
         if self._switch is not None and end <= self._switch < len(text):
             end = 0
-        self._held[one.slot] = _Held(one, text, end)
+        self._slot_contents[generation.slot] = _Held(generation, text, end)
 
-    def _unread(self, one: Generation, text: list[int]) -> int:
-        return len(text) - self._held[one.slot].stored
+    def _count_unread(self, generation: Generation, text: list[int]) -> int:
+        return len(text) - self._slot_contents[generation.slot].stored
 
     def _read(self, texts: Mapping[Generation, list[int]]) -> torch.Tensor:
         """Read the new part of texts; logits [B, V] of what follows each."""
@@ -104,8 +113,8 @@ class DraftModel:
         positions = list[int]()
         wanted = list[int]()
         for one, text in texts.items():
-            held = self._held[one.slot]
-            tokens += [min(token, self._known - 1) for token in text[held.stored :]]
+            held = self._slot_contents[one.slot]
+            tokens += [min(token, self._draft_vocab_size - 1) for token in text[held.stored :]]
             slots += [one.slot] * (len(text) - held.stored)
             positions += range(held.stored, len(text))
             wanted.append(len(tokens) - 1)

@@ -32,14 +32,15 @@ from quantkit.runtime.captured import (
     only_finite,
 )
 from quantkit.runtime.draft_model import DraftModel, require_same_tokens
-from quantkit.runtime.request import DRAFT_TOKENS, checked_draft_tokens, require_model
+from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
 CacheName: TypeAlias = FloatName | Literal["int8"]
 CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
 
-MIN_BUCKET = 16  # rows of a step that has several rows of one sequence
+# Rows of a step that has several rows of one sequence.
+MIN_BUCKET = 16
 _MIN_CACHE = 256
 # the first leaves room for 16 decoding sequences in a bucket of 256
 _CPU_CHUNK = 240
@@ -129,15 +130,21 @@ class Engine:
         else:
             kind = "steps"
         padded = self._compiled or kind != "steps"
-        cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
+        cache = (
+            model.config,
+            slots,
+            self.length + padded,
+            _parse_cache_dtype(cache_dtype) or model.dtype,
+        )
         _require_memory(cache_bytes(*cache), slots, self.length, model.device)
         with enough_memory(None):
             self._cache = KVCache(*cache, model.device)
         if self._compiled and on_gpu:
-            for tensor in self._cache.tensors():  # else captured steps would copy the cache
+            # Else captured steps would copy the cache.
+            for tensor in self._cache.tensors():
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.draft: DraftModel | None = None
-        self.proposed = self.accepted = 0  # tokens, so far
+        self.num_proposed_tokens = self.num_accepted_tokens = 0  # tokens, so far
         if draft is not None:
             require_model("draft", draft, Decoder)
             require_same_tokens(model, draft)
@@ -151,7 +158,7 @@ class Engine:
         if draft_tokens is None:
             self.draft_tokens = default
         else:
-            self.draft_tokens = checked_draft_tokens(draft_tokens)
+            self.draft_tokens = check_draft_tokens(draft_tokens)
         # The last token drawn in each slot, and one unused element.
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
@@ -197,7 +204,7 @@ class Engine:
         tokens: Tensor,
         slots: Sequence[int],
         positions: Sequence[int],
-        wanted: Sequence[int],
+        logits_indices: Sequence[int],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Append N tokens to any sequences.
@@ -224,8 +231,8 @@ class Engine:
             lengths = [position + 1 for position in positions]
         parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
         if len(parts) == 1:
-            return self._run(tokens, slots, positions, wanted, lengths)
-        places = {row: place for place, row in enumerate(wanted)}
+            return self._run(tokens, slots, positions, logits_indices, lengths)
+        places = {row: place for place, row in enumerate(logits_indices)}
         logits = []
         order = list[int]()
         for part in parts:
@@ -245,8 +252,8 @@ class Engine:
         """
         self._require_room(slots, positions)
         count = bucket(len(slots), 1)
-        if (captured := self._prepared(count)) is not None:
-            return captured.decode(*self._padded(slots, positions, count), rows=len(slots))
+        if (captured := self._prepare_captured_decode(count)) is not None:
+            return captured.decode(*self._pad_rows(slots, positions, count), rows=len(slots))
         logits = self.step(self.last[self._numbers(slots)], slots, positions, range(len(slots)))
         with self.model.ops.single_threaded():
             return self.set_last(slots, logits.argmax(-1), logits)
@@ -283,12 +290,12 @@ class Engine:
             slots, positions = zip(*step, strict=True)
             self.step(self._numbers([0] * len(step)), slots, positions, [0])
         return len(steps) + sum(
-            self._prepared(count) is not None for count in _buckets(1, self.slots)
+            self._prepare_captured_decode(count) is not None for count in _buckets(1, self.slots)
         )
 
-    def _prepared(self, count: int) -> CapturedDecode | None:
-        """The captured step, if there is one for `count` rows; after one failure no more steps
-        are captured.
+    def _prepare_captured_decode(self, count: int) -> CapturedDecode | None:
+        """Return the captured step, if there is one for `count` rows; after one failure no more
+        steps are captured.
         """
         if self._captured is not None and not self._captured.prepare(count):
             self._captured = None
@@ -304,7 +311,8 @@ class Engine:
             count = min(self.chunk + self.slots, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), count))
             return steps + [rows[:size] for size in _buckets(MIN_BUCKET, count)]
-        for start in (0, 1):  # attention to each other, and over the cache
+        # Attention to each other, and over the cache.
+        for start in (0, 1):
             rows = []
             for position in range(start, min(start + self.chunk, self.length)):
                 rows.append((0, position))
@@ -316,7 +324,7 @@ class Engine:
         tokens: Tensor,
         slots: Sequence[int],
         positions: Sequence[int],
-        wanted: Sequence[int],
+        logits_indices: Sequence[int],
         lengths: Sequence[int],
     ) -> Tensor:
         """`step` for rows that run together: all of one sequence, or one of each; with ragged
@@ -328,14 +336,14 @@ class Engine:
         in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
         first = several and not ragged and positions[0] == 0
         step = _many if several else _few
-        heads = list(wanted)
+        heads = list(logits_indices)
         if self._compiled:
             step = _compile(step, tokens.device.type)
             size = bucket(rows, MIN_BUCKET if several else 1)
             idle = size - rows
             few = min(size, bucket(self.slots, 1))
             tokens = torch.nn.functional.pad(tokens, (0, idle))
-            slots, positions = self._padded(slots, positions, size)
+            slots, positions = self._pad_rows(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * idle]
             heads += [0] * ((few if len(heads) <= few else size) - len(heads))
         shape = (1, -1) if in_line else (-1, 1)
@@ -352,10 +360,10 @@ class Engine:
         )
         # A captured step writes its logits over the previous ones.
         if self._compiled:
-            return logits[: len(wanted)].clone()
-        return logits[: len(wanted)]
+            return logits[: len(logits_indices)].clone()
+        return logits[: len(logits_indices)]
 
-    def _padded(
+    def _pad_rows(
         self, slots: Sequence[int], positions: Sequence[int], size: int
     ) -> tuple[list[int], list[int]]:
         """Rows padded to a size with the positions that follow the last one."""
@@ -378,8 +386,10 @@ class Engine:
             )
 
 
-def checked_decoder(model: Decoder | Engine) -> Decoder:
-    """The model that is given, or that an engine runs; raises `RequestError` for anything else."""
+def require_decoder(model: Decoder | Engine) -> Decoder:
+    """Return the model that is given, or that an engine runs; raises `RequestError` for anything
+    else.
+    """
     require_model("model", model, (Decoder, Engine))
     if isinstance(model, Engine):
         return model.model
@@ -387,12 +397,12 @@ def checked_decoder(model: Decoder | Engine) -> Decoder:
 
 
 def _each_row_alone(model: Decoder) -> bool:
-    """Whether each row of a step has the numbers that it has alone."""
+    """Return whether each row of a step has the numbers that it has alone."""
     quantized = any(isinstance(module, QuantLinear) for module in model.modules())
     return quantized and model.ops.ragged and model.device.type == "cpu" and model.group.size == 1
 
 
-def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
+def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
     if dtype == "int8" or dtype is torch.int8:
         return torch.int8
     try:
@@ -428,12 +438,12 @@ def _rectangles(slots: Sequence[int]) -> list[list[int]]:
 
 
 def bucket(count: int, smallest: int) -> int:
-    """The smallest power of two, at least `smallest`, that holds `count`."""
+    """Return the smallest power of two, at least `smallest`, that holds `count`."""
     return max(smallest, 1 << (count - 1).bit_length())
 
 
 def _buckets(smallest: int, count: int) -> list[int]:
-    """All buckets up to the one that holds `count`."""
+    """Return all buckets up to the one that holds `count`."""
     buckets: list[int] = []
     for power in range((bucket(count, smallest) // smallest).bit_length()):
         buckets.append(smallest << power)
@@ -446,7 +456,7 @@ def _few(
     positions: Tensor,
     slots: Tensor | None,
     lengths: Tensor | None,
-    wanted: Tensor | None,
+    logits_indices: Tensor | None,
     cache: KVCache,
     first: bool,
 ) -> Tensor:
@@ -454,9 +464,9 @@ def _few(
     hidden = model.hidden(
         tokens, positions, cache, slots=slots, lengths=lengths, first=first
     ).flatten(0, 1)
-    if wanted is None:
+    if logits_indices is None:
         return hidden.new_empty(0, model.config.vocab_size)
-    return model.head(hidden.index_select(0, wanted))
+    return model.head(hidden.index_select(0, logits_indices))
 
 
 def _many(*operands: Any) -> Tensor:
@@ -493,7 +503,7 @@ def cpu_compile_options() -> CompileOptions:
 
 @functools.cache
 def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """One graph for each set of shapes; on GPUs captured if each sequence has one token.
+    """Return one graph for each set of shapes; on GPUs captured if each sequence has one token.
 
     Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel
     cache.

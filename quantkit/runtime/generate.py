@@ -10,14 +10,14 @@ from quantkit.base.arguments import require_flags, require_tokenizer
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
-from quantkit.runtime.engine import Engine, checked_decoder
+from quantkit.runtime.engine import Engine, require_decoder
 from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     MAX_NEW_TOKENS,
     Request,
     TokenIds,
-    checked_request,
-    checked_stop,
+    check_stop_strings,
+    create_request,
     prompt_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -73,8 +73,8 @@ def generate(
         >>> ids = tokenizer.encode("My fellow citizens")
         >>> print(tokenizer.decode(list(quantkit.generate(model, ids, max_new_tokens=50))))
     """
-    config = checked_decoder(model).config
-    request = checked_request(config, prompt_ids(ids), max_new_tokens, sampling)
+    config = require_decoder(model).config
+    request = create_request(config, prompt_ids(ids), max_new_tokens, sampling)
     if isinstance(model, Engine):
         engine = model
     else:
@@ -84,7 +84,7 @@ def generate(
 
 
 def new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, None]:
-    """The new tokens of a request that runs alone.
+    """Yield the new tokens of a request that runs alone.
 
     Inference mode is left before each `yield`: it belongs to the thread, and a generator that is
     not run to its end may be closed when torch is gone.
@@ -131,12 +131,12 @@ def stream(
         >>> for piece in quantkit.stream(model, tokenizer, "My fellow citizens"):
         ...     print(piece, end="", flush=True)
     """
-    config = checked_decoder(model).config
+    config = require_decoder(model).config
     require_tokenizer(tokenizer)
     require_rows(tokenizer, config.vocab_size)
     require_flags(specials=specials)
     ids = prompt_ids(prompt, tokenizer, specials=specials)
-    stops = checked_stop(stop, tokenizer)
+    stops = check_stop_strings(stop, tokenizer)
     tokens = generate(model, ids, max_new_tokens=max_new_tokens, **sampling)
     return text_pieces(tokenizer, ids, tokens, stops)
 
@@ -144,7 +144,7 @@ def stream(
 def text_pieces(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int], stop: Sequence[str] = ()
 ) -> Generator[str, None, None]:
-    """The text each token adds, up to a stop string; see `Detokenizer`."""
+    """Yield the text each token adds, up to a stop string; see `Detokenizer`."""
     text = Detokenizer(tokenizer, prompt, stop)
     for token in tokens:
         if piece := text.add(token):
@@ -165,8 +165,8 @@ class Pace:
         self._clock = clock
         self._begun = self._first = self._last = 0.0
 
-    def timed(self, tokens: Iterable[int]) -> Iterator[int]:
-        """The tokens; time starts with the first request."""
+    def time_tokens(self, tokens: Iterable[int]) -> Iterator[int]:
+        """Yield the tokens; time starts with the first request."""
         self.begin()
         for token in tokens:
             self.add(1)

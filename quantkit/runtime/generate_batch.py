@@ -30,11 +30,11 @@ from quantkit.runtime.request import (
     Completion,
     Request,
     TokenIds,
-    checked_request,
-    checked_stop,
+    check_stop_strings,
+    create_request,
     prompt_ids,
     require_model,
-    shortened,
+    truncate_prompt,
     with_prompt,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -124,10 +124,10 @@ def generate_batch(
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops = checked_stop(stop, tokenizer)
+    stops = check_stop_strings(stop, tokenizer)
     report = deduplicated(progress)
     slots = as_integer("batch_size", batch_size, 1)
-    shared = checked_request(
+    shared = create_request(
         config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo
     )
     if isinstance(prompts, str) or not is_several(prompts):
@@ -141,7 +141,7 @@ def generate_batch(
                 )
             ids = prompt_ids(prompt, tokenizer, specials=specials)
             if truncate and ids:
-                ids = shortened(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
+                ids = truncate_prompt(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
             requests.append(with_prompt(config, shared, ids))
             if engine is not None:
                 engine.require_length(requests[-1].length)
@@ -154,8 +154,8 @@ def generate_batch(
     found = list[Completion]()
     total = len(requests) * shared.samples
     report("generate", 0, total, "completions")
-    for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
-        found.append(one)
+    for completion in completions(runner, requests, tokenizer, [stops] * len(requests)):
+        found.append(completion)
         report("generate", len(found), total, "completions")
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
@@ -168,14 +168,17 @@ def engine_for(
     cache_dtype: torch.dtype | None = None,
     compiled: bool | None = None,
 ) -> Engine | Runner[Any]:
-    """An engine for the longest of the requests and as many as run together; or the model's runner.
+    """Return an engine for the longest of the requests and as many as run together; or the model's
+    runner.
 
     Raises:
         RequestError: as `Engine`, or if `batch_size` is below 1.
     """
-    slots = min(as_integer("batch_size", batch_size, 1), sum(one.samples for one in requests))
+    slots = min(
+        as_integer("batch_size", batch_size, 1), sum(request.samples for request in requests)
+    )
     if isinstance(model, Decoder):
-        longest = max(one.length for one in requests)
+        longest = max(request.length for request in requests)
         return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
     return model.runner(slots)
 

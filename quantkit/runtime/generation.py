@@ -55,11 +55,11 @@ class Continuation:
             self.finish_reason = "stop"
             self.end_token = token
             if logprobs is not None:
-                self.end_logprobs = Logprobs(*logprobs.listed())
+                self.end_logprobs = Logprobs(*logprobs.to_lists())
             return
         self.tokens.append(token)
         if self.logprobs is not None and logprobs is not None:
-            self.logprobs.add(*logprobs.listed())
+            self.logprobs.add(*logprobs.to_lists())
         if len(self.tokens) == self.request.max_new_tokens:
             self.finish_reason = "length"
 
@@ -103,12 +103,14 @@ class Generation(Continuation):
 
     @property
     def echoes(self) -> bool:
-        """Whether log-probabilities of the tokens being read are requested."""
+        """Return whether log-probabilities of the tokens being read are requested."""
         return self.request.scores_prompt and not self.drawn
 
     @property
     def needs_tokens_only(self) -> bool:
-        """Whether its next token is the likeliest one, and its logits are not used otherwise."""
+        """Return whether its next token is the likeliest one, and its logits are not used
+        otherwise.
+        """
         return (
             self.sampler.params.likeliest_only
             and self.logprobs is None
@@ -116,7 +118,7 @@ class Generation(Continuation):
         )
 
     @property
-    def added(self) -> list[int]:
+    def new_cached_tokens(self) -> list[int]:
         """Tokens in the slot after `text`."""
         read = len(self.text) - len(self.request.prompt)
         return self.tokens[read : max(read, self.drawn - 1)]
@@ -130,7 +132,7 @@ class Generation(Continuation):
             self.finish_reason = "stop"
 
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
-        """The next token [1] from logits [1, V], and its log-probabilities, if requested."""
+        """Return the next token [1] from logits [1, V], and its log-probabilities, if requested."""
         self.drawn += 1
         token = self.sampler.draw(logits)
         count = self.request.logprobs
@@ -139,8 +141,8 @@ class Generation(Continuation):
     def draw_verified(
         self, logits: Tensor, proposed: Sequence[int]
     ) -> Iterator[tuple[Tensor, TokenLogprobs | None]]:
-        """The next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and P
-        proposed ones: as many as follow tokens that were right.
+        """Yield the next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and
+        P proposed ones: as many as follow tokens that were right.
         """
         for row, expected in enumerate([*proposed, None]):
             found = self.draw(logits[row : row + 1])
@@ -161,7 +163,7 @@ class Generation(Continuation):
             found = token_logprobs(
                 logits, torch.tensor(tokens, device=logits.device), self.request.logprobs
             )
-            self.logprobs.add(*found.listed())
+            self.logprobs.add(*found.to_lists())
 
 
 @dataclass
@@ -195,7 +197,7 @@ class Siblings:
 
     @property
     def prompt_free(self) -> bool:
-        """Whether another one may begin: none is reading the prompt."""
+        """Return whether another one may begin: none is reading the prompt."""
         return (
             self.logits is not None or self.reader is None or self.reader.finish_reason is not None
         )

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 NAME = "generation_config.json"
 _MAX = 1e9
-_MIN_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
+# The likeliest token alone, which is what 0 means.
+_MIN_TOP_P = 1e-9
 _NUMBERS = (
     "temperature",
     "top_k",
@@ -50,7 +51,7 @@ _NO_PADDING = -1
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
-    """The sampling options of a folder's generation_config.json, for conversations;
+    """Return the sampling options of a folder's generation_config.json, for conversations;
     `quantkit.generate` is greedy by default.
 
     Args:
@@ -69,21 +70,21 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
         **quantkit.sampling_defaults("model"))
     """
     settings = _settings(as_path("folder", folder))
-    found: SamplingOptions = {}
+    result: SamplingOptions = {}
     if settings.has("repetition_penalty"):
-        found["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
+        result["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
     if settings.flag("do_sample", False):
-        found["temperature"] = (
+        result["temperature"] = (
             settings.number("temperature", 0, _MAX) if settings.has("temperature") else 1.0
         )
         if settings.has("top_k"):
-            found["top_k"] = _top_k(settings)
+            result["top_k"] = _top_k(settings)
         if settings.has("top_p"):
-            found["top_p"] = max(settings.number("top_p", 0, 1), _MIN_TOP_P)
+            result["top_p"] = max(settings.number("top_p", 0, 1), _MIN_TOP_P)
         if settings.has("min_p"):
-            found["min_p"] = settings.number("min_p", 0, 1)
+            result["min_p"] = settings.number("min_p", 0, 1)
     try:
-        SamplingParams(**found)
+        SamplingParams(**result)
     except RequestError as error:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
@@ -93,7 +94,7 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
         )
     if unapplied := list_unapplied(settings.values):
         _log.info("%s: quantkit does not apply %s", settings.path, ", ".join(unapplied))
-    return found
+    return result
 
 
 def require_valid(folder: Path) -> None:

@@ -14,29 +14,30 @@ class Acceptance:
     """How often proposals are right, by the latest ones; of none, half."""
 
     _KEPT = 0.9  # of the weight of earlier tokens with each later one
-    _BEFORE = 2.0  # the weight of what is assumed at the start
+    # The weight of what is assumed at the start.
+    _BEFORE = 2.0
 
     def __init__(self) -> None:
         self._right = self._BEFORE / 2
-        self._all = self._BEFORE
+        self._total = self._BEFORE
 
     @property
     def rate(self) -> float:
-        """The share that is right."""
-        return self._right / self._all
+        """Return the share that is right."""
+        return self._right / self._total
 
     def add(self, right: int, wrong: int) -> None:
         """Count tokens that were right, and those that were wrong after them."""
         kept = self._KEPT ** (right + wrong)
         self._right = self._right * kept + right
-        self._all = self._all * kept + right + wrong
+        self._total = self._total * kept + right + wrong
 
     def fade(self, tokens: int) -> None:
         """Count tokens for which nothing was proposed: what was seen becomes less certain."""
         kept = self._KEPT ** (tokens / 8)
         middle = self._BEFORE * (1 - kept)
         self._right = self._right * kept + middle / 2
-        self._all = self._all * kept + middle
+        self._total = self._total * kept + middle
 
 
 class Lookup:
@@ -51,9 +52,8 @@ class Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        self._after: dict[
-            int, int
-        ] = {}  # where the text went on after a run of tokens, by its hash
+        # Where the text went on after a run of tokens, by its hash.
+        self._after: dict[int, int] = {}
         self._rates = {size: Acceptance() for size in SIZES}
         self.proposed: list[int] | None = None
         self._size = SIZES[0]  # of the run that was found for it
@@ -64,7 +64,7 @@ class Lookup:
 
     @property
     def rate(self) -> float:
-        """The share of right tokens in proposals like the last one."""
+        """Return the share of right tokens in proposals like the last one."""
         return self._rates[self._size].rate
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -86,12 +86,13 @@ class Lookup:
             else:
                 at = None
             if at is not None:
-                found = self._text[at : at + count]
-                while len(found) < count:  # what repeats itself goes on so
-                    found.append(found[len(found) - (len(self._text) - at)])
+                result = self._text[at : at + count]
+                # What repeats itself goes on so.
+                while len(result) < count:
+                    result.append(result[len(result) - (len(self._text) - at)])
                 self._size = size
-                self.proposed = found
-                return found
+                self.proposed = result
+                return result
         self.proposed = None
         return []
 

@@ -53,7 +53,7 @@ class Reader:
         return self._text.stopped is not None
 
     def completion(self) -> Completion:
-        """The completion, once the continuation has ended.
+        """Return the completion, once the continuation has ended.
 
         Raises `QuantkitError` if it has ended with an error.
         """

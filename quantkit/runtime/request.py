@@ -96,7 +96,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether to return log-probabilities of the prompt's tokens."""
+        """Return whether to return log-probabilities of the prompt's tokens."""
         return self.echo and self.logprobs is not None
 
 
@@ -152,8 +152,8 @@ class Completion:
     end_logprobs: Logprobs | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; log-probabilities only if requested."""
-        found: dict[str, Any] = {
+        """Return all of it as plain values; log-probabilities only if requested."""
+        result: dict[str, Any] = {
             "prompt": self.prompt,
             "sample": self.sample,
             "text": self.text,
@@ -166,8 +166,8 @@ class Completion:
             top = []
             for one in self.logprobs.top:
                 top.append([[token, value] for token, value in one.items()])
-            found["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
-        return found
+            result["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
+        return result
 
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
@@ -180,8 +180,8 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
 def prompt_ids(
     prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False
 ) -> list[int]:
-    """The ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it is a
-    string without a tokenizer, not integers, or several prompts.
+    """Return the ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it
+    is a string without a tokenizer, not integers, or several prompts.
     """
     if isinstance(prompt, str) and tokenizer is not None:
         return text_ids(tokenizer, prompt, specials=specials)
@@ -205,8 +205,8 @@ def prompt_ids(
     return rows[0]
 
 
-def checked_count(max_new_tokens: object) -> int:
-    """The maximum number of new tokens, at least 1."""
+def check_max_new_tokens(max_new_tokens: object) -> int:
+    """Return the maximum number of new tokens, at least 1."""
     count = as_integer("max_new_tokens", max_new_tokens)
     if count < 1:
         raise RequestError(
@@ -218,22 +218,22 @@ def checked_count(max_new_tokens: object) -> int:
     return count
 
 
-def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
+def check_stop_strings(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     """As `stop_strings`; also raises `RequestError` if there is no tokenizer to find them with."""
-    found = stop_strings(stop)
-    if found and tokenizer is None:
+    result = stop_strings(stop)
+    if result and tokenizer is None:
         raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
-    return found
+    return result
 
 
 def stop_strings(stop: object) -> list[str]:
-    """One stop string or several; raises `RequestError` if they are not strings, or one is empty
-    or invalid Unicode.
+    """Return one stop string or several; raises `RequestError` if they are not strings, or one is
+    empty or invalid Unicode.
     """
-    found = as_strings("stop", stop)
-    if "" in found:
+    result = as_strings("stop", stop)
+    if "" in result:
         raise RequestError("a stop string is empty", argument="stop")
-    for one in found:
+    for one in result:
         try:
             one.encode()
         except UnicodeEncodeError as error:
@@ -241,11 +241,11 @@ def stop_strings(stop: object) -> list[str]:
             raise RequestError(
                 "a stop string is not valid Unicode", found=found_character, argument="stop"
             ) from error
-    return found
+    return result
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
-    """The token ids of a prompt that is a string; raises `RequestError` if it is empty or
+    """Return the token ids of a prompt that is a string; raises `RequestError` if it is empty or
     invalid Unicode.
     """
     if not text:
@@ -253,8 +253,10 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
     return tokenizer.encode(text, specials=specials)
 
 
-def shortened(ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | None) -> list[int]:
-    """The end of a prompt that is too long together with what is to come; a BOS stays."""
+def truncate_prompt(
+    ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | None
+) -> list[int]:
+    """Return the end of a prompt that is too long together with what is to come; a BOS stays."""
     room = max(1, max_tokens - max_new_tokens)
     if len(ids) <= room:
         return ids
@@ -265,7 +267,7 @@ def shortened(ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | N
     return [*begins, *ids[len(ids) - room + len(begins) :]]
 
 
-def checked_request(
+def create_request(
     config: ModelConfig,
     ids: list[int],
     max_new_tokens: object,
@@ -275,14 +277,16 @@ def checked_request(
     logprobs: object = None,
     echo: bool = False,
 ) -> Request:
-    """A request that a model can take; raises what `checked_options` and `with_prompt` raise."""
-    request = checked_options(
+    """Return a request that a model can take; raises what `create_promptless_request` and
+    `with_prompt` raise.
+    """
+    request = create_promptless_request(
         max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo
     )
     return with_prompt(config, request, ids)
 
 
-def checked_options(
+def create_promptless_request(
     max_new_tokens: object,
     sampling: SamplingOptions,
     *,
@@ -291,7 +295,7 @@ def checked_options(
     echo: bool = False,
     draft_tokens: object = None,
 ) -> Request:
-    """A request without its prompt, checked as far as possible without a model; raises
+    """Return a request without its prompt, checked as far as possible without a model; raises
     `RequestError` for numbers out of range or options that exclude each other.
     """
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
@@ -321,7 +325,7 @@ def checked_options(
             "nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens"
         )
     if new != 0 or not echo:
-        new = checked_count(new)
+        new = check_max_new_tokens(new)
     elif count > 1:
         raise RequestError(
             "a prompt that is only scored has one result", found=f"n = {count}", argument="n"
@@ -329,12 +333,12 @@ def checked_options(
     if draft_tokens is None:
         drafts = None
     else:
-        drafts = checked_draft_tokens(draft_tokens)
+        drafts = check_draft_tokens(draft_tokens)
     return Request([], new, params, count, top, echo, draft_tokens=drafts)
 
 
-def checked_draft_tokens(value: object) -> int:
-    """How many tokens may be proposed at a time."""
+def check_draft_tokens(value: object) -> int:
+    """Return how many tokens may be proposed at a time."""
     count = as_integer("draft_tokens", value)
     if not 0 <= count <= MAX_DRAFT_TOKENS:
         raise RequestError(
@@ -349,29 +353,29 @@ def checked_draft_tokens(value: object) -> int:
 def with_prompt(
     config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None
 ) -> Request:
-    """A request with its prompt; raises `RequestError` as `checked_length`, or if a bias is of
-    unknown tokens.
+    """Return a request with its prompt; raises `RequestError` as `check_total_length`, or if a bias
+    is of unknown tokens.
     """
     request.sampling.require_vocabulary(config.vocab_size)
-    checked_length(config, ids, request.max_new_tokens, max_tokens)
+    check_total_length(config, ids, request.max_new_tokens, max_tokens)
     return replace(request, prompt=ids)
 
 
 def no_beam_search(name: str) -> RequestError:
-    """The error for an option of it."""
+    """Return the error for an option of it."""
     hint = "draw several samples with `n`"
     return RequestError("beam search is not supported", found=name, hint=hint, argument=name)
 
 
 def no_prompt_logprobs(name: str) -> RequestError:
-    """The error for log-probabilities of prompts where XLA runs the model; `name` is the
+    """Return the error for log-probabilities of prompts where XLA runs the model; `name` is the
     argument to leave out.
     """
     problem = "log-probabilities of prompts are not given through XLA"
     return RequestError(problem, hint=f"leave out `{name}`", argument=name)
 
 
-def checked_length(
+def check_total_length(
     config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None
 ) -> int:
     """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's

@@ -19,7 +19,8 @@ from quantkit.model.device import host_copy
 from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.runtime.sampling_params import SamplingParams
 
-_MIN_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
+# Below this, float32 leaves nothing but the likeliest tokens.
+_MIN_TEMPERATURE = 1e-6
 
 
 class Sampler:
@@ -48,16 +49,16 @@ class Sampler:
         self._constraint: Constraint | None = None
         self.params = same_seed(params, group)
         self._generator = generator_of(self.params, device) if params.temperature > 0 else None
-        self._seen: Tensor | None = None
+        self._seen_mask: Tensor | None = None
         self._counts: Tensor | None = None
         if params.needs_counts:
             self._counts = torch.zeros(1, vocab_size, device=device)
         if params.needs_seen_tokens:
-            self._seen = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
-            self._seen[0, list(prompt)] = True
+            self._seen_mask = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
+            self._seen_mask[0, list(prompt)] = True
 
     def draw(self, logits: Tensor) -> Tensor:
-        """The next token [1] from logits [1, V].
+        """Return the next token [1] from logits [1, V].
 
         Of logits that are not finite it is any token that is allowed.
         """
@@ -66,7 +67,7 @@ class Sampler:
         try:
             if self.error is None:
                 self._constraint = self._constraint or self._begin()
-                allowed = self._constraint.allowed().to(logits.device)
+                allowed = self._constraint.compute_token_mask().to(logits.device)
                 token = self._draw(logits.nan_to_num().masked_fill(~allowed, -torch.inf))
                 self._constraint.accept(int(token))
                 self._drawn += 1
@@ -80,9 +81,9 @@ class Sampler:
     def _draw(self, logits: Tensor) -> Tensor:
         if self.params.likeliest_only:
             return logits.argmax(-1)
-        token = sample(logits, self.params, self._generator, self._seen, self._counts)[0]
-        if self._seen is not None:
-            self._seen[0, token] = True
+        token = sample(logits, self.params, self._generator, self._seen_mask, self._counts)[0]
+        if self._seen_mask is not None:
+            self._seen_mask[0, token] = True
         if self._counts is not None:
             self._counts[0, token] += 1
         return token
@@ -97,13 +98,15 @@ class Sampler:
             generator = generator.clone_state()
 
         def guess(logits: Tensor) -> int:
-            return int(sample(logits.nan_to_num(), params, generator, self._seen, self._counts))
+            return int(
+                sample(logits.nan_to_num(), params, generator, self._seen_mask, self._counts)
+            )
 
         return guess
 
 
 def generator_of(params: SamplingParams, device: torch.device) -> torch.Generator:
-    """A random generator for one request."""
+    """Return a random generator for one request."""
     generator = torch.Generator(device=device)
     if params.seed is None:
         generator.seed()
@@ -112,7 +115,7 @@ def generator_of(params: SamplingParams, device: torch.device) -> torch.Generato
 
 
 def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
-    """The options with one seed for all processes that share the model."""
+    """Return the options with one seed for all processes that share the model."""
     if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
     return replace(
@@ -125,19 +128,24 @@ def sample(
     logits: Tensor,
     params: SamplingParams,
     generator: torch.Generator | None,
-    seen: Tensor | None = None,
+    seen_mask: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
     """Draw one token per row: logits [B, V] to token ids [B, 1]; `seen` and `counts` are as for
-    `adjusted`.
+    `adjust_logits`.
     """
     if params.temperature == 0:
-        return adjusted(logits, params, seen, counts).argmax(-1, keepdim=True)
-    return torch.multinomial(probabilities(logits, params, seen, counts), 1, generator=generator)
+        return adjust_logits(logits, params, seen_mask, counts).argmax(-1, keepdim=True)
+    return torch.multinomial(
+        compute_probabilities(logits, params, seen_mask, counts), 1, generator=generator
+    )
 
 
-def adjusted(
-    logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+def adjust_logits(
+    logits: Tensor,
+    params: SamplingParams,
+    seen_mask: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none
     is set.
@@ -151,7 +159,7 @@ def adjusted(
         RequestError: if an option names a token outside the vocabulary, or needs what is not given.
     """
     params.require_vocabulary(logits.shape[-1])
-    past = {"seen": seen, "counts": counts}
+    past = {"seen": seen_mask, "counts": counts}
     for option in params.active:
         if option.adjust is not None:
             if option.past is not None and past[option.past] is None:
@@ -163,33 +171,37 @@ def adjusted(
     return logits
 
 
-def probabilities(
-    logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+def compute_probabilities(
+    logits: Tensor,
+    params: SamplingParams,
+    seen_mask: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
-    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0.
-    `seen` and `counts` are as for `adjusted`.
+    """Return the probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at
+    temperature 0. `seen` and `counts` are as for `adjust_logits`.
     """
-    logits = adjusted(logits, params, seen, counts)
+    logits = adjust_logits(logits, params, seen_mask, counts)
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     wide = logits.float()
-    below = wide - wide.amax(-1, keepdim=True)  # at most 0, so that no quotient is inf - inf
-    found = torch.softmax(below / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
+    # At most 0, so that no quotient is inf - inf.
+    below = wide - wide.amax(-1, keepdim=True)
+    result = torch.softmax(below / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
     for option in params.active:
         if option.drops is None:
             continue
         value = getattr(params, option.name)
         if option.keep is not None:
-            kept: Tensor = option.keep(found, value)
+            kept: Tensor = option.keep(result, value)
         else:
-            ranked, order = found.sort(dim=-1, descending=True)
+            ranked, order = result.sort(dim=-1, descending=True)
             dropped = option.drops(
                 torch, ranked, torch.arange(ranked.shape[-1], device=ranked.device), value
             )
-            kept = torch.zeros_like(found).scatter(-1, order, ranked.masked_fill(dropped, 0))
-        if kept is not found:
-            found = kept / kept.sum(-1, keepdim=True)
-    return found
+            kept = torch.zeros_like(result).scatter(-1, order, ranked.masked_fill(dropped, 0))
+        if kept is not result:
+            result = kept / kept.sum(-1, keepdim=True)
+    return result
 
 
 class TokenLogprobs(NamedTuple):
@@ -205,8 +217,10 @@ class TokenLogprobs(NamedTuple):
         """See `host_copy`."""
         return TokenLogprobs(*map(host_copy, self))
 
-    def listed(self) -> tuple[list[float | None], list[dict[int, float]]]:
-        """The values of the tokens, and for each position those of the likeliest by their ids."""
+    def to_lists(self) -> tuple[list[float | None], list[dict[int, float]]]:
+        """Return the values of the tokens, and for each position those of the likeliest by their
+        ids.
+        """
         top = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
         return self.chosen.tolist(), [dict(zip(ids, values, strict=True)) for ids, values in top]
 

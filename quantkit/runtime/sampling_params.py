@@ -78,24 +78,28 @@ class SamplingParams:
 
     @cached_property
     def active(self) -> tuple[Option, ...]:
-        """The options whose value differs from the default, with which they have no effect."""
+        """Return the options whose value differs from the default, with which they have no
+        effect.
+        """
         return tuple(
             one for one in OPTIONS if getattr(self, one.name) != getattr(_DEFAULTS, one.name)
         )
 
     @cached_property
     def needs_seen_tokens(self) -> bool:
-        """Whether an option depends on the tokens that the text already contains."""
+        """Return whether an option depends on the tokens that the text already contains."""
         return any(option.past == "seen" for option in self.active)
 
     @cached_property
     def needs_counts(self) -> bool:
-        """Whether an option depends on how often each token is among the new ones."""
+        """Return whether an option depends on how often each token is among the new ones."""
         return any(option.past == "counts" for option in self.active)
 
     @cached_property
     def likeliest_only(self) -> bool:
-        """Whether the next token is the one with the highest logit, as the model returns it."""
+        """Return whether the next token is the one with the highest logit, as the model returns
+        it.
+        """
         return all(option.name == "seed" for option in self.active)
 
     def require_vocabulary(self, size: int) -> None:
@@ -111,35 +115,35 @@ class SamplingParams:
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
     def validate(name: str, value: object) -> float:
-        found = as_number(name, value)
-        if not allowed(found):
-            raise RequestError(f"{name} must {rule}", found=found, argument=name)
-        return found
+        result = as_number(name, value)
+        if not allowed(result):
+            raise RequestError(f"{name} must {rule}", found=result, argument=name)
+        return result
 
     return validate
 
 
 def _top_k(name: str, value: object) -> int:
-    found = as_integer(name, value)
-    if found == -1:  # as vLLM and llama.cpp spell it
+    result = as_integer(name, value)
+    if result == -1:  # as vLLM and llama.cpp spell it
         return 0
-    if found < 0:
-        raise RequestError(f"{name} must not be negative", found=found, argument=name)
-    return found
+    if result < 0:
+        raise RequestError(f"{name} must not be negative", found=result, argument=name)
+    return result
 
 
 def _logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, "numbers by token ids")
-    found = {}
+    result = {}
     for token, bias in value.items():
-        found[as_integer(name, token)] = as_number(name, bias)
-    if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
+        result[as_integer(name, token)] = as_number(name, bias)
+    if wrong := [bias for bias in result.values() if not abs(bias) <= 10_000]:
         raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0], argument=name)
-    return found
+    return result
 
 
-def _add_bias(xp: Any, logits: Any, bias: Any, seen: Any) -> Any:
+def _add_bias(xp: Any, logits: Any, bias: Any, past: Any) -> Any:
     """`bias` is by token id, or where XLA runs the model, an array [V]."""
     if not isinstance(bias, Mapping):
         return logits + bias
@@ -147,8 +151,8 @@ def _add_bias(xp: Any, logits: Any, bias: Any, seen: Any) -> Any:
     return logits.index_add(-1, tokens, values.expand(len(logits), -1))
 
 
-def _penalize(xp: Any, logits: Any, penalty: Any, seen: Any) -> Any:
-    return xp.where(seen, xp.where(logits > 0, logits / penalty, logits * penalty), logits)
+def _penalize(xp: Any, logits: Any, penalty: Any, seen_mask: Any) -> Any:
+    return xp.where(seen_mask, xp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _keep_top_k(probabilities: Any, top_k: int) -> Any:

@@ -44,7 +44,7 @@ class _Rows:
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
+    logits_indices: list[int] = field(default_factory=list)
     drawing: dict[Generation, int] = field(default_factory=dict)
     proposals: dict[Generation, list[int]] = field(default_factory=dict)
     chunks: list[_Chunk] = field(default_factory=list)
@@ -93,7 +93,10 @@ class Scheduler:
             self._max_running = engine.slots
         else:
             self._max_running = max_running
-        self.reused = 0  # tokens of prompts that were not computed, because a slot held them
+        self.num_reused_tokens = (
+            # Tokens of prompts that were not computed, because a slot held them.
+            0
+        )
         self.speculation = Speculation(engine)
         self._any_prefix = any_prefix
         self._switch = engine.model.config.rope_switch
@@ -114,7 +117,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended."""
+        """Return whether a request has not ended."""
         return bool(self._waiting or self._reading or self._running)
 
     def add(self, request: Request, share: Share | None = None) -> list[Generation]:
@@ -133,11 +136,11 @@ class Scheduler:
         if self._slots is None or self._slots is not self.engine.slot_table:
             self._slots = self.engine.take_over(any_prefix=self._any_prefix)
         siblings = Siblings(waiting=request.samples, share=share or Share())
-        found = []
+        result = []
         for number in range(request.samples):
-            found.append(Generation(request, number, siblings, self.engine.model))
-        self._waiting.extend(found)
-        return found
+            result.append(Generation(request, number, siblings, self.engine.model))
+        self._waiting.extend(result)
+        return result
 
     def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
         """End a continuation now."""
@@ -151,7 +154,7 @@ class Scheduler:
             generation.siblings.share.running -= 1
         elif generation in self._running:
             self._running.remove(generation)
-            self._table.release(generation.slot, generation.added)
+            self._table.release(generation.slot, generation.new_cached_tokens)
             generation.siblings.share.running -= 1
 
     @torch.inference_mode()
@@ -171,21 +174,21 @@ class Scheduler:
         scored = list[Generation]()
         began = time.perf_counter()
         sequences = list(rows.drawing)
-        tokens_only = all(one.needs_tokens_only for one in sequences)
+        tokens_only = all(sequence.needs_tokens_only for sequence in sequences)
         if rows.slots and not rows.texts and self._switch is None and tokens_only:
-            for one in sequences:
-                one.drawn += 1
+            for sequence in sequences:
+                sequence.drawn += 1
             tokens = self.engine.decode(rows.slots, rows.positions)
             self._pending.append(_Drawn(sequences, tokens, [None] * len(sequences)))
         elif rows.slots:
             logits = self.engine.step(
-                self._tokens(rows), rows.slots, rows.positions, rows.wanted, rows.lengths
+                self._tokens(rows), rows.slots, rows.positions, rows.logits_indices, rows.lengths
             )
             scored = self._finish_chunks(rows, logits)
             if sequences:
                 self._draw(logits, rows.drawing, rows.proposals)
         news = self._collect_tokens(
-            idle=not rows.slots or any(map(self.speculation.wanted, sequences))
+            idle=not rows.slots or any(map(self.speculation.can_propose, sequences))
         )
         if rows.slots:
             self.speculation.count_step(len(rows.slots), time.perf_counter() - began)
@@ -218,7 +221,7 @@ class Scheduler:
             prompt = one.request.prompt
             self._remove_waiting(one)
             siblings.share.running += 1
-            if logits is not None and (source := self._table.with_all_of(prompt)) is not None:
+            if logits is not None and (source := self._table.find_whole_prompt(prompt)) is not None:
                 one.slot = self._table.take_for(source)
                 self._reuse(one, source, len(prompt))
                 if siblings.echoed is not None:
@@ -231,22 +234,22 @@ class Scheduler:
                 one.slot = self._table.take(prompt)
                 self._reading.append(one)
 
-    def _remove_waiting(self, one: Generation) -> None:
-        self._waiting.remove(one)
-        one.siblings.waiting -= 1
-        if not one.siblings.waiting:
-            one.siblings.logits = None
+    def _remove_waiting(self, generation: Generation) -> None:
+        self._waiting.remove(generation)
+        generation.siblings.waiting -= 1
+        if not generation.siblings.waiting:
+            generation.siblings.logits = None
 
-    def _reuse(self, one: Generation, source: int, count: int) -> None:
+    def _reuse(self, generation: Generation, source: int, count: int) -> None:
         """Copy the first tokens of what it reads from a slot that holds them."""
         if count:
-            self.engine.copy_prefix(source, one.slot, count)
-            self.reused += count
-            self._set_stored(one, count)
+            self.engine.copy_prefix(source, generation.slot, count)
+            self.num_reused_tokens += count
+            self._set_stored(generation, count)
 
-    def _set_stored(self, one: Generation, count: int) -> None:
-        one.stored = count
-        self._table.hold(one.slot, one.text, count)
+    def _set_stored(self, generation: Generation, count: int) -> None:
+        generation.stored = count
+        self._table.hold(generation.slot, generation.text, count)
 
     def _next_rows(self) -> _Rows:
         rows = _Rows(chunks=self._next_chunks())
@@ -263,12 +266,12 @@ class Scheduler:
             rows.slots.append(one.slot)
             rows.positions.append(one.position)
             rows.lengths.append(one.position + 1)
-            rows.wanted.append(place)
+            rows.logits_indices.append(place)
             rows.drawing[one] = place
         rows.decoding = len(plain)
         for one, proposed in rows.proposals.items():
-            rows.drawing[one] = len(rows.wanted)
-            rows.wanted += range(len(rows.slots), len(rows.slots) + 1 + len(proposed))
+            rows.drawing[one] = len(rows.logits_indices)
+            rows.logits_indices += range(len(rows.slots), len(rows.slots) + 1 + len(proposed))
             rows.texts += [one.tokens[-1], *proposed]
             rows.slots += [one.slot] * (1 + len(proposed))
             rows.positions += range(one.position, one.position + 1 + len(proposed))
@@ -283,21 +286,21 @@ class Scheduler:
             rows.positions += range(one.stored, chunk.stop)
             rows.lengths += [length] * count
             if one.echoes:
-                chunk.echoed = len(rows.wanted)
-                rows.wanted += range(row, row + count)
+                chunk.echoed = len(rows.logits_indices)
+                rows.logits_indices += range(row, row + count)
             elif chunk.stop == length:
-                rows.wanted.append(row + count - 1)
+                rows.logits_indices.append(row + count - 1)
             if chunk.stop == length and one.request.max_new_tokens:
-                rows.drawing[one] = len(rows.wanted) - 1
+                rows.drawing[one] = len(rows.logits_indices) - 1
         return rows
 
     def _next_chunks(self) -> list[_Chunk]:
-        """The parts of prompts that the next step reads, in turn."""
+        """Return the parts of prompts that the next step reads, in turn."""
         size = left = self.engine.chunk
         chunks: list[_Chunk] = []
         for one in list(self._reading):
             if not one.stored and not one.echoes:
-                self._reuse(one, *self._table.best(one.text))
+                self._reuse(one, *self._table.find_longest_prefix(one.text))
             stop = min(len(one.text), (one.stored // size + 1) * size)
             left -= stop - one.stored
             if chunks and left < 0:
@@ -354,14 +357,16 @@ class Scheduler:
                 proposed = proposals.get(one, [])
                 drawn = list(one.draw_verified(logits[place : place + 1 + len(proposed)], proposed))
                 if proposed:
-                    self.speculation.verified(one, proposed, len(drawn) - 1)
+                    self.speculation.record_verification(one, proposed, len(drawn) - 1)
                 sequences += [one] * len(drawn)
                 rows += range(place, place + len(drawn))
                 found += drawn
             if rows != list(range(len(logits))):
                 logits = logits[numbers(rows, logits.device)]
             tokens = torch.cat([token for token, _ in found])
-            pending = self.engine.set_last([one.slot for one in sequences], tokens, logits)
+            pending = self.engine.set_last(
+                [sequence.slot for sequence in sequences], tokens, logits
+            )
         self._pending.append(_Drawn(sequences, pending, [logprobs for _, logprobs in found]))
 
     def _collect_tokens(self, *, idle: bool) -> list[Generation]:
@@ -388,19 +393,23 @@ class Scheduler:
         return list(news)
 
     def _num_ready_steps(self, idle: bool) -> int:
-        """The number of steps whose tokens are read now; `idle` is whether the device has
+        """Return the number of steps whose tokens are read now; `idle` is whether the device has
         nothing else to do.
         """
         pending = self._pending
         if idle or any(
-            one.drawn == 1 or self._switches(one) for drawn in pending for one in drawn.sequences
+            sequence.drawn == 1 or self._switches(sequence)
+            for drawn in pending
+            for sequence in drawn.sequences
         ):
             return len(pending)
         count = max(0, len(pending) - READ_LAG)
-        while count < len(pending) and pending[count].tokens.arrived:
+        while count < len(pending) and pending[count].tokens.is_ready:
             count += 1
         return count
 
-    def _switches(self, one: Generation) -> bool:
-        """Whether its last token makes it longer than LongRoPE's short factors serve."""
-        return self._switch is not None and len(one.text) <= self._switch <= one.position
+    def _switches(self, generation: Generation) -> bool:
+        """Return whether its last token makes it longer than LongRoPE's short factors serve."""
+        return (
+            self._switch is not None and len(generation.text) <= self._switch <= generation.position
+        )

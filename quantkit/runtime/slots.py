@@ -22,24 +22,30 @@ class Held(NamedTuple):
     prompt_length: int = 0
 
 
-def common_prefix(prompt: Sequence[int], held: Held) -> int:
-    """The length of the common prefix, without the prompt's last token, whose logits are needed."""
-    end = min(len(prompt) - 1, len(held.tokens))
-    return next((at for at in range(end) if prompt[at] != held.tokens[at]), end)
+def common_prefix(prompt: Sequence[int], slot_content: Held) -> int:
+    """Return the length of the common prefix, without the prompt's last token, whose logits are
+    needed.
+    """
+    end = min(len(prompt) - 1, len(slot_content.tokens))
+    return next((at for at in range(end) if prompt[at] != slot_content.tokens[at]), end)
 
 
-def bitwise_reusable_prefix(prompt: Sequence[int], held: Held, chunk: int, *, windows: bool) -> int:
-    """The length of the common prefix whose keys and values have the bits that the prompt would
-    compute itself.
+def bitwise_reusable_prefix(
+    prompt: Sequence[int], slot_content: Held, chunk: int, *, windows: bool
+) -> int:
+    """Return the length of the common prefix whose keys and values have the bits that the prompt
+    would compute itself.
 
     A prompt is read in chunks that begin at multiples of `chunk`. Keys and values of a whole chunk
     are the same in every prompt with that prefix. Those of a part of a chunk are the same if the
     chunk has many rows in both prompts, many rows are left to compute, and no sliding window makes
     sums begin at other positions.
     """
-    count = min(common_prefix(prompt, held), held.prompt_length)
+    count = min(common_prefix(prompt, slot_content), slot_content.prompt_length)
     start = count // chunk * chunk
-    theirs, ours = (min(length - start, chunk) for length in (held.prompt_length, len(prompt)))
+    theirs, ours = (
+        min(length - start, chunk) for length in (slot_content.prompt_length, len(prompt))
+    )
     if windows or theirs <= FEW_ROWS:
         return start
     return max(start, min(count, start + ours - FEW_ROWS - 1))
@@ -68,8 +74,9 @@ class SlotTable:
             switches: whether all longer prompts have the same rotary positions; else each length
                 has others.
         """
-        self._free = deque(range(slots))  # the slot that was released first is taken first
-        self._held = [Held() for _ in range(slots)]
+        # The slot that was released first is taken first.
+        self._free = deque(range(slots))
+        self._contents = [Held() for _ in range(slots)]
         self._chunk = chunk
         self._any_prefix = any_prefix
         self._windows = windows
@@ -81,17 +88,17 @@ class SlotTable:
 
     @property
     def free(self) -> bool:
-        """Whether a slot is free."""
+        """Return whether a slot is free."""
         return bool(self._free)
 
     def take(self, prompt: Sequence[int]) -> int:
         """Take a free slot: where the prompt goes on from all that one holds, but for less than a
         chunk, that one; else the one that is free for longest, so that what others hold stays.
         """
-        reusable = {slot: self._reusable(prompt, slot) for slot in self._free}
+        reusable = {slot: self._count_reusable(prompt, slot) for slot in self._free}
         going_on = {}
         for slot, count in reusable.items():
-            if 0 <= len(self._held[slot].tokens) - count < self._chunk:
+            if 0 <= len(self._contents[slot].tokens) - count < self._chunk:
                 going_on[slot] = count
         best = max(going_on, key=going_on.__getitem__, default=self._free[0])
         return self._take(best if going_on.get(best) else self._free[0])
@@ -107,32 +114,32 @@ class SlotTable:
     def release(self, slot: int, new_tokens: Sequence[int] = ()) -> None:
         """Free a slot, which holds new tokens after its prompt."""
         if self._any_prefix and new_tokens:
-            held = self._held[slot]
-            self._held[slot] = Held([*held.tokens, *new_tokens], held.prompt_length)
+            held = self._contents[slot]
+            self._contents[slot] = Held([*held.tokens, *new_tokens], held.prompt_length)
         self._free.append(slot)
 
     def hold(self, slot: int, prompt: Sequence[int], count: int) -> None:
         """Note that a slot holds the first tokens of a prompt, and nothing else to reuse."""
-        self._held[slot] = Held(prompt[:count], len(prompt))
+        self._contents[slot] = Held(prompt[:count], len(prompt))
 
-    def with_all_of(self, prompt: Sequence[int]) -> int | None:
-        """A slot that holds a whole prompt, read as such and not as the beginning of a longer
-        one.
+    def find_whole_prompt(self, prompt: Sequence[int]) -> int | None:
+        """Return a slot that holds a whole prompt, read as such and not as the beginning of a
+        longer one.
         """
-        for slot, held in enumerate(self._held):
-            if held.prompt_length == len(prompt) and list(held.tokens[: len(prompt)]) == list(
+        for slot, content in enumerate(self._contents):
+            if content.prompt_length == len(prompt) and list(content.tokens[: len(prompt)]) == list(
                 prompt
             ):
                 return slot
         return None
 
-    def best(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The slot with the longest reusable prefix of a prompt, and its length."""
-        slot = max(range(len(self._held)), key=lambda one: self._reusable(prompt, one))
-        return slot, self._reusable(prompt, slot)
+    def find_longest_prefix(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Return the slot with the longest reusable prefix of a prompt, and its length."""
+        slot = max(range(len(self._contents)), key=lambda one: self._count_reusable(prompt, one))
+        return slot, self._count_reusable(prompt, slot)
 
-    def _reusable(self, prompt: Sequence[int], slot: int) -> int:
-        held = self._held[slot]
+    def _count_reusable(self, prompt: Sequence[int], slot: int) -> int:
+        held = self._contents[slot]
         scaled = [length > self._unscaled for length in (held.prompt_length, len(prompt))]
         if any(scaled) and not (self._switches and all(scaled)):
             return 0

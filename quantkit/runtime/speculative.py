@@ -34,34 +34,36 @@ class Speculation:
         self._times = StepTimes()
         self._drafted: dict[Generation, Acceptance] = {}
 
-    def wanted(self, one: Generation) -> bool:
-        """Whether tokens may be proposed for a sequence."""
-        return self._limit(one) > 0
+    def can_propose(self, generation: Generation) -> bool:
+        """Return whether tokens may be proposed for a sequence."""
+        return self._limit(generation) > 0
 
     def count_step(self, rows: int, seconds: float) -> None:
         """Learn how long a step took."""
         self._times.add(rows, seconds)
 
     def propose(self, sequences: Sequence[Generation], rows: int) -> dict[Generation, list[int]]:
-        """What the next step verifies, of sequences whose tokens the host has read; `rows` are
-        those of the step without it.
+        """Return what the next step verifies, of sequences whose tokens the host has read; `rows`
+        are those of the step without it.
         """
-        limits = {one: limit for one in sequences if (limit := self._limit(one))}
+        limits = {sequence: limit for sequence in sequences if (limit := self._limit(sequence))}
         if not limits:
             return {}
         found = {
-            one: tokens for one, limit in limits.items() if (tokens := self._looked_up(one, limit))
+            one: tokens
+            for one, limit in limits.items()
+            if (tokens := self._propose_from_text(one, limit))
         }
-        chances = {one: Chance(len(tokens), _lookup(one).rate) for one, tokens in found.items()}
+        chances = {one: Chance(len(tokens), _get_lookup(one).rate) for one, tokens in found.items()}
         if self._draft is not None:
             for one in [one for one in limits if one not in found]:  # in one order in all processes
                 room = self._draft.length - one.position - 1
                 rate = self._drafted.setdefault(one, Acceptance()).rate
                 chances[one] = Chance(max(0, min(limits[one], room)), rate, self._draft.seconds)
-        counts = self._counts(chances, rows, len(sequences))
+        counts = self._choose_counts(chances, rows, len(sequences))
         proposals = {one: tokens[: counts[one]] for one, tokens in found.items()}
         if self._draft is not None:
-            drafted = {one: counts[one] for one in chances if one not in found}
+            drafted = {chance: counts[chance] for chance in chances if chance not in found}
             proposals |= self._draft.propose(drafted)
             for one in drafted:
                 if not proposals.get(one):
@@ -69,50 +71,52 @@ class Speculation:
         return {
             one: kept
             for one, tokens in proposals.items()
-            if (kept := self._before_end(one, tokens))
+            if (kept := self._cut_at_end_token(one, tokens))
         }
 
-    def verified(self, one: Generation, proposed: Sequence[int], accepted: int) -> None:
+    def record_verification(
+        self, generation: Generation, proposed: Sequence[int], accepted: int
+    ) -> None:
         """Learn how many proposals for a sequence were right."""
-        self._engine.proposed += len(proposed)
-        self._engine.accepted += accepted
-        if _lookup(one).proposed is None and one in self._drafted:
-            self._drafted[one].add(accepted, int(accepted < len(proposed)))
+        self._engine.num_proposed_tokens += len(proposed)
+        self._engine.num_accepted_tokens += accepted
+        if _get_lookup(generation).proposed is None and generation in self._drafted:
+            self._drafted[generation].add(accepted, int(accepted < len(proposed)))
 
-    def forget(self, one: Generation) -> None:
+    def forget(self, generation: Generation) -> None:
         """A sequence has ended."""
-        self._drafted.pop(one, None)
+        self._drafted.pop(generation, None)
 
-    def _limit(self, one: Generation) -> int:
-        """How many tokens may be proposed for a sequence."""
-        if one.request.draft_tokens is None:
+    def _limit(self, generation: Generation) -> int:
+        """Return how many tokens may be proposed for a sequence."""
+        if generation.request.draft_tokens is None:
             limit = self._draft_tokens
         else:
-            limit = one.request.draft_tokens
-        left = one.request.max_new_tokens - one.drawn - 1
-        if self._switch is not None and len(one.text) <= self._switch:
-            left = min(left, self._switch - 1 - one.position)
+            limit = generation.request.draft_tokens
+        left = generation.request.max_new_tokens - generation.drawn - 1
+        if self._switch is not None and len(generation.text) <= self._switch:
+            left = min(left, self._switch - 1 - generation.position)
         return max(0, min(limit, left))
 
-    def _looked_up(self, one: Generation, count: int) -> list[int]:
-        lookup = _lookup(one)
-        lookup.extend(one.tokens[len(lookup) - len(one.request.prompt) :])
+    def _propose_from_text(self, generation: Generation, count: int) -> list[int]:
+        lookup = _get_lookup(generation)
+        lookup.extend(generation.tokens[len(lookup) - len(generation.request.prompt) :])
         return lookup.propose(count)
 
-    def _counts(
+    def _choose_counts(
         self, chances: Mapping[Generation, Chance], rows: int, tokens: int
     ) -> Mapping[Generation, int]:
         if not self._adaptive:
             return {one: chance.limit for one, chance in chances.items()}
         return lengths(chances, rows, tokens, self._times)
 
-    def _before_end(self, one: Generation, tokens: Sequence[int]) -> list[int]:
+    def _cut_at_end_token(self, generation: Generation, tokens: Sequence[int]) -> list[int]:
         """Proposals up to an end token: nothing is drawn after one."""
-        ends = self._ends.union(one.request.end_ids)
+        ends = self._ends.union(generation.request.end_ids)
         return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
 
-def _lookup(one: Generation) -> Lookup:
-    if one.lookup is None:
-        one.lookup = Lookup(one.request.prompt)
-    return one.lookup
+def _get_lookup(generation: Generation) -> Lookup:
+    if generation.lookup is None:
+        generation.lookup = Lookup(generation.request.prompt)
+    return generation.lookup

@@ -37,7 +37,7 @@ def require_packages() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by name or address, is this machine alone."""
+    """Return whether a host, by name or address, is this machine alone."""
     if host == "localhost":
         return True
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats.detect import WeightKind
 from quantkit.jobs.inspect import inspect
-from quantkit.quality.figures import manifest_or_empty, weighted_mean
+from quantkit.quality.figures import average_estimates, manifest_or_empty
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.dtypes import FLOATS
@@ -32,7 +32,7 @@ _OF_TEXT = ("text", "tokens", "kl", "kl_error", "kl_bound", "top1_agreement", "r
 
 
 def about(path: Path, weights: WeightKind | None = None) -> dict[str, Any]:
-    """What the page shows of a model, as JSON values, from headers and the manifest alone.
+    """Return what the page shows of a model, as JSON values, from headers and the manifest alone.
 
     Args:
         path, weights: as for `quantkit.inspect`.
@@ -54,7 +54,7 @@ def about(path: Path, weights: WeightKind | None = None) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """A value with None for each NaN and Inf, which JSON does not have."""
+    """Return a value with None for each NaN and Inf, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -65,29 +65,30 @@ def _finite(value: Any) -> Any:
 
 
 def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str, Any] | None:
-    """How far a model is from its float model, on the texts of its gate and by position; None if
-    nothing states it.
+    """Return how far a model is from its float model, on the texts of its gate and by position;
+    None if nothing states it.
     """
     quality = manifest_or_empty(path).get("quality")
     try:
         gate = Gate.from_json(quality, path)
-    except CheckpointError:  # a float model, one that another program quantized, or weights only
+    except CheckpointError:
+        # A float model, one that another program quantized, or weights only.
         return None
-    tokens = [one.tokens for one in gate.texts]
-    kl = weighted_mean([one.kl_estimate for one in gate.texts], tokens)
+    tokens = [text.tokens for text in gate.texts]
+    kl = average_estimates([text.kl_estimate for text in gate.texts], tokens)
     problem = gate.problem() or (None if positions is None else positions.problem())
     return {
         "passed": problem is None,
         "problem": None if problem is None else f"{problem[0]}: {problem[1]}, {problem[2]}",
         "kl": kl.value,
         "kl_error": kl.error,
-        "kl_bound": min(one.kl_bound for one in gate.texts),
+        "kl_bound": min(text.kl_bound for text in gate.texts),
         "texts": [
             {
-                **{name: getattr(one, name) for name in _OF_TEXT},
-                "perplexity_ratio": one.perplexity_ratio.value,
+                **{name: getattr(text, name) for name in _OF_TEXT},
+                "perplexity_ratio": text.perplexity_ratio.value,
             }
-            for one in gate.texts
+            for text in gate.texts
         ],
         "positions": None if positions is None else asdict(positions),
     }

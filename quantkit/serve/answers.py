@@ -21,11 +21,11 @@ from quantkit.jobs.inference.openai_batch import (
 )
 from quantkit.jobs.inference.prompt_lines import (
     TokenTexts,
+    build_line,
     call_ids,
     end_entries,
     entries_of,
     finish_reason,
-    line_of,
 )
 from quantkit.jobs.inference.prompts_file import Prompt
 from quantkit.runtime.detokenizer import TextOffsets
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        """The number of continuations of all prompts."""
+        """Return the number of continuations of all prompts."""
         return sum(prompt.request.samples for prompt in self.prompts)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Answer:
         ordered = sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
         lines: list[dict[str, Any]] = []
         for one in ordered:
-            lines.append(line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number))
+            lines.append(build_line(0, self.prompts[one.prompt], one, self.texts, key=self.number))
         return lines
 
     def _echo(self, choice: int, delta: Delta) -> bytes:
@@ -140,7 +140,7 @@ class Answer:
                 return [{"delta": {"content": text}}]
             return []
         parser = self._parsers.setdefault(choice, form.parser())
-        found = []
+        result = []
         for piece in [*parser.feed(text), *(parser.close() if ended else [])]:
             if piece.content:
                 delta: dict[str, Any] = {"content": piece.content}
@@ -153,11 +153,11 @@ class Answer:
                 self._calls[choice] = place + 1
                 identifier = call_ids(form, self.number, choice)(place)
                 delta["tool_calls"] = [{"index": place, **tool_call(piece.call, identifier)}]
-            found.append({"delta": delta})
-        return found
+            result.append({"delta": delta})
+        return result
 
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
-        """The pieces after all continuations."""
+        """Yield the pieces after all continuations."""
         if self.usage:
             usage = usage_of(self._lines(completions))
             yield _data({**self._head(stream=True), "choices": [], "usage": usage})
@@ -165,7 +165,7 @@ class Answer:
 
     @property
     def _prompt(self) -> Prompt:
-        """The first prompt, with the options of all of them."""
+        """Return the first prompt, with the options of all of them."""
         return self.prompts[0]
 
     @property
@@ -227,15 +227,16 @@ def error_of(
     field_name = None
     if isinstance(error, QuantkitError):
         field_name = error.argument
-        error = error.restate(path=None)  # clients need not know where the model is
+        # Clients need not know where the model is.
+        error = error.restate(path=None)
     message = printable(str(error))
     if len(message) > _MAX_MESSAGE:
         message = f"{message[:_MAX_MESSAGE]} ..."
     return {"error": {"message": message, "type": kind, "param": field_name, "code": code}}
 
 
-def failed(error: QuantkitError) -> bytes:
-    """The last piece of a stream that an error ends."""
+def encode_error_event(error: QuantkitError) -> bytes:
+    """Return the last piece of a stream that an error ends."""
     return _data(error_of(error, kind="server_error"))
 
 

@@ -28,9 +28,9 @@ from quantkit.jobs.inference.prompt_lines import TokenTexts
 from quantkit.jobs.inference.prompts_file import Prompt, PromptReader
 from quantkit.runtime.request import Completion, PromptLengthError
 from quantkit.runtime.request import Request as GenerationRequest
-from quantkit.serve.answers import Answer, error_of, failed, now
+from quantkit.serve.answers import Answer, encode_error_event, error_of, now
 from quantkit.serve.guard import RETRY, Guard
-from quantkit.serve.log import CLIENT_GONE, RequestLog, recorded
+from quantkit.serve.log import CLIENT_GONE, RequestLog, record_answer
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.page.routes import FILES, page_routes
 from quantkit.serve.worker import Delta, Job, TimeLimitError, Worker
@@ -40,11 +40,14 @@ _log = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-_SHORT = 1 << 16  # characters of a body that is read at once
+# Characters of a body that is read at once.
+_SHORT = 1 << 16
 _MAX_SAMPLES = 128  # of a prompt, as in OpenAI's API
 _MAX_CHOICES = 1024  # of a request: each has a sampler and a text
-_MAX_STOPS = 256  # each is looked for with every token
-_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
+# Each is looked for with every token.
+_MAX_STOPS = 256
+# The rest of the body is not waited for.
+_CLOSE = {"Connection": "close"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def application(
     log: Callable[[Mapping[str, Any]], None] | None = None,
     log_prompts: bool = False,
 ) -> Any:
-    """The ASGI application.
+    """Return the ASGI application.
 
     Args:
         api_key: that requests must have, but for the health and the files of the page; None for
@@ -96,12 +99,12 @@ def application(
     paths = _Paths(served, Metrics(served.worker))
     routes = [
         Route("/health", lambda request: _health(served)),
-        Route(CHAT, paths.answered(paths.generate), methods=["POST"]),
-        Route(COMPLETIONS, paths.answered(paths.generate), methods=["POST"]),
-        Route("/v1/models", paths.answered(paths.models)),
-        Route("/v1/models/{name:path}", paths.answered(paths.model)),
-        Route("/tokenize", paths.answered(paths.tokenize), methods=["POST"]),
-        Route("/detokenize", paths.answered(paths.detokenize), methods=["POST"]),
+        Route(CHAT, paths.convert_errors(paths.generate), methods=["POST"]),
+        Route(COMPLETIONS, paths.convert_errors(paths.generate), methods=["POST"]),
+        Route("/v1/models", paths.convert_errors(paths.models)),
+        Route("/v1/models/{name:path}", paths.convert_errors(paths.model)),
+        Route("/tokenize", paths.convert_errors(paths.tokenize), methods=["POST"]),
+        Route("/detokenize", paths.convert_errors(paths.detokenize), methods=["POST"]),
         Route("/metrics", paths.metrics),
         *page_routes(),
     ]
@@ -114,7 +117,8 @@ def application(
     app = Starlette(
         routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )
-    app.router.redirect_slashes = False  # a path with one more slash is another path
+    # A path with one more slash is another path.
+    app.router.redirect_slashes = False
     guarded = Guard(
         app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES})
     )
@@ -136,10 +140,10 @@ class _Paths:
         # formats of answers are compiled one by one, and no other request waits for that
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
-    def answered(
+    def convert_errors(
         self, path: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A path whose errors are answered as OpenAI's API does."""
+        """Return a path whose errors are answered as OpenAI's API does."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -190,7 +194,7 @@ class _Paths:
         compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
         threads = self._compiling if compiled else None
         prompts = await loop.run_in_executor(
-            threads, reader.answered, request.url.path, number, body
+            threads, reader.read_request, request.url.path, number, body
         )
         _require_few(prompts)
         requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
@@ -216,7 +220,9 @@ class _Paths:
             usage=usage,
             created=now(),
         )
-        counted = recorded(request.scope, requests, body, self._metrics.of(requests))
+        counted = record_answer(
+            request.scope, requests, body, self._metrics.count_requests(requests)
+        )
         if stream:
             pieces = self._pieces(answer, job, events, counted)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -224,17 +230,17 @@ class _Paths:
         return await self._whole(request, answer, job, events, counted)
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """Return the one model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """A model by its name."""
+        """Return a model by its name."""
         name = request.path_params["name"]
         self._require_model({"model": name})
         return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         body = await self._body(request)
         _require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
@@ -247,12 +253,14 @@ class _Paths:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of tokens."""
         body = await self._body(request)
         _require_keys(body, {"model", "tokens"})
         self._require_model(body)
         tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(type(one) is int and one >= 0 for one in tokens):
+        if not isinstance(tokens, list) or not all(
+            type(token) is int and token >= 0 for token in tokens
+        ):
             raise RequestError(
                 "'tokens' is of the wrong type",
                 found=shown(tokens),
@@ -273,13 +281,13 @@ class _Paths:
 
     async def metrics(self, request: Request) -> Response:
         """Counts and times, as Prometheus reads them."""
-        content, kind = self._metrics.exposed()
+        content, kind = self._metrics.export_text()
         return Response(content, headers={"Content-Type": kind})
 
     async def _pieces(
         self, answer: Answer, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
     ) -> AsyncIterator[bytes]:
-        """An answer in pieces; the request is given up where its reader goes away."""
+        """Yield an answer in pieces; the request is given up where its reader goes away."""
         completions = list[Completion]()
         try:
             for piece in answer.begin():
@@ -287,7 +295,7 @@ class _Paths:
             while len(completions) < answer.num_choices:
                 event = await events.get()
                 if isinstance(event, QuantkitError):
-                    yield failed(event)
+                    yield encode_error_event(event)
                     return
                 counted(event)
                 for piece in answer.piece(event):
@@ -307,9 +315,9 @@ class _Paths:
         events: asyncio.Queue[Delta | QuantkitError],
         counted: Any,
     ) -> Response:
-        """A whole answer; the request is given up where its reader goes away."""
+        """Return a whole answer; the request is given up where its reader goes away."""
         completions = list[Completion]()
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
             while len(completions) < answer.num_choices:
                 arrived = asyncio.ensure_future(events.get())
@@ -329,7 +337,7 @@ class _Paths:
         return JSONResponse(answer.whole(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request has. Raises `RequestError` if it has none, and
+        """Return the JSON object that a request has. Raises `RequestError` if it has none, and
         `HTTPException` if it is too large or comes too slowly.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -408,7 +416,7 @@ def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationReque
 
 
 def _usage_requested(options: object, stream: bool) -> bool:
-    """Whether the stream's last piece counts tokens."""
+    """Return whether the stream's last piece counts tokens."""
     if not isinstance(options, Mapping):
         raise RequestError(
             "'stream_options' is of the wrong type",
@@ -427,15 +435,15 @@ def _usage_requested(options: object, stream: bool) -> bool:
     return bool(flags.get("include_usage", False))
 
 
-def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := found.keys() - known:
+def _require_keys(values: Mapping[str, Any], allowed_keys: set[str]) -> None:
+    if unknown := values.keys() - allowed_keys:
         name = min(unknown)
         raise RequestError(
-            f"unknown key {shown(name)}", expected=", ".join(sorted(known)), argument=name
+            f"unknown key {shown(name)}", expected=", ".join(sorted(allowed_keys)), argument=name
         )
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client is gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -55,7 +55,8 @@ class Server:
         except ValueError:
             parts = urlsplit("")
             port = None
-        if "@" in url:  # nor is it shown, as a password may stand before it
+        # Nor is it shown, as a password may stand before it.
+        if "@" in url:
             raise RequestError(
                 "`url` has the name of a user", hint="leave it out, and give `api_key`"
             )
@@ -77,7 +78,7 @@ class Server:
         )
 
     def models(self) -> list[str]:
-        """The names of its models.
+        """Return the names of its models.
 
         Raises:
             RequestError: if the server refuses the request, or answers with something else.
@@ -118,7 +119,7 @@ class Server:
         return _in_thread(lambda opened: self._values(opened, method, path, body))
 
     def _values(self, opened: _Opened, method: str, path: str, body: bytes | None) -> Iterator[Any]:
-        """The JSON values of an answer; blocks until they come. `opened` is called with the
+        """Yield the JSON values of an answer; blocks until they come. `opened` is called with the
         connection's socket.
         """
         kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
@@ -140,20 +141,21 @@ class Server:
                     if response.status != 200:
                         raise refusal(self.url, response, with_key=self._key is not None)
                     if body is None:
-                        yield self._parsed(response.read(_BODY_BYTES))
+                        yield self._parse_json(response.read(_BODY_BYTES))
                     else:
                         yield from self._events(response)
             except (OSError, http.client.HTTPException) as error:
                 raise lost(self.url, error) from error
 
     def _events(self, response: HTTPResponse) -> Iterator[Any]:
-        """The data of server-sent events, up to ``[DONE]`` or the end of the response."""
+        """Yield the data of server-sent events, up to ``[DONE]`` or the end of the response."""
         if (kind := response.headers.get_content_type()) != "text/event-stream":
             raise other_api(self.url, f"{kind}, no stream")
         while line := response.readline(_LINE_BYTES):
             name, _, value = line.rstrip(b"\r\n").partition(b":")
             if name != b"data":
-                continue  # the end of an event, a comment, or a field that this API does not use
+                # The end of an event, a comment, or a field that this API does not use.
+                continue
             if not line.endswith(b"\n"):
                 raise (
                     lost(self.url)
@@ -162,13 +164,13 @@ class Server:
                 )
             if value.strip() == b"[DONE]":
                 return
-            event = self._parsed(value)
+            event = self._parse_json(value)
             if isinstance(event, dict) and event.get("error") is not None:
                 message = server_message(value)[0] or "the server has failed"
                 raise UnreachableError(f"{self.url} could not finish the answer: {message}")
             yield event
 
-    def _parsed(self, content: bytes) -> Any:
+    def _parse_json(self, content: bytes) -> Any:
         try:
             return json.loads(content.decode())
         except (ValueError, RecursionError):
@@ -176,8 +178,8 @@ class Server:
 
 
 def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, None, None]:
-    """What another thread reads from a connection, and None whenever nothing has come for a moment.
-    So whoever waits can stop at any time, also while the name of the host is looked up; the
+    """Yield what another thread reads from a connection, and None whenever nothing has come for a
+    moment. So whoever waits can stop at any time, also while the name of the host is looked up; the
     connection is then closed.
     """
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -185,15 +187,15 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
     sockets = list[socket.socket]()
     closed = threading.Event()
 
-    def opened(one: socket.socket) -> None:
+    def register_socket(connection: socket.socket) -> None:
         with lock:
-            sockets.append(one)
+            sockets.append(connection)
             if closed.is_set():
-                _shut_down(one)
+                _shut_down(connection)
 
     def read() -> None:
         try:
-            for value in values(opened):
+            for value in values(register_socket):
                 arrived.put(value)
             arrived.put(_END)
         except Exception as error:
@@ -219,9 +221,9 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
                 _shut_down(one)
 
 
-def _shut_down(one: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """End a connection that another thread may be reading: it reads the end. TLS's own farewell is
     left out, as it could wait for the other side.
     """
     with suppress(OSError):  # it has ended
-        socket.socket.shutdown(one, socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -13,7 +13,8 @@ from http.client import HTTPResponse
 from quantkit.base.json_values import printable, shown
 from quantkit.errors import RequestError, UnreachableError
 
-_MESSAGE = 500  # characters of a server's message
+# Characters of a server's message.
+_MESSAGE = 500
 _BODY_BYTES = 1 << 16
 
 
@@ -22,7 +23,7 @@ class ContextLengthError(RequestError):
 
 
 def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError:
-    """The error for a response whose status is not 200.
+    """Return the error for a response whose status is not 200.
 
     Args:
         url: the server's address.
@@ -68,14 +69,14 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     return kind(f"{url} refuses the request: {answered}")
 
 
-def other_api(url: str, found: object) -> RequestError:
-    """The error for an answer that is not of OpenAI's API."""
+def other_api(url: str, answer: object) -> RequestError:
+    """Return the error for an answer that is not of OpenAI's API."""
     hint = "check the address, which often ends in /v1"
-    return RequestError(f"{url} does not answer with OpenAI's API", found=shown(found), hint=hint)
+    return RequestError(f"{url} does not answer with OpenAI's API", found=shown(answer), hint=hint)
 
 
 def unreachable(url: str, error: Exception) -> UnreachableError:
-    """The error for a connection that cannot be opened."""
+    """Return the error for a connection that cannot be opened."""
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = error.verify_message
     else:
@@ -86,7 +87,7 @@ def unreachable(url: str, error: Exception) -> UnreachableError:
 
 
 def lost(url: str, error: Exception | None = None) -> RequestError:
-    """The error for a connection that ended before the answer did."""
+    """Return the error for a connection that ended before the answer did."""
     if isinstance(error, http.client.HTTPException) and not isinstance(
         error, OSError | http.client.IncompleteRead
     ):
@@ -102,7 +103,9 @@ def lost(url: str, error: Exception | None = None) -> RequestError:
 
 
 def server_message(content: bytes) -> tuple[str, str | None]:
-    """The message and the code in the body of an error; an empty message if there is none."""
+    """Return the message and the code in the body of an error; an empty message if there is
+    none.
+    """
     try:
         value = json.loads(content.decode())
     except (ValueError, RecursionError):

@@ -28,11 +28,11 @@ to send it, and returns whether there is one.
 
 MakeRoom = Callable[[], bool]
 
-_CHECK_SECONDS = 1.0  # between two looks at all connections
+# Between two looks at all connections.
+_CHECK_SECONDS = 1.0
 _SLOW_SENDER_SECONDS = 1.0  # for the body of a request, before it can be given up for another one
-_SLOWEST_READER = (
-    1 << 16
-)  # bytes per second, which a large response may take besides `write_seconds`
+# Bytes per second, which a large response may take besides `write_seconds`.
+_SLOWEST_READER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._open_connections = connections
-        self._read_by: float | None = None  # None while the client has read all that was written
+        # None while the client has read all that was written.
+        self._read_by: float | None = None
         self._is_cut_off = False
         self.app_state = {
             **self.app_state,
@@ -167,7 +168,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_active = self.loop.time()
-        if not self.transport.is_closing():  # a connection that was refused still receives
+        # A connection that was refused still receives.
+        if not self.transport.is_closing():
             super().data_received(data)
 
     def handle_events(self) -> None:
@@ -194,13 +196,15 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether the client has to send or to read something before anything else can happen."""
+        """Return whether the client has to send or to read something before anything else can
+        happen.
+        """
         return self._is_between_requests or self.cycle.more_body or self._read_by is not None
 
     @property
     def is_slow_sender(self) -> bool:
-        """Whether the client has not sent the whole body of a request in the time that others
-        need for one.
+        """Return whether the client has not sent the whole body of a request in the time that
+        others need for one.
         """
         if self._is_between_requests or not self.cycle.more_body:
             return False
@@ -208,7 +212,7 @@ class Connection(H11Protocol):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the client has taken longer than it may."""
+        """Return whether the client has taken longer than it may."""
         now = self.loop.time()
         if self._read_by is not None:
             return now > self._read_by
@@ -224,7 +228,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Whether no header was read yet, or the last request was answered."""
+        """Return whether no header was read yet, or the last request was answered."""
         return self.cycle is None or self.cycle.response_complete
 
     async def _deliver(self) -> bool:

@@ -83,9 +83,8 @@ class Guard:
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
             )
-            refusal = JSONResponse(
-                busy, 503, {**RETRY, "Connection": "close"}
-            )  # the body is not waited for
+            # The body is not waited for.
+            refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -96,7 +95,7 @@ class Guard:
             self._running -= 1
 
     def _has_known_host(self, headers: Headers) -> bool:
-        """Whether a request calls this server by a name that it may have.
+        """Return whether a request calls this server by a name that it may have.
 
         HTTP/1.0 has no such header, and neither have the checks that load balancers send with it.
         Each browser sends it, so that no page of another site gets here without one.
@@ -122,7 +121,8 @@ def _bearer_token(headers: Headers) -> bytes:
 
     The name of the scheme may have any case.
     """
-    authorization = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+    # The bytes that were sent.
+    authorization = headers.get("authorization", "").encode("latin-1")
     scheme, _, token = authorization.partition(b" ")
     if scheme.lower() == b"bearer":
         return token.strip()

@@ -43,11 +43,11 @@ class _Record:
     first_token_seconds: float | None = None
 
     def line(self, scope: Scope, *, prompts: bool) -> dict[str, Any]:
-        """The line of the log, in which nothing of the request's content stands, unless
+        """Return the line of the log, in which nothing of the request's content stands, unless
         `prompts`.
         """
         seconds = time.perf_counter() - self.begun
-        found = {
+        result = {
             "time": self.arrived.isoformat(timespec="milliseconds"),
             "request_id": self.id,
             "client": (scope.get("client") or (None,))[0],
@@ -58,15 +58,17 @@ class _Record:
         }
         if self.requests:
             first = self.first_token_seconds
-            found |= {
+            result |= {
                 "first_token_seconds": None if first is None else round(first, 4),
                 "prompt_tokens": sum(len(request.prompt) for request in self.requests),
                 "completion_tokens": self.num_tokens,
-                "finish_reasons": [self.finish_reasons.get(one) for one in self._continuations()],
+                "finish_reasons": [
+                    self.finish_reasons.get(continuation) for continuation in self._continuations()
+                ],
             }
             if prompts:
-                found["prompt"] = self.prompt
-        return found
+                result["prompt"] = self.prompt
+        return result
 
     def _status(self) -> int:
         if self.status is None or not self.is_complete:
@@ -145,11 +147,11 @@ class RequestLog:
             record.is_complete = await delivered()
 
 
-def recorded(
+def record_answer(
     scope: Scope,
     requests: Sequence[Request],
     body: Mapping[str, Any],
-    counted: Callable[[Delta], None],
+    count_delta: Callable[[Delta], None],
 ) -> Callable[[Delta], None]:
     """Note for the log what comes of a request.
 
@@ -164,12 +166,12 @@ def recorded(
     record: _Record = scope[_KEY]
     record.requests, record.prompt = requests, body.get("messages", body.get("prompt"))
 
-    def added(delta: Delta) -> None:
-        counted(delta)
+    def record_delta(delta: Delta) -> None:
+        count_delta(delta)
         record.num_tokens += len(delta.token_ids)
         if delta.token_ids and record.first_token_seconds is None:
             record.first_token_seconds = time.perf_counter() - record.begun
         if delta.completion is not None:
             record.finish_reasons[delta.prompt, delta.sample] = delta.completion.finish_reason
 
-    return added
+    return record_delta

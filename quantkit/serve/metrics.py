@@ -51,27 +51,29 @@ class Metrics:
         reused = Gauge(
             "quantkit_reused_prompt_tokens", "Tokens of prompts that the cache held.", registry=own
         )
-        reused.set_function(lambda: worker.reused)
+        reused.set_function(lambda: worker.num_reused_tokens)
         proposed = Gauge(
             "quantkit_proposed_tokens", "Tokens that speculative decoding proposed.", registry=own
         )
-        proposed.set_function(lambda: worker.proposed)
+        proposed.set_function(lambda: worker.num_proposed_tokens)
         accepted = Gauge(
             "quantkit_accepted_tokens", "Proposed tokens that were right.", registry=own
         )
-        accepted.set_function(lambda: worker.accepted)
+        accepted.set_function(lambda: worker.num_accepted_tokens)
 
-    def of(self, requests: Sequence[Request]) -> Callable[[Delta], None]:
+    def count_requests(self, requests: Sequence[Request]) -> Callable[[Delta], None]:
         """Count the requests of a client now, and then what comes of them."""
         self._prompts.inc(sum(len(request.prompt) for request in requests))
         began = time.perf_counter()
-        last = dict[tuple[int, int], float]()  # when each continuation had its last token
+        # When each continuation had its last token.
+        last = dict[tuple[int, int], float]()
 
-        def counted(delta: Delta) -> None:
+        def count_delta(delta: Delta) -> None:
             continuation = (delta.prompt, delta.sample)
             moment = time.perf_counter()
             self._new.inc(len(delta.token_ids))
-            for token in range(len(delta.token_ids)):  # several come with one step
+            # Several come with one step.
+            for token in range(len(delta.token_ids)):
                 if continuation in last:
                     times = self._next
                 else:
@@ -81,8 +83,8 @@ class Metrics:
             if delta.completion is not None:
                 self._ended.labels(delta.completion.finish_reason).inc()
 
-        return counted
+        return count_delta
 
-    def exposed(self) -> tuple[bytes, str]:
-        """All of it as text, with the type of that."""
+    def export_text(self) -> tuple[bytes, str]:
+        """Return all of it as text, with the type of that."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

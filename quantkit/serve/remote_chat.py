@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 _FULL = (
     "the context of the server is full: from now on the oldest questions and answers are forgotten"
 )
-_SHARE = 4  # a quarter of the messages is dropped each time
+# A quarter of the messages is dropped each time.
+_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,15 @@ class RemoteChat:
             RequestError: as `Server.stream` does, while the answer is read.
         """
         question = {"role": "user", "content": as_string("text", text)}
-        return self._answered(question, interrupted or (lambda: False))
+        return self._iterate_answer(question, interrupted or (lambda: False))
 
-    def _answered(
+    def _iterate_answer(
         self, question: dict[str, str], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
         said: list[str] = []
         self.finish_reason = self.usage = None
         try:
-            for piece in self._fitted(question, interrupted):
+            for piece in self._answer_within_context(question, interrupted):
                 said.append(piece)
                 yield piece
         except RequestError:
@@ -132,16 +133,18 @@ class RemoteChat:
             if said or self.finish_reason is not None:
                 self.messages += [question, {"role": "assistant", "content": "".join(said)}]
 
-    def _fitted(
+    def _answer_within_context(
         self, question: dict[str, str], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        """The pieces of an answer; as long as the server finds the conversation too long,
+        """Yield the pieces of an answer; as long as the server finds the conversation too long,
         without its oldest part.
         """
         dropped = 0
         while True:
             try:
-                for piece in self._pieces([*self.messages[dropped:], question], interrupted):
+                for piece in self._iterate_pieces(
+                    [*self.messages[dropped:], question], interrupted
+                ):
                     if dropped:
                         self._forget(dropped)
                         dropped = 0
@@ -158,10 +161,10 @@ class RemoteChat:
             self._dropped_reported = True
             _log.info(_FULL)
 
-    def _pieces(
+    def _iterate_pieces(
         self, messages: list[dict[str, str]], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        """The pieces of an answer that are not empty."""
+        """Yield the pieces of an answer that are not empty."""
         if self.system is None:
             system = []
         else:
@@ -199,8 +202,8 @@ class RemoteChat:
 
 
 def _delta(event: Any) -> tuple[str, str | None, tuple[int, int] | None]:
-    """The text of an event, what ended the answer, and the tokens of prompt and answer; each only
-    where it is there. Raises any error for an event of another API.
+    """Return the text of an event, what ended the answer, and the tokens of prompt and answer; each
+    only where it is there. Raises any error for an event of another API.
     """
     counts = None
     if (usage := event.get("usage")) is not None:

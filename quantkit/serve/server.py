@@ -130,38 +130,37 @@ class ServeOptions:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine is served."""
+        """Return whether only this machine is served."""
         return is_loopback(self.host)
 
     @property
     def host_names(self) -> frozenset[str] | None:
-        """The names by which requests may call this server; None for any."""
+        """Return the names by which requests may call this server; None for any."""
         if not self.local and not self.allowed_host:
             return None
         names = _LOCAL | {host_name(host) for host in self.allowed_host}
         if not self._is_wildcard:
-            names |= {
-                self.name_in_address.lower()
-            }  # one of this machine's addresses, such as 127.0.0.2
+            # One of this machine's addresses, such as 127.0.0.2.
+            names |= {self.name_in_address.lower()}
         return names
 
     @property
     def name_in_address(self) -> str:
-        """The host as a URL has it."""
+        """Return the host as a URL has it."""
         if ":" in self.host:
             return f"[{self.host}]"
         return self.host
 
     @property
     def _is_wildcard(self) -> bool:
-        """Whether the host is no address of its own, but stands for all of this machine."""
+        """Return whether the host is no address of its own, but stands for all of this machine."""
         try:
             return not self.host or ipaddress.ip_address(self.host).is_unspecified
         except ValueError:  # a name
             return False
 
 
-def served(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:
+def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:
     """Load a model, ready to be served.
 
     Raises:
@@ -265,7 +264,7 @@ def _find_chat_problem(
 
 
 def serve(
-    found: Served,
+    served_model: Served,
     options: ServeOptions,
     began: Callable[[str], None],
     *,
@@ -286,7 +285,7 @@ def serve(
     from quantkit.serve.connection import Connection, ConnectionLimits, Connections
 
     app = application(
-        found,
+        served_model,
         api_key=options.api_key,
         hosts=options.host_names,
         max_requests=2 * (options.slots + options.waiting) + 16,
@@ -308,7 +307,8 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS + _ERROR_SECONDS,
     )
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # clients that go away are no news
+    # Clients that go away are no news.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     try:
         try:
             socket = config.bind_socket()
@@ -318,17 +318,19 @@ def serve(
                 "the server cannot use this address", found=address, hint="choose another port"
             ) from error
         with socket:
-            socket.listen(config.backlog)  # who reads the address may connect at once
+            # Who reads the address may connect at once.
+            socket.listen(config.backlog)
             began(f"http://{options.name_in_address}:{socket.getsockname()[1]}")
-            with suppress(KeyboardInterrupt):  # the signal, once more, when all has ended
-                _ending_server(config, found.worker).run(sockets=[socket])
+            # The signal, once more, when all has ended.
+            with suppress(KeyboardInterrupt):
+                _ending_server(config, served_model.worker).run(sockets=[socket])
     finally:
-        found.worker.stop()
+        served_model.worker.stop()
 
 
 def _ending_server(config: uvicorn.Config, worker: Worker) -> uvicorn.Server:
-    """A server that ends the requests that still run after the grace time, so that their clients
-    read an error.
+    """Return a server that ends the requests that still run after the grace time, so that their
+    clients read an error.
     """
     import uvicorn
 

@@ -65,7 +65,7 @@ class Job:
     stop: Sequence[str]
     deliver: Deliver
     ends_by: float
-    left: int = 0
+    num_unfinished: int = 0
     cancelled: bool = False
     readers: dict[Generation, Reader] = field(default_factory=dict)
 
@@ -106,28 +106,28 @@ class Worker:
 
     @property
     def jobs(self) -> int:
-        """Those that wait or run."""
+        """Return those that wait or run."""
         with self._changed:
             return len(self._new) + len(self._jobs)
 
     @property
-    def reused(self) -> int:
+    def num_reused_tokens(self) -> int:
         """Tokens of prompts that were not computed, as the cache held them."""
-        return self._scheduler.reused
+        return self._scheduler.num_reused_tokens
 
     @property
-    def proposed(self) -> int:
+    def num_proposed_tokens(self) -> int:
         """Tokens that were proposed, of which some were wrong."""
-        return self._engine.proposed
+        return self._engine.num_proposed_tokens
 
     @property
-    def accepted(self) -> int:
+    def num_accepted_tokens(self) -> int:
         """Proposed tokens that were right."""
-        return self._engine.accepted
+        return self._engine.num_accepted_tokens
 
     @property
     def alive(self) -> bool:
-        """Whether it can run jobs."""
+        """Return whether it can run jobs."""
         return self._thread.is_alive() and not self._stopping
 
     def submit(
@@ -139,7 +139,13 @@ class Worker:
             None if there are too many jobs, or the worker is stopping.
         """
         samples = sum(request.samples for request in requests)
-        job = Job(requests, stop, deliver, ends_by=time.monotonic() + self._seconds, left=samples)
+        job = Job(
+            requests,
+            stop,
+            deliver,
+            ends_by=time.monotonic() + self._seconds,
+            num_unfinished=samples,
+        )
         with self._changed:
             if not self.alive or len(self._new) + len(self._jobs) >= self.most_jobs:
                 return None
@@ -172,7 +178,8 @@ class Worker:
                 self._jobs += begun
             try:
                 self._step(begun)
-            except Exception as error:  # a step serves many: none of them may wait for ever
+            except Exception as error:
+                # A step serves many: none of them may wait for ever.
                 self._fail(error)
         for job in waiting:
             self._deliver(job, QuantkitError("the server is shutting down"))
@@ -212,30 +219,30 @@ class Worker:
                 job.readers[generation] = Reader(number, generation, self._tokenizer, job.stop)
                 self._of[generation] = job
 
-    def _read(self, job: Job, one: Generation) -> None:
-        reader = job.readers[one]
+    def _read(self, job: Job, generation: Generation) -> None:
+        reader = job.readers[generation]
         before = reader.tokens
         pieces = len(reader.pieces)
-        if reader.read() and one.finish_reason is None:
-            self._scheduler.end(one)
+        if reader.read() and generation.finish_reason is None:
+            self._scheduler.end(generation)
         logprobs = None
         prompt_logprobs = None
-        if one.logprobs is not None:
-            if one.request.echo:
-                echoed = len(one.request.prompt)
+        if generation.logprobs is not None:
+            if generation.request.echo:
+                echoed = len(generation.request.prompt)
             else:
                 echoed = 0
-            logprobs = one.logprobs.cut(echoed + reader.tokens, start=echoed + before)
+            logprobs = generation.logprobs.cut(echoed + reader.tokens, start=echoed + before)
             if echoed and not before:
-                prompt_logprobs = one.logprobs.cut(echoed)
-        if one.finish_reason is not None:
+                prompt_logprobs = generation.logprobs.cut(echoed)
+        if generation.finish_reason is not None:
             completion = reader.completion()
         else:
             completion = None
         delta = Delta(
-            one.sample,
+            generation.sample,
             text="".join(reader.pieces[pieces:]),
-            token_ids=one.tokens[before : reader.tokens],
+            token_ids=generation.tokens[before : reader.tokens],
             logprobs=logprobs,
             completion=completion,
             prompt=reader.number,
@@ -243,23 +250,24 @@ class Worker:
         )
         self._deliver(job, delta)
         if completion is not None:
-            del self._of[one], job.readers[one]  # and so what restricts it
-            job.left -= 1
-            if not job.left:
+            # And so what restricts it.
+            del self._of[generation], job.readers[generation]
+            job.num_unfinished -= 1
+            if not job.num_unfinished:
                 self._end(job)
 
     def _give_up(self, job: Job) -> None:
         """End the continuations of a job that still run."""
-        for one in job.readers:
-            if one.finish_reason is None:
-                self._scheduler.end(one)
+        for reader in job.readers:
+            if reader.finish_reason is None:
+                self._scheduler.end(reader)
         self._end(job)
 
     def _end(self, job: Job) -> None:
         with self._changed:
             self._jobs.remove(job)
-        for one in job.readers:
-            self._of.pop(one, None)
+        for reader in job.readers:
+            self._of.pop(reader, None)
 
     def _fail(self, error: Exception) -> None:
         """Report an error of a step to all whose requests were running, and begin anew."""
@@ -277,6 +285,6 @@ class Worker:
         for job in failed:
             self._deliver(job, shown)
 
-    def _deliver(self, job: Job, what: Delta | QuantkitError) -> None:
+    def _deliver(self, job: Job, event: Delta | QuantkitError) -> None:
         if not job.cancelled:
-            job.deliver(what)
+            job.deliver(event)

@@ -28,8 +28,8 @@ _ROUNDS = 2  # in which codes and the line through them improve each other
 def search_blocks(
     weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales
 ) -> BlockScales:
-    """The scales [O, G], held as blocks hold them, with a small ``sum(importance * error ** 2)`` of
-    rounded weights.
+    """Return the scales [O, G], held as blocks hold them, with a small ``sum(importance * error **
+    2)`` of rounded weights.
 
     Args:
         weight: [I, O] float32: inputs first.
@@ -92,9 +92,8 @@ def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tupl
             determinant = total * second - first.square()
             slope = (total * product - first * mean) / determinant
             offsets = (first * product - second * mean) / determinant
-            steps = torch.where(
-                offsets < 0, product / second, slope
-            )  # through zero, where all would be above it
+            # Through zero, where all would be above it.
+            steps = torch.where(offsets < 0, product / second, slope)
             offsets = offsets.clamp(min=0)
             usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
             steps = torch.where(usable, steps, best_steps)
@@ -124,12 +123,12 @@ def refit_blocks(
         name = "scale"
     else:
         name = "outer"
-    found = replace(scales, **{name: fitted(codes, scales.scale, scales.outer)})
+    result = replace(scales, **{name: fitted(codes, scales.scale, scales.outer)})
     if scales.minimum is None:
-        return found
+        return result
     if scales.outer_minimum is None:
         name = "minimum"
     else:
         name = "outer_minimum"
     lowest = fitted(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
-    return replace(found, **{name: lowest})
+    return replace(result, **{name: lowest})

@@ -138,7 +138,7 @@ def small_float_kernels(kind: Codes) -> ColumnKernels:
     """
 
     def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
-        steps.copy_(float_codes.rounded(steps, kind))
+        steps.copy_(float_codes.round_to_code_values(steps, kind))
 
     in_turn = partial(_round_in_turn, round_=round_)
     improve = partial(_improve_in_turn, round_=round_)
@@ -160,9 +160,8 @@ def solve_codes(
         values, times the factor, [I, O] in the factor's order: its squares add up to the squared
         output errors.
     """
-    wanted = grid.shifted(target)[
-        order.flip(0)
-    ]  # the first to round is the last, as in the factor; whitened errors take its place
+    # The first to round is the last, as in the factor; whitened errors take its place.
+    wanted = grid.shifted(target)[order.flip(0)]
     errors = torch.empty_like(wanted)
     codes = torch.empty_like(wanted)
     inputs = len(order)
@@ -205,7 +204,8 @@ def descend(
     kernels: ColumnKernels = TORCH,
     ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One sweep of coordinate descent: each column in turn gets its best codes given the others.
+    """Return one sweep of coordinate descent: each column in turn gets its best codes given the
+    others.
 
     Args:
         target: [I, O] float32.

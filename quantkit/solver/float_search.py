@@ -11,7 +11,7 @@ from quantkit.tensors import float_codes
 from quantkit.tensors.qtensor import (
     CACHED_ELEMENTS,
     QuantTensor,
-    concatenated,
+    concatenate_rows,
     row_chunks,
     small_floats,
 )
@@ -44,7 +44,7 @@ def quantize_small_floats(
     weights = weights.to(weight.device).view(groups, -1)
     if scheme.scales is Scales.NESTED and outer is None:
         outer = float_codes.outer_scale(weight)
-    return concatenated(
+    return concatenate_rows(
         [
             _searched(weight[start:stop].float(), scheme, weights, outer)
             for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS)
@@ -61,7 +61,8 @@ def _searched(
     best = _loss(grouped, found, outer, scheme, weights)
     for scale in float_codes.neighbours(spanning, scheme):
         loss = _loss(grouped, scale, outer, scheme, weights)
-        better = loss < best  # never true of squares that overflow
+        # Never true of squares that overflow.
+        better = loss < best
         best = torch.where(better, loss, best)
         found = torch.where(better, scale, found)
     return small_floats(rows, found, outer, scheme)
@@ -70,7 +71,9 @@ def _searched(
 def _loss(
     grouped: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme, weights: Tensor
 ) -> Tensor:
-    """The weighted squared errors [O, G] of rounding groups [O, G, S]."""
+    """Return the weighted squared errors [O, G] of rounding groups [O, G, S]."""
     steps = (scale.float() if outer is None else scale.float() / outer).unsqueeze(-1)
-    values = float_codes.rounded(torch.where(steps == 0, 0.0, grouped / steps), scheme.codes)
+    values = float_codes.round_to_code_values(
+        torch.where(steps == 0, 0.0, grouped / steps), scheme.codes
+    )
     return values.mul_(steps).sub_(grouped).square_().mul_(weights).sum(-1)

@@ -29,7 +29,7 @@ from quantkit.solver.refit import refit_scales
 from quantkit.solver.two_sided import OUTPUT_DAMPING, OutputFactor, solve_two_sided
 from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor, concatenated
+from quantkit.tensors.qtensor import QuantTensor, concatenate_rows
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 DAMPING = 0.01
@@ -64,12 +64,12 @@ class GptqReport:
         return math.sqrt(self.error.sum().item() / max(self.energy.sum().item(), 1e-30))
 
     def rows(self, start: int, stop: int) -> GptqReport:
-        """The report for a range of rows."""
+        """Return the report for a range of rows."""
         return GptqReport(
             self.damping, self.dead_columns, self.error[start:stop], self.energy[start:stop]
         )
 
-    def where(self, rows: Tensor, other: GptqReport) -> GptqReport:
+    def merge_rows(self, rows: Tensor, other: GptqReport) -> GptqReport:
         """Return the rows where a mask [O] is true, and another report's rows of the same layer
         elsewhere.
         """
@@ -130,9 +130,9 @@ class Damped:
         that brings the outputs closest to those of the unquantized model.
         """
         inputs = self.order.flip(0)
-        found = torch.empty_like(right)
-        found[:, inputs] = solve_factored(self.factor, right.t()[inputs]).t()
-        return found
+        result = torch.empty_like(right)
+        result[:, inputs] = solve_factored(self.factor, right.t()[inputs]).t()
+        return result
 
 
 def solve(
@@ -187,7 +187,7 @@ def solve(
         else:
             parts.append(_solve_blocks(wanted, hessian, scheme, kernels))
     weights, errors, energies = zip(*parts, strict=True)
-    return concatenated(weights), GptqReport(
+    return concatenate_rows(weights), GptqReport(
         hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies)
     )
 
@@ -241,8 +241,8 @@ def _solve_two_sided(
 def _stored(
     codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int
 ) -> QuantTensor:
-    """The weight [O, I] of codes [I, O] less their zero points, with scales and zero points [G,
-    O].
+    """Return the weight [O, I] of codes [I, O] less their zero points, with scales and zero points
+    [G, O].
     """
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
@@ -263,13 +263,13 @@ def _solve_small_floats(
     kernels = small_float_kernels(kind)
     values, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
     values, _ = descend(wanted, values, hessian.matrix, grid, hessian.order, kernels)
-    found = replace(start, codes=float_codes.encoded(values.t().contiguous(), kind))
+    found = replace(start, codes=float_codes.encode_values(values.t().contiguous(), kind))
     return found, *_errors(grid.values(values).sub_(wanted), wanted, hessian)
 
 
 def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
-    """The squared error of the outputs of each row, and the squared outputs, for weights [I, O]
-    less their targets.
+    """Return the squared error of the outputs of each row, and the squared outputs, for weights [I,
+    O] less their targets.
     """
     added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
     error, energy = (
@@ -294,10 +294,10 @@ def _solve_blocks(
     gradient = times(hessian.matrix, wanted - grid.values(codes))
 
     def refit(basis: Tensor, factors: Tensor) -> Tensor:
-        found, _, _ = refit_scales(gradient, basis, hessian.matrix, factors)
-        change = (found.float() - factors.float()).repeat_interleave(len(basis) // len(factors), 0)
+        result, _, _ = refit_scales(gradient, basis, hessian.matrix, factors)
+        change = (result.float() - factors.float()).repeat_interleave(len(basis) // len(factors), 0)
         gradient.sub_(times(hessian.matrix, change.mul_(basis)))
-        return found
+        return result
 
     scales = refit_blocks(codes, scales, refit)
     grid = Grid.of_blocks(scales, scheme, len(wanted))
@@ -312,7 +312,7 @@ def _solve_blocks(
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
-    """The upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in
+    """Return the upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in
     reverse order; None if it is not positive definite.
     """
     inputs = order.flip(0)
@@ -320,8 +320,8 @@ def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """The upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not positive
-    definite. The matrix is overwritten; only its upper triangle is read.
+    """Return the upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not
+    positive definite. The matrix is overwritten; only its upper triangle is read.
     """
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
@@ -345,8 +345,10 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 
 
 def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
-    """The X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor [N, N]."""
-    found = right.clone()
+    """Return the X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor
+    [N, N].
+    """
+    result = right.clone()
     blocks = [
         (start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)
     ]
@@ -361,20 +363,20 @@ def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
         )
     for (start, stop), inverse in zip(blocks, inverses, strict=True):
         if start:
-            found[start:stop].sub_(times(factor[:start, start:stop].t(), found[:start]))
-        found[start:stop] = times(inverse.t(), found[start:stop])
+            result[start:stop].sub_(times(factor[:start, start:stop].t(), result[:start]))
+        result[start:stop] = times(inverse.t(), result[start:stop])
     for (start, stop), inverse in reversed(list(zip(blocks, inverses, strict=True))):
         if stop < len(factor):
-            found[start:stop].sub_(times(factor[start:stop, stop:], found[stop:]))
-        found[start:stop] = times(inverse, found[start:stop])
-    return found
+            result[start:stop].sub_(times(factor[start:stop, stop:], result[stop:]))
+        result[start:stop] = times(inverse, result[start:stop])
+    return result
 
 
 def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
     """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
-    found = torch.empty_like(right)
+    result = torch.empty_like(right)
     step = max(BLOCK_SIZE, -(-len(factor) // _STRIPS))
     for start in range(0, len(factor), step):
         stop = min(start + step, len(factor))
-        found[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])
-    return found
+        result[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])
+    return result

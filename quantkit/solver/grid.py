@@ -18,9 +18,8 @@ from quantkit.tensors.scheme import QuantScheme
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
-_LESS = (
-    1 - 1e-6
-)  # steps of both signs often have equal losses except for rounding: the first is kept
+# Steps of both signs often have equal losses except for rounding: the first is kept.
+_LESS = 1 - 1e-6
 MIN_TILE_ROWS = 16
 ENDLESS = 1e30
 """A step with which all codes are zero."""
@@ -30,7 +29,8 @@ _DIVIDED_AT_ONCE = 1 << 23
 _GPU_WEIGHTS = 1 << 28
 _GPU_BYTES = 80  # of GPU memory for each weight: twice what the solver needs
 _REFIT_BYTES = 1 << 26
-_SEARCHED = 1 << 15  # weights; torch computes on as few in one thread
+# Weights; torch computes on as few in one thread.
+_SEARCHED = 1 << 15
 
 
 def weights_at_once(device: torch.device) -> int:
@@ -80,14 +80,14 @@ class Grid:
 
     @classmethod
     def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
-        """The grid of stored scales and zero points."""
+        """Return the grid of stored scales and zero points."""
         return cls(
             scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0]
         )
 
     @classmethod
     def of_blocks(cls, scales: BlockScales, scheme: QuantScheme, columns: int) -> Grid:
-        """The grid of scales [O, G] as blocks of GGUF hold them.
+        """Return the grid of scales [O, G] as blocks of GGUF hold them.
 
         A step of zero is so long that all codes are zero.
         """
@@ -105,7 +105,7 @@ class Grid:
         return cls(steps, zero, scheme, columns // len(steps), minimum)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The weights [I, O] of codes less their zero points."""
+        """Return the weights [I, O] of codes less their zero points."""
         grouped = codes.view(self.scale.shape[0], self.size, -1) * self.scale.unsqueeze(1)
         return (
             grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))
@@ -151,7 +151,8 @@ def search_scales(
         zero = None
     else:
         zero = torch.empty_like(scale, dtype=torch.uint8)
-    inference = torch.is_inference_mode_enabled()  # each thread has its own mode
+    # Each thread has its own mode.
+    inference = torch.is_inference_mode_enabled()
 
     def search(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
@@ -186,7 +187,7 @@ def search_scales(
 
 
 def signed_steps(scheme: QuantScheme) -> list[float]:
-    """The steps that are tried first, in units of the step that spans a group."""
+    """Return the steps that are tried first, in units of the step that spans a group."""
     result: list[float] = []
     for factor in _COARSE:
         for sign in (1, -1) if scheme.symmetric else (1,):
@@ -243,7 +244,8 @@ class _Search:
             codes.add_(offset.unsqueeze(1)).clamp_(0, self._top).sub_(offset.unsqueeze(1))
         error = codes.mul_(step).sub_(self._grouped).square_()
         loss = torch.bmm(self._weights, error).squeeze(1)
-        better = loss < self._loss * _LESS  # never true of NaN, which a step of zero gives
+        # Never true of NaN, which a step of zero gives.
+        better = loss < self._loss * _LESS
         self._loss = torch.where(better, loss, self._loss)
         self._best = torch.where(better, factor, self._best)
         self.scale = torch.where(better, stored, self.scale)

@@ -12,7 +12,7 @@ from quantkit.tensors.products import times
 def refit_scales(
     gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scales [G, O] that fit given codes best, by least squares over an output's groups.
+    """Return the scales [G, O] that fit given codes best, by least squares over an output's groups.
 
     A group whose fitted scale is not finite or changes sign keeps its old one.
 

@@ -16,7 +16,7 @@ from quantkit.tensors.qtensor import (
     CACHED_ELEMENTS,
     QuantTensor,
     Solver,
-    concatenated,
+    concatenate_rows,
     nearest_codes,
     quantize_rtn,
     row_chunks,
@@ -41,7 +41,7 @@ def round_to_nearest(
     importance: Tensor | None = None,
     outer: Tensor | None = None,
 ) -> tuple[QuantTensor, str]:
-    """A rounded weight, and what manifests call its solver.
+    """Return a rounded weight, and what manifests call its solver.
 
     int8 is rounded on scales that span its groups, fewer bits on searched ones: with 256 levels, a
     search gains little.
@@ -143,15 +143,15 @@ def _searched_blocks(
         losses = (
             (one.dequantize() - rows).square_().mul_(weights).sum(1) for one in (found, spanning)
         )
-        parts.append(found.where(torch.le(*losses), spanning))
-    return concatenated(parts)
+        parts.append(found.merge_rows(torch.le(*losses), spanning))
+    return concatenate_rows(parts)
 
 
 def _fitted(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
-    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero
-    points [O, G, S]; `weights` [G, S] are those of squared errors.
+    """Return the better of some scales [O, G] and those that fit their codes best, and the codes
+    less zero points [O, G, S]; `weights` [G, S] are those of squared errors.
 
     A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find
     it.
@@ -162,7 +162,8 @@ def _fitted(
     weighted = steps * weights
     fitted = ((weighted * grouped).sum(-1) / weighted.mul_(steps).sum(-1)).to(scale.dtype)
     others, other_loss = _nearest(grouped, weights, fitted, offset, scheme)
-    better = other_loss < loss  # never true of NaN, which a scale of zero gives
+    # Never true of NaN, which a scale of zero gives.
+    better = other_loss < loss
     return torch.where(better, fitted, scale), torch.where(better.unsqueeze(-1), others, steps)
 
 

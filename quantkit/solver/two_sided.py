@@ -59,14 +59,14 @@ class OutputFactor:
 
     @property
     def bounds(self) -> list[int]:
-        """Where blocks begin, and the number of outputs."""
-        found = [0]
+        """Return where blocks begin, and the number of outputs."""
+        result = [0]
         for block in self.blocks:
-            found.append(found[-1] + len(block))
-        return found
+            result.append(result[-1] + len(block))
+        return result
 
     def rows(self, start: int, stop: int) -> OutputFactor:
-        """The factor of some of the outputs."""
+        """Return the factor of some of the outputs."""
         parts = []
         for block, (first, last) in zip(self.blocks, pairwise(self.bounds), strict=True):
             here = slice(max(start, first) - first, max(min(stop, last) - first, 0))
@@ -75,12 +75,12 @@ class OutputFactor:
         return OutputFactor(tuple(parts))
 
     def to(self, device: torch.device) -> OutputFactor:
-        """The same on another device."""
+        """Return the same on another device."""
         return OutputFactor(tuple(block.to(device) for block in self.blocks))
 
     @classmethod
     def joined(cls, parts: Sequence[OutputFactor]) -> OutputFactor:
-        """The factor of all outputs, in order."""
+        """Return the factor of all outputs, in order."""
         return cls(tuple(block for part in parts for block in part.blocks))
 
 
@@ -105,7 +105,8 @@ def solve_two_sided(
         Codes less their zero points, float32 [I, O], and the scales, which are fitted to them, [G,
         O].
     """
-    rows = outputs.order.flip(0)  # the first to solve is the last, as in the factor
+    # The first to solve is the last, as in the factor.
+    rows = outputs.order.flip(0)
     wanted = target[:, rows]
     scale = scale[:, rows]
     zero = None if zero is None else zero[:, rows]
@@ -123,37 +124,37 @@ def solve_two_sided(
         codes[:, here] = found
         errors[:, here] = wanted[:, here] - grid.values(found)
 
-    for here in _blocks(len(rows)):
-        grid = grid_of(here)
-        aim = wanted[:, here].contiguous()
-        done = slice(here.stop, len(rows))
+    for block in _blocks(len(rows)):
+        grid = grid_of(block)
+        aim = wanted[:, block].contiguous()
+        done = slice(block.stop, len(rows))
         if done.start < done.stop:
             ratios = torch.linalg.solve_triangular(
-                outputs.factor[here, here], outputs.factor[here, done], upper=True
+                outputs.factor[block, block], outputs.factor[block, done], upper=True
             )
             aim += times(errors[:, done], ratios.t())
         found, _ = solve_codes(aim, hessian.factor, grid, hessian.order, kernels)
-        keep(here, found, grid)
+        keep(block, found, grid)
     ordered = hessian.matrix[hessian.order]
-    for here in _blocks(len(rows)):
-        coupled = outputs.matrix[rows.unsqueeze(1), rows[here]]
-        coupled = torch.cholesky_solve(coupled.t(), torch.linalg.cholesky(coupled[here])).t()
+    for block in _blocks(len(rows)):
+        coupled = outputs.matrix[rows.unsqueeze(1), rows[block]]
+        coupled = torch.cholesky_solve(coupled.t(), torch.linalg.cholesky(coupled[block])).t()
         missing = times(errors, coupled)
-        found = codes[:, here].contiguous()
-        aim = grid_of(here).values(found).add_(missing)
+        found = codes[:, block].contiguous()
+        aim = grid_of(block).values(found).add_(missing)
         gradient = times(hessian.matrix, missing)
-        scale[:, here], _, _ = refit_scales(
-            gradient, found, hessian.matrix, scale[:, here].contiguous()
+        scale[:, block], _, _ = refit_scales(
+            gradient, found, hessian.matrix, scale[:, block].contiguous()
         )
-        grid = grid_of(here)
+        grid = grid_of(block)
         found, _ = descend(aim, found, hessian.matrix, grid, hessian.order, kernels, ordered)
-        keep(here, found, grid)
+        keep(block, found, grid)
     codes[:, rows], scale[:, rows] = codes.clone(), scale.clone()
     return codes, scale
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """The blocks of rows in the order in which they are solved, the last first."""
+    """Yield the blocks of rows in the order in which they are solved, the last first."""
     step = -(-count // _BLOCKS)
     for last in range(count, 0, -step):
         yield slice(max(last - step, 0), last)

@@ -27,7 +27,7 @@ class Activations(StrEnum):
 
     @staticmethod
     def of(scheme: QuantScheme) -> tuple[Activations, ...]:
-        """Those with which runtimes multiply a scheme, its default first."""
+        """Return those with which runtimes multiply a scheme, its default first."""
         none, int8, fp8 = Activations
         if scheme.of_small_floats:
             return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8)}.get(
@@ -42,7 +42,8 @@ class Activations(StrEnum):
         return (none, int8)
 
 
-_CUTLASS_GROUP = 128  # the only one of vLLM's W4A8 with float8
+# The only one of vLLM's W4A8 with float8.
+_CUTLASS_GROUP = 128
 _LARGEST = {"int": 127.0, "float": 448.0}
 
 
@@ -68,12 +69,12 @@ class InputRounding:
 
     @property
     def activations(self) -> Activations:
-        """The type, by its name."""
+        """Return the type, by its name."""
         if self.type == "int":
             return Activations.INT8
         return Activations.FP8
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+    def round_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Inputs [..., I] in float32 with the values that they are rounded to."""
         if self.group_size is None:
             grouped = x

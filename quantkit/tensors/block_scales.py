@@ -40,7 +40,7 @@ class BlockScales:
 
     @classmethod
     def nearest(cls, steps: Tensor, offsets: Tensor | None, scheme: QuantScheme) -> BlockScales:
-        """Those of a scheme that are nearest to steps and offsets [O, G] float32.
+        """Return those of a scheme that are nearest to steps and offsets [O, G] float32.
 
         A group with a step keeps one, however small, and offsets below zero become zero.
         """
@@ -63,13 +63,13 @@ class BlockScales:
         return cls(scale, _integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
-        """All tensors changed, which are [O, G] or [O, S]."""
+        """Return all tensors changed, which are [O, G] or [O, S]."""
         found = (self.scale, self.minimum, self.outer, self.outer_minimum)
         return BlockScales(*(None if one is None else change(one) for one in found))  # type: ignore[arg-type]
 
     @property
     def steps(self) -> Tensor:
-        """The difference of the values of neighbouring codes, [O, G] float32."""
+        """Return the difference of the values of neighbouring codes, [O, G] float32."""
         return _product(self.scale, self.outer)
 
     @property
@@ -93,6 +93,6 @@ def _product(inner: Tensor, outer: Tensor | None) -> Tensor:
 
 
 def _integers(values: Tensor, outer: Tensor, lowest: int, highest: int) -> Tensor:
-    """The integers with which a float16 is nearest to values [O, G]; 0 if it is zero."""
+    """Return the integers with which a float16 is nearest to values [O, G]; 0 if it is zero."""
     wide = outer.float().repeat_interleave(values.shape[1] // outer.shape[1], 1)
     return torch.where(wide == 0, 0, values / wide).round_().clamp_(lowest, highest).half()

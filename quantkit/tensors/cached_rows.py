@@ -22,17 +22,17 @@ class CachedRows(NamedTuple):
     scales: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors there are; positions are the third dimension of each."""
+        """Return the tensors there are; positions are the third dimension of each."""
         if self.scales is None:
             return [self.rows]
         return [self.rows, self.scales]
 
     def up_to(self, length: int) -> CachedRows:
-        """Those of the first positions."""
+        """Return those of the first positions."""
         return CachedRows(*(tensor[:, :, :length] for tensor in self.tensors()))
 
     def of_slots(self, slots: Tensor) -> CachedRows:
-        """Those of slots [B]."""
+        """Return those of slots [B]."""
         return CachedRows(*(tensor.index_select(0, slots) for tensor in self.tensors()))
 
     def floats(self, dtype: torch.dtype) -> Tensor:
@@ -42,7 +42,7 @@ class CachedRows(NamedTuple):
         return (self.rows.float() * self.scales.unsqueeze(-1)).to(dtype)
 
 
-def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
+def to_cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
     """Floats [B, K, T, Dh] as a cache of a type stores them.
 
     In int8 a row's scale is its largest absolute value over 127, or NaN where a value is not
@@ -52,8 +52,7 @@ def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
         return CachedRows(floats.to(dtype))
     wide = floats.float()
     scales = wide.abs().amax(-1) / _MAX_CODE
-    divisors = scales.masked_fill(
-        (scales > 0).logical_not(), 1
-    )  # `where` would copy its number to a GPU
+    # `where` would copy its number to a GPU.
+    divisors = scales.masked_fill((scales > 0).logical_not(), 1)
     codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
     return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))

@@ -78,7 +78,7 @@ class DType(StrEnum):
 
     @classmethod
     def of(cls, dtype: TorchDType) -> DType:
-        """What torch calls a type, by its name."""
+        """Return what torch calls a type, by its name."""
         return cls(str(dtype).removeprefix("torch."))
 
     @property
@@ -88,7 +88,7 @@ class DType(StrEnum):
         return dtype
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """A tensor to be filled."""
+        """Return a tensor to be filled."""
         return torch.empty(shape, dtype=self.torch)
 
 
@@ -107,17 +107,17 @@ FloatName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 
 def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
-    """A model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's own;
-    None stays None.
+    """Return a model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's
+    own; None stays None.
 
     Raises:
         RequestError: for anything else.
     """
     if dtype is None:
         return None
-    found = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
-    if found is None:
+    result = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
+    if result is None:
         raise RequestError(
             "unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES)
         )
-    return found
+    return result

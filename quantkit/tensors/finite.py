@@ -14,7 +14,7 @@ _HINT = "use the source's own dtype or repair it; `allow_nonfinite=True` writes 
 _OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all the same"
 
 
-def checked_cast(
+def cast_finite(
     tensor: Tensor,
     dtype: torch.dtype,
     name: str,
@@ -22,7 +22,8 @@ def checked_cast(
     allow_nonfinite: bool,
     hint: str = _HINT,
 ) -> Tensor:
-    """The tensor in another float type, unless values are or become NaN or Inf, or all become zero.
+    """Return the tensor in another float type, unless values are or become NaN or Inf, or all
+    become zero.
 
     Raises:
         NonFiniteError: naming the tensor and the count; also if all values become zero, and some
@@ -54,7 +55,7 @@ def checked_cast(
     )
 
 
-def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
+def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
     """See that the weights that codes mean are numbers in float32.
 
     Raises:
@@ -82,8 +83,8 @@ def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bo
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf; one pass, no temporaries but for types that torch does not
-    compare.
+    """Return whether no value is NaN or Inf; one pass, no temporaries but for types that torch does
+    not compare.
     """
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
@@ -94,7 +95,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
-    """A model's logits, unless one is NaN or Inf.
+    """Return a model's logits, unless one is NaN or Inf.
 
     Raises:
         NonFiniteError: naming the model's path, if that is known.
@@ -107,7 +108,7 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
 def nonfinite_logits(
     path: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> NonFiniteError:
-    """The error that `finite_logits` raises for logits of a float type."""
+    """Return the error that `finite_logits` raises for logits of a float type."""
     hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
         hint = (

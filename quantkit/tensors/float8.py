@@ -12,10 +12,11 @@ E4M3_MAX = 448.0
 
 _SMALLEST_NORMAL = 2.0**-6
 _SUBNORMALS_IN_ONE = 512.0  # their step is 2**-9
-_DROPPED = 20  # bits of float32's mantissa: e4m3 has three of 23
+# Bits of float32's mantissa: e4m3 has three of 23.
+_DROPPED = 20
 
 
-def rounded_to_e4m3(x: Tensor) -> Tensor:
+def round_to_e4m3(x: Tensor) -> Tensor:
     """Values, float32, rounded to the nearest of float8_e4m3fn, ties to even; those beyond its
     range to its largest, Inf too. NaN stays NaN.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.tensors.float8 import E4M3_MAX, rounded_to_e4m3
+from quantkit.tensors.float8 import E4M3_MAX, round_to_e4m3
 from quantkit.tensors.scheme import TILE, Codes, QuantScheme, Scales
 
 LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: E4M3_MAX}
@@ -26,29 +26,30 @@ their bits.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN_BIT = 3  # of e2m1
 _E2M1_EXPONENT = 2  # of its largest value
-_MAX_OUTER = 2.0**126  # one over it is a normal float32
+# One over it is a normal float32.
+_MAX_OUTER = 2.0**126
 
 
 def values(codes: Tensor, kind: Codes) -> Tensor:
-    """The numbers that codes stand for, float32."""
+    """Return the numbers that codes stand for, float32."""
     if kind is Codes.E4M3:
         return codes.view(torch.float8_e4m3fn).float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
     return table[codes.int()]
 
 
-def rounded(numbers: Tensor, kind: Codes) -> Tensor:
-    """The nearest values of codes, float32; larger numbers become the largest value."""
+def round_to_code_values(numbers: Tensor, kind: Codes) -> Tensor:
+    """Return the nearest values of codes, float32; larger numbers become the largest value."""
     if kind is Codes.E4M3:
-        return rounded_to_e4m3(numbers)
+        return round_to_e4m3(numbers)
     size = numbers.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    found: Tensor = (numbers / step).round_().mul_(step).clamp_(-LARGEST[kind], LARGEST[kind])
-    return found
+    result: Tensor = (numbers / step).round_().mul_(step).clamp_(-LARGEST[kind], LARGEST[kind])
+    return result
 
 
-def encoded(numbers: Tensor, kind: Codes) -> Tensor:
-    """The codes, uint8, of values that codes have; the sign of zeros is kept."""
+def encode_values(numbers: Tensor, kind: Codes) -> Tensor:
+    """Return the codes, uint8, of values that codes have; the sign of zeros is kept."""
     if kind is Codes.E4M3:
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
     size = numbers.abs()
@@ -59,13 +60,15 @@ def encoded(numbers: Tensor, kind: Codes) -> Tensor:
 
 
 def nearest(weight: Tensor, steps: Tensor, kind: Codes) -> Tensor:
-    """The codes, uint8, nearest to float32 weights; zeros where a step is zero."""
-    return encoded(rounded(torch.where(steps == 0, 0.0, weight / steps), kind), kind)
+    """Return the codes, uint8, nearest to float32 weights; zeros where a step is zero."""
+    return encode_values(
+        round_to_code_values(torch.where(steps == 0, 0.0, weight / steps), kind), kind
+    )
 
 
 def gaps(codes: Tensor, kind: Codes) -> Tensor:
-    """How far the value of a code is from that of a neighbour, float32, so that an error is at
-    most half of it.
+    """Return how far the value of a code is from that of a neighbour, float32, so that an error is
+    at most half of it.
     """
     size = values(codes, kind).abs()
     if kind is Codes.E2M1:
@@ -79,8 +82,8 @@ def gaps(codes: Tensor, kind: Codes) -> Tensor:
 def spanning_scales(
     weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, outer: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scales [O, G] with which codes span the groups of a weight [O, I], and an outer scale [O,
-    1] if the scheme has one; 1 where a group is all zeros or too small to scale.
+    """Return the scales [O, G] with which codes span the groups of a weight [O, I], and an outer
+    scale [O, 1] if the scheme has one; 1 where a group is all zeros or too small to scale.
 
     Args:
         scale_dtype: of FP8's scales.
@@ -105,8 +108,8 @@ def spanning_scales(
 
 
 def outer_scale(weight: Tensor) -> Tensor:
-    """The float32 [1] that NVFP4's scales are divided by: it makes that of the largest weight
-    the largest e4m3.
+    """Return the float32 [1] that NVFP4's scales are divided by: it makes that of the largest
+    weight the largest e4m3.
     """
     largest = weight.abs().amax().float()
     found: Tensor = LARGEST[Codes.E4M3] * LARGEST[Codes.E2M1] / largest
@@ -133,7 +136,9 @@ def _of_bits(bits: Tensor) -> Tensor:
 
 
 def _float8(steps: Tensor, zero: Tensor) -> Tensor:
-    """The nearest e4m3 of each scale, float16; 1 where all weights are zero, and never zero."""
+    """Return the nearest e4m3 of each scale, float16; 1 where all weights are zero, and never
+    zero.
+    """
     bits = steps.clamp(max=LARGEST[Codes.E4M3]).to(torch.float8_e4m3fn).view(torch.uint8).int()
     return torch.where(zero, 1.0, _of_bits(bits)).half()
 
@@ -146,7 +151,9 @@ def _powers(largest: Tensor) -> Tensor:
 
 
 def _of_tiles(largest: Tensor) -> Tensor:
-    """The largest of each tile for every row, of [O, G]; the last tile may have fewer rows."""
+    """Return the largest of each tile for every row, of [O, G]; the last tile may have fewer
+    rows.
+    """
     rows = len(largest)
     padded = torch.nn.functional.pad(largest, (0, 0, 0, -rows % TILE))
     return torch.unflatten(padded, 0, (-1, TILE)).amax(1).repeat_interleave(TILE, 0)[:rows]

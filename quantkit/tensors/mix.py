@@ -56,7 +56,7 @@ _SHORT = {name: MIXES[f"{name}_m"] for name in ("q3_k", "q4_k", "q5_k")}
 
 
 def mix_named(scheme: object) -> Mix | None:
-    """The mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
+    """Return the mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
 
     None for anything else.
     """

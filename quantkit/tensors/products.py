@@ -20,7 +20,8 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 where it is 1.
 """
 
-MIN_MULTIPLICATIONS = 1 << 20  # multiplications; for fewer, the call itself takes the time
+# Multiplications; for fewer, the call itself takes the time.
+MIN_MULTIPLICATIONS = 1 << 20
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
 PRODUCT_ELEMENTS = (
@@ -46,7 +47,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
         a = F.pad(a, (0, more))
         b = F.pad(b, (0, 0, 0, more))
     product: Tensor = torch.ops.mkldnn._linear_pointwise(
-        _dense(_padded(a)), _dense(b).t(), None, "none", [], ""
+        _dense(_pad_rows(a)), _dense(b).t(), None, "none", [], ""
     )
     return product[:rows]
 
@@ -77,7 +78,7 @@ def _strip(width: int) -> int:
 
 
 def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
-    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's
+    """Return whether a processor multiplies bfloat16, and nothing forbids it (torch's
     `ATEN_CPU_CAPABILITY` may); or a GPU does, and this is requested.
     """
     setting = os.environ.get(BFLOAT16_SETTING)
@@ -95,7 +96,7 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which calibration samples are multiplied on their way through a model."""
+    """Return the dtype in which calibration samples are multiplied on their way through a model."""
     if multiplies_bfloat16(device):
         return torch.bfloat16
     return torch.float32
@@ -107,7 +108,7 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows = x.bfloat16().flatten(0, -2)
     if rows.device.type == "cpu":
-        passed = _padded(rows)
+        passed = _pad_rows(rows)
     else:
         passed = rows
     return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
@@ -130,7 +131,7 @@ def exact_float32() -> Iterator[None]:
 
 @functools.cache
 def _is_faster_through_onednn() -> bool:
-    """Whether this is an x86 processor for which torch has nothing faster, and has oneDNN's
+    """Return whether this is an x86 processor for which torch has nothing faster, and has oneDNN's
     operator.
     """
     x86 = platform.machine() in ("x86_64", "AMD64")
@@ -149,7 +150,7 @@ def _onednn_is_built_in() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _pad_rows(rows: Tensor) -> Tensor:
     """Rows [N, I] with rows of zeros behind them where a size is missing some."""
     more = _missing(len(rows))
     if more:
@@ -167,7 +168,7 @@ def _missing(size: int) -> int:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """A matrix without gaps, for which alone oneDNN's linear is fast."""
+    """Return a matrix without gaps, for which alone oneDNN's linear is fast."""
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
     # in runs, as it lies

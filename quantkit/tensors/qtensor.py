@@ -18,15 +18,18 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 class Solver(StrEnum):
     """How the codes of a weight were found, as manifests call it."""
 
-    ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
+    # `quantize_rtn`: on the scales that span each group.
+    ROUNDING = "round-to-nearest"
     SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
     # the same, where inputs differ in size
     WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"
-    CARRIED = "carried"  # codes are those of the source
+    # Codes are those of the source.
+    CARRIED = "carried"
     # codes and zero points are those of the source, scales are rounded to another type
     SCALES_CAST = "scales cast"
     SCALES_TRAINED = (
-        "scales trained"  # codes and zero points are those of the source, see `quantkit.refine`
+        # Codes and zero points are those of the source, see `quantkit.refine`.
+        "scales trained"
     )
     CODES_TRAINED = "scales and codes trained"
 
@@ -83,25 +86,38 @@ class QuantTensor:
         floats = self.scheme.scales is Scales.FLOATS
         nested = self.scheme.scales is Scales.SUPER_BLOCKS
         asymmetric = not self.scheme.symmetric
-        self._require("zero", self.zero, expected, torch.uint8, there=asymmetric and floats)
+        self._require("zero", self.zero, expected, torch.uint8, is_expected=asymmetric and floats)
         self._require(
-            "minimum", self.minimum, expected, self.scale.dtype, there=asymmetric and not floats
+            "minimum",
+            self.minimum,
+            expected,
+            self.scale.dtype,
+            is_expected=asymmetric and not floats,
         )
         if self.scheme.of_small_floats:
             there = self.scheme.scales is Scales.NESTED
-            self._require("outer", self.outer, (expected[0], 1), torch.float32, there=there)
+            self._require("outer", self.outer, (expected[0], 1), torch.float32, is_expected=there)
             return
         outer = expected[0], self.codes.shape[1] // self.scheme.unit
-        self._require("outer", self.outer, outer, torch.float16, there=nested)
+        self._require("outer", self.outer, outer, torch.float16, is_expected=nested)
         self._require(
-            "outer_minimum", self.outer_minimum, outer, torch.float16, there=nested and asymmetric
+            "outer_minimum",
+            self.outer_minimum,
+            outer,
+            torch.float16,
+            is_expected=nested and asymmetric,
         )
 
     @staticmethod
     def _require(
-        name: str, value: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, there: bool
+        name: str,
+        value: Tensor | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        is_expected: bool,
     ) -> None:
-        if (value is not None) != there:
+        if (value is not None) != is_expected:
             raise ValueError(f"{name} goes with a scheme that has it, and only with one")
         if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
             raise ValueError(
@@ -110,14 +126,14 @@ class QuantTensor:
 
     @classmethod
     def of_blocks(cls, codes: Tensor, scales: BlockScales, scheme: QuantScheme) -> QuantTensor:
-        """A weight in blocks of GGUF."""
+        """Return a weight in blocks of GGUF."""
         return cls(
             codes, scales.scale, None, scheme, scales.minimum, scales.outer, scales.outer_minimum
         )
 
     @property
     def block_scales(self) -> BlockScales | None:
-        """The scales of a weight in blocks of GGUF; None for others."""
+        """Return the scales of a weight in blocks of GGUF; None for others."""
         if self.scheme.scales is Scales.FLOATS or self.scheme.of_small_floats:
             return None
         return BlockScales(self.scale, self.minimum, self.outer, self.outer_minimum)
@@ -127,8 +143,8 @@ class QuantTensor:
         return self.codes.shape[0], self.codes.shape[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """The weight with its codes, scales, minima and zero points changed, which are [O, I],
-        [O, G] and [O, S].
+        """Return the weight with its codes, scales, minima and zero points changed, which are [O,
+        I], [O, G] and [O, S].
         """
         if self.zero is None:
             zero = None
@@ -151,11 +167,11 @@ class QuantTensor:
         """Output rows by their numbers [N], in that order."""
         return self.map(lambda tensor: tensor[index])
 
-    def where(self, rows: Tensor, other: QuantTensor) -> QuantTensor:
-        """The rows where a mask [O] is true, of another weight elsewhere, which has the same
+    def merge_rows(self, rows: Tensor, other: QuantTensor) -> QuantTensor:
+        """Return the rows where a mask [O] is true, of another weight elsewhere, which has the same
         scheme and shape.
         """
-        both = concatenated([self, other])
+        both = concatenate_rows([self, other])
         index = torch.arange(len(rows), device=rows.device)
         return both.take(torch.where(rows, index, index + len(rows)))
 
@@ -187,13 +203,13 @@ class QuantTensor:
         return QuantTensor(codes, self.scale[:, groups], zero, scheme, outer=self.outer)
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """The same codes on another device."""
+        """Return the same codes on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
     def steps(self) -> Tensor:
-        """What codes less their zero points are multiplied with, [O, G] float32; of NVFP4 the scale
-        over the outer one, rounded to float32, as in compressed-tensors.
+        """Return what codes less their zero points are multiplied with, [O, G] float32; of NVFP4
+        the scale over the outer one, rounded to float32, as in compressed-tensors.
         """
         if self.scheme.scales is Scales.NESTED and self.outer is not None:
             return self.scale.float() / self.outer
@@ -202,7 +218,7 @@ class QuantTensor:
         return self.block_scales.steps
 
     def dequantize(self) -> Tensor:
-        """The weights [O, I] in float32. This product, rounded once, is the truth."""
+        """Return the weights [O, I] in float32. This product, rounded once, is the truth."""
         rows, columns = self.shape
         groups = self.scale.shape[1]
         if self.scheme.of_small_floats:
@@ -223,15 +239,15 @@ class QuantTensor:
         return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """The weights [O, I], each computed in float32 and rounded once."""
-        found = torch.empty(self.shape, dtype=dtype)
+        """Return the weights [O, I], each computed in float32 and rounded once."""
+        result = torch.empty(self.shape, dtype=dtype)
         for start, stop in row_chunks(*self.shape):
-            found[start:stop] = self.rows(start, stop).dequantize()
-        return found
+            result[start:stop] = self.rows(start, stop).dequantize()
+        return result
 
 
 def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
-    """The same codes and zero points, with scales that are rounded to each type in turn.
+    """Return the same codes and zero points, with scales that are rounded to each type in turn.
 
     Scales that are NaN or infinite stay so.
 
@@ -279,7 +295,7 @@ def quantize_rtn(
         )
     if scheme.scales is not Scales.FLOATS:
         chunks = row_chunks(weight.shape[0], weight.shape[1], CACHED_ELEMENTS)
-        return concatenated([_rounded_in_blocks(weight[slice(*part)], scheme) for part in chunks])
+        return concatenate_rows([_round_in_blocks(weight[slice(*part)], scheme) for part in chunks])
     rows, columns = weight.shape
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
@@ -299,16 +315,15 @@ def quantize_rtn(
             offset = (-low / wide).round().clamp(0, scheme.levels - 1)
             zero[start:stop] = offset.squeeze(-1).to(torch.uint8)
         grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
-        codes[start:stop] = grid.view(stop - start, columns).to(
-            torch.int16
-        )  # torch is slow from floats to bytes
+        # Torch is slow from floats to bytes.
+        codes[start:stop] = grid.view(stop - start, columns).to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
 
 
 def small_floats(
     weight: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme
 ) -> QuantTensor:
-    """A weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an
+    """Return a weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an
     outer one [O, 1].
     """
     if outer is None:
@@ -324,7 +339,7 @@ def small_floats(
     return QuantTensor(codes, scale, None, scheme, outer=outer)
 
 
-def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
+def _round_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
     """Some rows [O, I] rounded to the nearest codes of scales that span the groups, held as
     GGUF's blocks hold them.
     """
@@ -341,8 +356,8 @@ def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
 
 
 def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> Tensor:
-    """The codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one where
-    a step is zero.
+    """Return the codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one
+    where a step is zero.
     """
     steps = scales.steps.unsqueeze(-1)
     offsets = scales.offsets
@@ -360,13 +375,15 @@ def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> 
     return codes.flatten(1).to(torch.int16).to(torch.uint8)
 
 
-def concatenated(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """One weight with the rows of all, in order, which have one scheme and one dtype of scales."""
+def concatenate_rows(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """Return one weight with the rows of all, in order, which have one scheme and one dtype of
+    scales.
+    """
     first, *others = parts
     if not others:
         return first
 
-    def joined(read: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
+    def concatenate_field(read: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
         found = [one for one in map(read, parts) if one is not None]
         if found:
             return torch.cat(found)
@@ -377,21 +394,21 @@ def concatenated(parts: Sequence[QuantTensor]) -> QuantTensor:
     return QuantTensor(
         codes,
         scale,
-        joined(lambda part: part.zero),
+        concatenate_field(lambda part: part.zero),
         first.scheme,
-        joined(lambda part: part.minimum),
-        joined(lambda part: part.outer),
-        joined(lambda part: part.outer_minimum),
+        concatenate_field(lambda part: part.minimum),
+        concatenate_field(lambda part: part.outer),
+        concatenate_field(lambda part: part.outer_minimum),
     )
 
 
-def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
-    """One weight with the rows of all, in order; None where they differ in scheme or dtype of
-    the scales.
+def concatenate_if_uniform(parts: Sequence[QuantTensor]) -> QuantTensor | None:
+    """Return one weight with the rows of all, in order; None where they differ in scheme or dtype
+    of the scales.
     """
     if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
         return None
-    return concatenated(parts)
+    return concatenate_rows(parts)
 
 
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
@@ -407,7 +424,7 @@ def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
 
 
 def frobenius(matrix: Tensor) -> float:
-    """The Frobenius norm, accumulated in float64."""
+    """Return the Frobenius norm, accumulated in float64."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.item()
 
@@ -445,9 +462,8 @@ def pack_int32(codes: Tensor, bits: int) -> Tensor:
         codes = torch.nn.functional.pad(codes, (0, padding))
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    aligned = codes.clone(
-        memory_format=torch.contiguous_format
-    )  # views of words need aligned bytes
+    # Views of words need aligned bytes.
+    aligned = codes.clone(memory_format=torch.contiguous_format)
     return aligned.view(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
@@ -461,8 +477,8 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def spanning_scales(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
-    """The scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1 where a
-    group is all zeros or too small to scale.
+    """Return the scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1
+    where a group is all zeros or too small to scale.
     """
     high = grouped.amax(-1)
     low = grouped.amin(-1)

@@ -62,8 +62,8 @@ class Recipe:
         _require_scheme("default", self.default)
         if not isinstance(self.overrides, list | tuple):
             raise wrong_type("overrides", self.overrides, "several of quantkit.Override")
-        for one in self.overrides:
-            require_instance("overrides", one, Override, "several of quantkit.Override")
+        for override in self.overrides:
+            require_instance("overrides", override, Override, "several of quantkit.Override")
         object.__setattr__(self, "overrides", tuple(self.overrides))
 
     @classmethod
@@ -105,7 +105,7 @@ class Recipe:
         return cls(_scheme(default, path), tuple(named))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form that `from_json` reads."""
+        """Return the JSON form that `from_json` reads."""
         return {
             "default": str(self.default),
             "overrides": [
@@ -121,10 +121,10 @@ class Recipe:
             self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)),
         )
 
-    def requested(
+    def find_scheme(
         self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS
     ) -> QuantScheme | None:
-        """The scheme that the recipe requests for a module, whatever its shape.
+        """Return the scheme that the recipe requests for a module, whatever its shape.
 
         Args:
             on_disk: what it is called there, if otherwise; patterns match either name.
@@ -137,22 +137,29 @@ class Recipe:
             return None
         return self.default
 
-    def naming(self, modules: Collection[str], others: Collection[str]) -> Recipe:
+    def select_specific_overrides(
+        self, modules: Collection[str], other_modules: Collection[str]
+    ) -> Recipe:
         """This recipe for modules that have to be named alone, given all names of them and of the
         others: the overrides that keep floats, and those that match some of them and none of the
         others. A pattern that matches everything names nothing.
         """
 
-        def names(one: Override) -> bool:
-            alone = one.pattern.strip("*?.") and not any(map(one.matches, others))
-            return bool(alone) and any(map(one.matches, modules))
+        def is_specific(override: Override) -> bool:
+            alone = override.pattern.strip("*?.") and not any(map(override.matches, other_modules))
+            return bool(alone) and any(map(override.matches, modules))
 
         return Recipe(
-            self.default, tuple(one for one in self.overrides if one.scheme is None or names(one))
+            self.default,
+            tuple(
+                override
+                for override in self.overrides
+                if override.scheme is None or is_specific(override)
+            ),
         )
 
     def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
-        """The scheme of every module that gets one, fitted to its columns.
+        """Return the scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
@@ -161,8 +168,8 @@ class Recipe:
             RequestError: if an override matches no module.
         """
         self.require_matches(columns)
-        requested = {module: self.requested(module) for module in columns}
-        return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
+        requested = {module: self.find_scheme(module) for module in columns}
+        return {m: s.fit_to_columns(columns[m]) for m, s in requested.items() if s is not None}
 
     def require_matches(self, names: Collection[str], routers: Collection[str] = ()) -> None:
         """Require that each override matches something.

@@ -13,11 +13,12 @@ from quantkit.errors import RequestError
 
 SUPER_BLOCK = 256
 """The weights of a row that share a scale of scales; see `Scales.SUPER_BLOCKS`."""
+# Tried in this order when the requested one does not divide a row.
 _FALLBACK_GROUP_SIZES = (
     128,
     64,
     32,
-)  # tried in this order when the requested one does not divide a row
+)
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
 """The schemes that a user may request, for messages and help; those of int4 also with zero
@@ -30,23 +31,28 @@ class Scales(StrEnum):
     scale.
     """
 
-    FLOATS = "floats"  # a float; an integer zero point
-    BLOCKS = (  # a float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX
-        "blocks"
-    )
+    # A float; an integer zero point.
+    FLOATS = "floats"
+    # A float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX.
+    BLOCKS = "blocks"
     # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
     SUPER_BLOCKS = "super-blocks"
-    TILES = "tiles"  # a float for `TILE` rows and as many columns
-    POWERS = "powers"  # a power of two, of MXFP4 (OCP Microscaling Formats 1.0)
-    NESTED = "nested"  # a float8 e4m3 over a float32 of the whole tensor, of NVFP4
+    # A float for `TILE` rows and as many columns.
+    TILES = "tiles"
+    # A power of two, of MXFP4 (OCP Microscaling Formats 1.0).
+    POWERS = "powers"
+    # A float8 e4m3 over a float32 of the whole tensor, of NVFP4.
+    NESTED = "nested"
 
 
 class Codes(StrEnum):
     """What codes are: integers with equal steps, or small floats."""
 
     INTEGERS = "integers"
-    E2M1 = "e2m1"  # a sign, 2 bits of exponent, 1 of mantissa: 0 to 6
-    E4M3 = "e4m3"  # torch's float8_e4m3fn: 0 to 448
+    # A sign, 2 bits of exponent, 1 of mantissa: 0 to 6.
+    E2M1 = "e2m1"
+    # Torch's float8_e4m3fn: 0 to 448.
+    E4M3 = "e4m3"
 
 
 _FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
@@ -56,7 +62,8 @@ _FLOAT_NAMES = {
     Scales.POWERS: "mxfp4",
     Scales.NESTED: "nvfp4",
 }
-_BLOCK = 32  # the group size of GGUF's blocks without scales of scales
+# The group size of GGUF's blocks without scales of scales.
+_BLOCK = 32
 _OF_SMALL_FLOATS = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 TILE = 128
 """The rows, and the columns, that share a scale; see `Scales.TILES`."""
@@ -122,7 +129,7 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """One of `SCHEMES` by its name.
+        """Return one of `SCHEMES` by its name.
 
         Raises:
             RequestError: if there is none of that name.
@@ -138,9 +145,9 @@ class QuantScheme:
             return FLOAT_SCHEMES[name]
         known = {**GGUF_SCHEMES, **FLOAT_SCHEMES, **SCHEMES}
         near = [
-            found
+            close_match
             for text in (name, name.replace("_", "-"))
-            for found in difflib.get_close_matches(text, known, 1)
+            for close_match in difflib.get_close_matches(text, known, 1)
         ]
         raise RequestError(
             "unknown quantization scheme",
@@ -170,12 +177,12 @@ class QuantScheme:
 
     @property
     def of_small_floats(self) -> bool:
-        """Whether codes are small floats, whose steps differ."""
+        """Return whether codes are small floats, whose steps differ."""
         return self.codes is not Codes.INTEGERS
 
     @property
     def has_minima(self) -> bool:
-        """Whether groups have minima instead of zero points."""
+        """Return whether groups have minima instead of zero points."""
         return not self.symmetric and self.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS)
 
     @property
@@ -185,19 +192,19 @@ class QuantScheme:
 
     @property
     def unit(self) -> int:
-        """The columns that are stored together, of which rows consist; 1 without groups."""
+        """Return the columns that are stored together, of which rows consist; 1 without groups."""
         if self.scales is Scales.SUPER_BLOCKS:
             return SUPER_BLOCK
         return self.group_size or 1
 
     @property
     def of_floats(self) -> QuantScheme:
-        """The scheme with as many codes, and a float scale for each group: to search scales with.
-        It need not be one that can be constructed.
+        """Return the scheme with as many codes, and a float scale for each group: to search scales
+        with. It need not be one that can be constructed.
         """
-        found = replace(self)
-        object.__setattr__(found, "scales", Scales.FLOATS)
-        return found
+        result = replace(self)
+        object.__setattr__(result, "scales", Scales.FLOATS)
+        return result
 
     def groups(self, columns: int) -> int:
         """Scales per row for a matrix with this many columns.
@@ -214,8 +221,8 @@ class QuantScheme:
         return columns // self.group_size
 
     def cut(self, start: int, stop: int) -> QuantScheme:
-        """The scheme of the columns from `start` up to `stop`: groups are halved, or worse, where a
-        cut goes through one, and both parts keep its scale and zero point.
+        """Return the scheme of the columns from `start` up to `stop`: groups are halved, or worse,
+        where a cut goes through one, and both parts keep its scale and zero point.
 
         Raises:
             RequestError: if the parts are too small for groups.
@@ -234,8 +241,8 @@ class QuantScheme:
             )
         return QuantScheme(self.bits, size, self.symmetric)
 
-    def fitted(self, columns: int) -> QuantScheme:
-        """The scheme actually used for a matrix with this many columns.
+    def fit_to_columns(self, columns: int) -> QuantScheme:
+        """Return the scheme actually used for a matrix with this many columns.
 
         The policy for rows that the group size does not divide: the largest smaller group of 128,
         64 or 32 that does; if none does, int8 per row. No layer is left unquantized for its shape.
@@ -263,8 +270,8 @@ class QuantScheme:
         """Return a scheme that loses about as much, for rows that the group size need not divide.
 
         Bounds on errors use it, to find what a layer's scheme would cost the weight of another
-        layer. `fitted` does not serve there, because it may choose more bits. Here the bits stay,
-        and the groups shrink to a size that divides the row; a K-quant's groups also lose the
+        layer. `fit_to_columns` does not serve there, because it may choose more bits. Here the bits
+        stay, and the groups shrink to a size that divides the row; a K-quant's groups also lose the
         scales of scales, which need blocks of 256.
         """
         if columns % self.unit == 0:

@@ -16,7 +16,7 @@ from quantkit.text.merges import Pair, pairs_of, splits
 from quantkit.text.pipeline import SPACE, canonical_steps, decoder_settings, splitting_settings
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
-from quantkit.text.token_bytes import BYTE_LETTERS, spelled_bytes
+from quantkit.text.token_bytes import BYTE_LETTERS, spell_bytes
 
 _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
 # surrogates, which no spelling contains
@@ -112,7 +112,7 @@ class CanonicalVocabulary:
     converted: bool = False
 
     def token(self, number: int) -> Token | None:
-        """The token of an id; None if there is none."""
+        """Return the token of an id; None if there is none."""
         content = self.contents.get(number)
         if content is None:
             return None
@@ -120,10 +120,10 @@ class CanonicalVocabulary:
 
 
 def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
-    """The vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is merged
-    first.
+    """Return the vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is
+    merged first.
     """
-    spellings = {spelled_bytes(content): rank for content, rank in ranks.items()}
+    spellings = {spell_bytes(content): rank for content, rank in ranks.items()}
     settings: dict[str, object] = {
         "model": "BPE",
         "ignore_merges": True,
@@ -147,11 +147,11 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
 def of_sentencepiece(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]]
 ) -> CanonicalVocabulary:
-    """The vocabulary of a sentencepiece model, with the tokens that files next to it add, see
-    `added_tokens`.
+    """Return the vocabulary of a sentencepiece model, with the tokens that files next to it add,
+    see `added_tokens`.
     """
     spellings = [spelling for spelling, _, _ in model.pieces]
-    contents = dict(enumerate(_unspaced(spellings)))
+    contents = dict(enumerate(_encode_spellings(spellings)))
     kinds = {}
     for number, (_, _, kind) in enumerate(model.pieces):
         if kind is not PieceType.NORMAL:
@@ -165,7 +165,7 @@ def of_sentencepiece(
     contents |= {
         number: content
         for (number, _, _), content in zip(
-            beyond, _unspaced(spelling for _, spelling, _ in beyond), strict=True
+            beyond, _encode_spellings(spelling for _, spelling, _ in beyond), strict=True
         )
     }
     kinds |= {number: Kind.SPECIAL if special else Kind.ADDED for number, _, special in beyond}
@@ -176,7 +176,7 @@ def of_sentencepiece(
         "space prefix": model.space_prefix,
         "pre_tokenizer": [],
         "decoder beyond bytes": [],
-        _MERGED_UNUSED: _merged_unused(model),
+        _MERGED_UNUSED: _find_merged_unused_pieces(model),
     }
     if model.plain:
         settings["normalizer"] = []
@@ -202,7 +202,7 @@ def of_sentencepiece(
 def of_json(
     raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
 ) -> CanonicalVocabulary:
-    """The vocabulary of a tokenizer.json that its library has loaded.
+    """Return the vocabulary of a tokenizer.json that its library has loaded.
 
     Args:
         added: the library's added tokens by their ids.
@@ -223,7 +223,7 @@ def of_json(
     letters = any(
         step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part)
     )
-    contents = _by_id(ids, _letters(ids) if letters else _unspaced(ids))
+    contents = _by_id(ids, _letters(ids) if letters else _encode_spellings(ids))
     kinds = {}
     for piece, number in ids.items():
         if piece[:4] == "[PAD" and piece == filler(number):
@@ -235,7 +235,9 @@ def of_json(
                 found[ids[piece]] = content
         contents |= found
         kinds |= dict.fromkeys(found, Kind.BYTE)
-    contents |= dict(zip(added, _unspaced(one.content for one in added.values()), strict=True))
+    contents |= dict(
+        zip(added, _encode_spellings(one.content for one in added.values()), strict=True)
+    )
     kinds |= {number: Kind.SPECIAL if one.special else Kind.ADDED for number, one in added.items()}
     stated = {one["content"]: one["id"] for one in raw.get("added_tokens") or []}
     return CanonicalVocabulary(
@@ -265,28 +267,28 @@ def of_json(
     )
 
 
-def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
-    """The vocabulary of a folder made from a GGUF file's metadata, without what the file does
-    not state.
+def as_in_gguf(vocabulary: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
+    """Return the vocabulary of a folder made from a GGUF file's metadata, without what the file
+    does not state.
     """
     kinds = {
-        **found.kinds,
-        **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
-        **dict.fromkeys(unstated.set_apart & found.contents.keys(), Kind.SET_APART),
-        **dict.fromkeys(unstated.space_runs & found.contents.keys(), Kind.RUN),
+        **vocabulary.kinds,
+        **dict.fromkeys(unstated.unused & vocabulary.contents.keys(), Kind.UNUSED),
+        **dict.fromkeys(unstated.set_apart & vocabulary.contents.keys(), Kind.SET_APART),
+        **dict.fromkeys(unstated.space_runs & vocabulary.contents.keys(), Kind.RUN),
     }
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}
     settings = {}
-    for name, value in found.settings.items():
+    for name, value in vocabulary.settings.items():
         if name not in left_out:
             settings[name] = value
     if unstated.pipeline:
-        added = found.added
+        added = vocabulary.added
     else:
         added = None
-    return replace(found, kinds=kinds, added=added, settings=settings, converted=True)
+    return replace(vocabulary, kinds=kinds, added=added, settings=settings, converted=True)
 
 
 def _model_settings(
@@ -298,18 +300,18 @@ def _model_settings(
                 key: value for key, value in model.items() if key not in ("vocab", "type")
             }
         }
-    found = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
+    result = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
     spelled = []
     for byte in _UTF8_BYTES:
         spelled.append(BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>")
-    if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
-        del found["unk_token"], found["fuse_unk"]  # no character is unknown
-    return found
+    if (letters or result["byte_fallback"]) and all(one in vocabulary for one in spelled):
+        del result["unk_token"], result["fuse_unk"]  # no character is unknown
+    return result
 
 
-def _merged_unused(model: SentencePieceFile) -> list[str]:
-    """The unused pieces that merges result in, which sentencepiece splits again at the end. No
-    other format has such tokens; other unused pieces have no effect.
+def _find_merged_unused_pieces(model: SentencePieceFile) -> list[str]:
+    """Return the unused pieces that merges result in, which sentencepiece splits again at the end.
+    No other format has such tokens; other unused pieces have no effect.
     """
     unused = [spelling for spelling, _, kind in model.pieces if kind is PieceType.UNUSED]
     if not unused or not model.byte_pair:
@@ -319,21 +321,22 @@ def _merged_unused(model: SentencePieceFile) -> list[str]:
 
 
 def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
+    result: dict[int, bytes] = {}
     for number, content in zip(ids.values(), contents, strict=True):
-        if number in found:  # two tokens with the same id, of which the library uses either
-            content = b" and ".join(sorted((found[number], content)))
-        found[number] = content
-    return found
+        # Two tokens with the same id, of which the library uses either.
+        if number in result:
+            content = b" and ".join(sorted((result[number], content)))
+        result[number] = content
+    return result
 
 
-def _unspaced(spellings: Iterable[str]) -> list[bytes]:
-    """The bytes of spellings in which U+2581 is a space."""
+def _encode_spellings(spellings: Iterable[str]) -> list[bytes]:
+    """Return the bytes of spellings in which U+2581 is a space."""
     return [spelling.replace(SPACE, " ").encode() for spelling in spellings]
 
 
 def _letters(spellings: Collection[str]) -> list[bytes]:
-    """The bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other
+    """Return the bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other
     letters.
     """
     translated = (

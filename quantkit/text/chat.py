@@ -19,7 +19,7 @@ from quantkit.text.chat_template import (
     ChatTemplate,
     ChatTemplates,
     Message,
-    requested_template,
+    read_named_template,
 )
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_tokenizer import text_folder
@@ -44,7 +44,9 @@ class Chat(Protocol):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer in this format, in addition to the model's EOS tokens."""
+        """Return the tokens that end an answer in this format, in addition to the model's EOS
+        tokens.
+        """
         ...
 
     def encode(
@@ -54,7 +56,7 @@ class Chat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The token ids that the model continues with an answer.
+        """Return the token ids that the model continues with an answer.
 
         Args:
             messages: in order; the last one is to be answered.
@@ -88,8 +90,8 @@ class TemplateChat:
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The token that the template puts after an answer, if the tokenizer's EOS is another
-        one.
+        """Return the token that the template puts after an answer, if the tokenizer's EOS is
+        another one.
         """
         end = find_answer_end(
             self.source(with_tools=False),
@@ -101,8 +103,8 @@ class TemplateChat:
 
     @property
     def start(self) -> str:
-        """The spelling of what a prompt begins with; empty if the tokenizer adds nothing, or no
-        text spells it.
+        """Return the spelling of what a prompt begins with; empty if the tokenizer adds nothing, or
+        no text spells it.
         """
         spellings = {}
         for spelling, number in (self._tokenizer.special_tokens or {}).items():
@@ -110,7 +112,7 @@ class TemplateChat:
         return "".join(spellings.get(number, "") for number in prompt_start(self._tokenizer))
 
     def source(self, *, with_tools: bool) -> str:
-        """The template in Jinja, for conversations with or without tools."""
+        """Return the template in Jinja, for conversations with or without tools."""
         return self._choose(with_tools).source
 
     def text(
@@ -139,7 +141,8 @@ class TemplateChat:
             CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
         _require_messages(messages)
-        for message in messages:  # a template would print nothing in its place
+        # A template would print nothing in its place.
+        for message in messages:
             is_from_user = isinstance(message, Mapping) and message.get("role") in _SAYING_ROLES
             if is_from_user and message.get("content") is None:
                 raise RequestError(
@@ -192,7 +195,8 @@ class TemplateChat:
                 loss = loss or error
                 continue
             return text
-        refusal = loss or failure  # what is lost says more than how another spelling fails
+        # What is lost says more than how another spelling fails.
+        refusal = loss or failure
         assert refusal is not None
         raise refusal
 
@@ -243,7 +247,7 @@ class Llama2Chat:
             raise RequestError(
                 "llama2 has at most one system message, then user and assistant in turn, the user"
                 " last",
-                found=", ".join(str(one["role"]) for one in messages) or "no message",
+                found=", ".join(str(message["role"]) for message in messages) or "no message",
             )
         ids: list[int] = []
         for (_, question), (_, answer) in zip(turns[:-1:2], turns[1::2], strict=True):
@@ -263,10 +267,10 @@ class Llama2Chat:
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
-    """A tag of Llama 2's format that a message contains, which is not allowed; raises
+    """Return a tag of Llama 2's format that a message contains, which is not allowed; raises
     `RequestError` for an invalid message.
     """
-    texts = [message_text(one) for one in messages]
+    texts = [message_text(message) for message in messages]
     return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
 
 
@@ -309,10 +313,10 @@ class Llama3Chat:
             ids = [self._tokenizer.bos_id]
         for message in messages:
             content = message_text(message).strip()
-            ids += [*self._started(_plain_role(message)), *self._plain(content), self._end]
-        return [*ids, *self._started("assistant")]
+            ids += [*self._encode_header(_plain_role(message)), *self._plain(content), self._end]
+        return [*ids, *self._encode_header("assistant")]
 
-    def _started(self, role: str) -> list[int]:
+    def _encode_header(self, role: str) -> list[int]:
         return [self._header, *self._plain(role), self._content, *self._plain("\n\n")]
 
     def _plain(self, text: str) -> list[int]:
@@ -324,7 +328,7 @@ def chat_format(
     tokenizer: Tokenizer,
     template: Literal["llama2", "llama3"] | str | None = None,
 ) -> Chat:
-    """The chat format of the model in a folder, whose `encode` returns the tokens of a
+    """Return the chat format of the model in a folder, whose `encode` returns the tokens of a
     conversation.
 
     Args:
@@ -353,9 +357,11 @@ def chat_format(
     return template_chat(named, tokenizer, template)
 
 
-def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None) -> TemplateChat:
+def template_chat(
+    model_path: Path, tokenizer: Tokenizer, template: str | None = None
+) -> TemplateChat:
     """`chat_format` for a template in Jinja."""
-    folder = text_folder(named)
+    folder = text_folder(model_path)
     known = tokenizer.special_tokens or {}
     spelled = {number: name for name, number in known.items()}
     ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
@@ -365,13 +371,13 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
             own[name] = spelled[number]
     tokens = {**own, **special_tokens(folder, known)}
     if template is not None and template.endswith(".jinja"):
-        chosen = ChatTemplate(requested_template(template), tokens=tokens, path=Path(template))
+        chosen = ChatTemplate(read_named_template(template), tokens=tokens, path=Path(template))
         return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder), tokens)
-    templates = ChatTemplates(named, tokens)
+    templates = ChatTemplates(model_path, tokens)
     if not templates:
         raise RequestError(
             "has no chat template",
-            path=named,
+            path=model_path,
             hint="use a prompt with a base model",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )
@@ -419,9 +425,9 @@ def message_text(message: Message) -> str:
 
 
 def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
-    """A message whose content is a string if it was a list of text parts, which newlines join, as
-    in vLLM, or the null of an answer without tool calls. Other messages, and with `keep_parts`
-    lists, are returned as they are.
+    """Return a message whose content is a string if it was a list of text parts, which newlines
+    join, as in vLLM, or the null of an answer without tool calls. Other messages, and with
+    `keep_parts` lists, are returned as they are.
 
     Raises:
         RequestError: for a part that is not text.
@@ -437,7 +443,8 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
     if role in _TOOL_ROLES and not all(
         isinstance(part, Mapping) and "type" in part for part in content
     ):
-        return message  # a tool's result in JSON
+        # A tool's result in JSON.
+        return message
     texts = [_part_text(part) for part in content]
     if keep_parts:
         return message

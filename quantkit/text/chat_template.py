@@ -32,7 +32,8 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 _SUFFIX = ".jinja"
 META_FORMATS = ("llama2", "llama3")
-_REQUIRED = ("bos_token", "eos_token")  # an unknown spelling must not be printed as nothing
+# An unknown spelling must not be printed as nothing.
+_REQUIRED = ("bos_token", "eos_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning, of which templates use one."""
 _MAX_REASON = 300
@@ -79,7 +80,7 @@ class ChatTemplate:
         budget: Budget | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
             messages: in order.
@@ -96,9 +97,9 @@ class ChatTemplate:
                 only for it, or the last message cannot be continued.
             CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
-        chat = _checked_chat(messages)
+        chat = _normalize_chat(messages)
         if tools is not None and not (
-            isinstance(tools, Sequence) and all(isinstance(one, Mapping) for one in tools)
+            isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
         ):
             raise wrong_type("tools", tools, "a list of JSON schemas")
         partial = None
@@ -113,7 +114,7 @@ class ChatTemplate:
         if tools is None:
             schemas = None
         else:
-            schemas = [dict(one) for one in tools]
+            schemas = [dict(tool) for tool in tools]
         variables = {"tools": schemas, **variables, "add_generation_prompt": add_generation_prompt}
         answer = self._answer(chat, budget, variables)
         if "error" in answer:
@@ -128,27 +129,29 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template loops over the parts of a message's content, by its source;
+        """Return whether the template loops over the parts of a message's content, by its source;
         others need a string.
         """
         return _LOOP_OVER_PARTS.search(self.source) is not None
 
     @cached_property
     def knows_developer(self) -> bool:
-        """Whether the template has OpenAI's role ``developer``, by its source. Many print any role,
-        also those that the model has never seen.
+        """Return whether the template has OpenAI's role ``developer``, by its source. Many print
+        any role, also those that the model has never seen.
         """
         return _DEVELOPER.search(self.source) is not None
 
     @property
     def reads_documents(self) -> bool:
-        """Whether the template reads the documents that a question is about, by its source."""
+        """Return whether the template reads the documents that a question is about, by its
+        source.
+        """
         return "documents" in self.source
 
     @cached_property
     def _renders_probe(self) -> bool:
-        """Whether the template renders, or refuses, the simplest conversation: its failures are
-        then due to others.
+        """Return whether the template renders, or refuses, the simplest conversation: its failures
+        are then due to others.
         """
         return (
             self._answer(_PROBE, Budget(), {"tools": None, "add_generation_prompt": True}).get(
@@ -175,7 +178,7 @@ class ChatTemplate:
         )
 
     def _error(self, kind: str, reason: str) -> QuantkitError:
-        """The error for a failed rendering; a refusal concerns the conversation."""
+        """Return the error for a failed rendering; a refusal concerns the conversation."""
         if kind == "refusal":
             return RequestError(f"the chat template refuses this: {reason}", path=self._path)
         if kind == "conversation":
@@ -211,12 +214,12 @@ class ChatTemplates:
 
     @property
     def sources(self) -> dict[str, str]:
-        """All templates, by name."""
+        """Return all templates, by name."""
         return {name: source for name, (_, source) in self._sources.items()}
 
     def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
-        """A template by its name; None is ``tool_use`` if it exists and there are tools, otherwise
-        ``default``. Raises `RequestError` if there is no such template.
+        """Return a template by its name; None is ``tool_use`` if it exists and there are tools,
+        otherwise ``default``. Raises `RequestError` if there is no such template.
         """
         chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if name is None and chosen not in self._sources and self._sources:
@@ -238,7 +241,7 @@ class ChatTemplates:
 
 
 def template_paths(folder: Path) -> list[Path]:
-    """The files of a folder that contain only a template."""
+    """Return the files of a folder that contain only a template."""
     names = [
         folder / TEMPLATE_FILE,
         folder / OLD_TEMPLATE_FILE,
@@ -247,10 +250,10 @@ def template_paths(folder: Path) -> list[Path]:
     return [path for path in names if path.is_file()]
 
 
-def requested_template(template: str) -> str:
-    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises
-    `RequestError` for another name or a file that does not exist, `CheckpointError` if it cannot be
-    read.
+def read_named_template(template: str) -> str:
+    """Return the source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``.
+    Raises `RequestError` for another name or a file that does not exist, `CheckpointError` if it
+    cannot be read.
     """
     if template in META_FORMATS:
         return (
@@ -276,13 +279,13 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
     """Path and source of templates by name: separate files win over the tokenizer's config, as
     in transformers.
     """
-    found: dict[str, tuple[Path, str]] = {}
+    result: dict[str, tuple[Path, str]] = {}
     if (path := folder / TEMPLATE_FILE).is_file():
-        found["default"] = path, _read(path)
+        result["default"] = path, _read(path)
     for path in sorted((folder / ADDITIONAL_TEMPLATES).glob(f"*{_SUFFIX}")):
-        found[path.stem] = path, _read(path)
-    if found:
-        return found
+        result[path.stem] = path, _read(path)
+    if result:
+        return result
     for path in (
         folder / _CONFIG,
         folder / OLD_TEMPLATE_FILE,
@@ -304,13 +307,13 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
                     raise CheckpointError(
                         "lists a chat template without a name or source", path=path
                     )
-                found[name] = path, _lines(source, path)
-            return found
+                result[name] = path, _lines(source, path)
+            return result
     return {}
 
 
 def _lines(source: str, path: Path) -> str:
-    """A template from JSON with the newlines of a text file, as Jinja expects them."""
+    """Return a template from JSON with the newlines of a text file, as Jinja expects them."""
     try:
         source.encode()
     except UnicodeEncodeError as error:
@@ -333,9 +336,9 @@ def _read(path: Path) -> str:
     return source
 
 
-def _checked_chat(messages: Any) -> list[dict[str, Any]]:
-    """A copy of a conversation, as transformers passes it to templates: without nulls, and with the
-    reasoning under all its names.
+def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
+    """Return a copy of a conversation, as transformers passes it to templates: without nulls, and
+    with the reasoning under all its names.
     """
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
@@ -400,8 +403,8 @@ class _PartialMessage:
             holder[one] = f"{self._text}{self._mark} "
 
     def cut(self, text: str) -> str:
-        """The text before the mark. If the mark's space is missing the template strips messages,
-        and trailing spaces are stripped here too.
+        """Return the text before the mark. If the mark's space is missing the template strips
+        messages, and trailing spaces are stripped here too.
         """
         place = text.rfind(self._mark)
         if place < 0 or self._text.strip() not in text or self._mark in text[:place]:

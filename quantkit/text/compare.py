@@ -28,14 +28,15 @@ _SAME_KINDS = (
     {Kind.ADDED, Kind.RUN},
     {Kind.SET_APART, Kind.RUN},
 )
-_ANYWHERE = AddedToken(0)  # found before pairs are merged, at any position
+# Found before pairs are merged, at any position.
+_ANYWHERE = AddedToken(0)
 _MAX_PROBES = 1 << 12
 _MAX_SHOWN = 60
 _NUM_SHOWN_BEFORE = 20
 
 
 def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) -> str | None:
-    """The first difference between two tokenizers; None if there is none. Compared are
+    """Return the first difference between two tokenizers; None if there is none. Compared are
 
     - for every id, the bytes and the kind of its token;
     - the settings of added tokens, normalization and splitting, merges and scores, BOS and EOS, if
@@ -53,20 +54,20 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
         for one in (own, others)
     )
     return (
-        _token_difference(own, others)
-        or _added_difference(own, others)
-        or _settings_difference(own, others)
-        or _order_difference(own, others)
-        or _end_difference(first, second, stated=stated)
-        or _text_difference(
+        _find_token_difference(own, others)
+        or _find_added_difference(own, others)
+        or _find_settings_difference(own, others)
+        or _find_order_difference(own, others)
+        or _find_end_difference(first, second, both_stated=stated)
+        or _find_text_difference(
             first, second, itertools.chain(_SAMPLES, texts, _probes(own, others)), own.kinds
         )
     )
 
 
 def sample_difference(first: Tokenizer, second: Tokenizer) -> str | None:
-    """The first of the built-in samples that two tokenizers encode in different ways; None if
-    there is none.
+    """Return the first of the built-in samples that two tokenizers encode in different ways; None
+    if there is none.
     """
     return next(
         (
@@ -78,13 +79,13 @@ def sample_difference(first: Tokenizer, second: Tokenizer) -> str | None:
     )
 
 
-def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+def _find_token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
     if first.contents == second.contents and first.kinds == second.kinds:
         return None
     numbers = first.contents.keys() | second.contents.keys()
     differing = []
     for number in numbers:
-        if not _same(first.token(number), second.token(number)):
+        if not _are_equivalent(first.token(number), second.token(number)):
             differing.append(number)
     if not differing:
         return None
@@ -108,9 +109,9 @@ def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
     )
 
 
-def _same(first: Token | None, second: Token | None) -> bool:
-    """Whether two tokens of an id are equivalent; for an unused id, a format may have any token
-    or none.
+def _are_equivalent(first: Token | None, second: Token | None) -> bool:
+    """Return whether two tokens of an id are equivalent; for an unused id, a format may have any
+    token or none.
     """
     if first == second:
         return True
@@ -125,9 +126,9 @@ def _same(first: Token | None, second: Token | None) -> bool:
     )
 
 
-def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
-    """A difference in the settings of added tokens, if both formats have them; otherwise only in
-    their ids.
+def _find_added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+    """Return a difference in the settings of added tokens, if both formats have them; otherwise
+    only in their ids.
     """
     for number in sorted((first.added or {}).keys() | (second.added or {}).keys()):
         one, other = ((side.added or {}).get(number) for side in (first, second))
@@ -138,17 +139,21 @@ def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
         else:
             names = ["id"]
         if "spelling" in names and "space prefix" in first.settings:
-            names.remove("spelling")  # there a space and U+2581 are the same
+            # There a space and U+2581 are the same.
+            names.remove("spelling")
         name = next((name for name in names if own[name] != others[name]), None)
         if name is not None:
             content = (first if one is not None else second).contents[number]
-            return f"added token {number} ({content!r}): {name} {_shown(own[name], others[name])}"
+            pair = _format_pair(own[name], others[name])
+            return f"added token {number} ({content!r}): {name} {pair}"
     return None
 
 
-def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
-    for name, own in first.settings.items():
-        if name not in second.settings or own == (others := second.settings[name]):
+def _find_settings_difference(
+    first: CanonicalVocabulary, second: CanonicalVocabulary
+) -> str | None:
+    for name, setting in first.settings.items():
+        if name not in second.settings or setting == (others := second.settings[name]):
             continue
         converted = first.converted or second.converted
         if (
@@ -156,13 +161,14 @@ def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary
             and converted
             and _merges_make_all(first if first.merges is not None else second)
         ):
-            continue  # the setting has no effect
-        return f"{name}: {_shown(own, others)}"
+            # The setting has no effect.
+            continue
+        return f"{name}: {_format_pair(setting, others)}"
     return None
 
 
 def _merges_make_all(vocabulary: CanonicalVocabulary) -> bool:
-    """Whether merging letters results in each token of text."""
+    """Return whether merging letters results in each token of text."""
     if vocabulary.merges is None:
         return False
     ordinary = (None, Kind.UNUSED)
@@ -173,7 +179,7 @@ def _merges_make_all(vocabulary: CanonicalVocabulary) -> bool:
     return merges_make_all(pieces, vocabulary.spellings, vocabulary.merges)
 
 
-def _shown(first: object, second: object) -> str:
+def _format_pair(first: object, second: object) -> str:
     """Two values; long ones from shortly before their first difference."""
     texts = [json.dumps(value, ensure_ascii=False) for value in (first, second)]
     common = next(
@@ -194,7 +200,7 @@ def _shown(first: object, second: object) -> str:
     return " against ".join(shown)
 
 
-def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+def _find_order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
     if first.merges is not None and second.merges is not None:
         apart = {Kind.ADDED, Kind.SET_APART, Kind.RUN} | (
             {Kind.SPECIAL} if first.converted or second.converted else set()
@@ -221,21 +227,21 @@ def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
     return None
 
 
-def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str | None:
-    """A difference in BOS and EOS. Formats other than tokenizer.json may lack them, and Meta's
-    tiktoken files have several EOS tokens.
+def _find_end_difference(first: Tokenizer, second: Tokenizer, *, both_stated: bool) -> str | None:
+    """Return a difference in BOS and EOS. Formats other than tokenizer.json may lack them, and
+    Meta's tiktoken files have several EOS tokens.
     """
     begins = []
     for one in (first, second):
         begins.append(set[int]() if one.bos_id is None else {one.bos_id})
     ends = [set(one.eos_ids) for one in (first, second)]
     for name, (own, others) in (("BOS", begins), ("EOS", ends)):
-        if own != others and (stated or not (own <= others or others <= own)):
-            return f"{name}: {_shown(sorted(own), sorted(others))}"
+        if own != others and (both_stated or not (own <= others or others <= own)):
+            return f"{name}: {_format_pair(sorted(own), sorted(others))}"
     return None
 
 
-def _text_difference(
+def _find_text_difference(
     first: Tokenizer, second: Tokenizer, texts: Iterable[str], kinds: Mapping[int, Kind]
 ) -> str | None:
     for text in texts:

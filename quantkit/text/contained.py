@@ -20,7 +20,7 @@ _redirecting = threading.Lock()
 
 
 @contextmanager
-def contained(path: Path, problem: str) -> Iterator[None]:
+def convert_library_errors(path: Path, problem: str) -> Iterator[None]:
     """Raise any error of a library as a `CheckpointError` of a file, also a panic of Rust, which is
     not an `Exception`.
     """
@@ -40,7 +40,9 @@ def contained(path: Path, problem: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust panicked; each library has its own class for that, which it does not export."""
+    """Return whether Rust panicked; each library has its own class for that, which it does not
+    export.
+    """
     return type(error).__name__ == "PanicException"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import Settings, read_json, read_settings
 from quantkit.text.sentencepiece_file import read_sentencepiece
-from quantkit.text.special_tokens import named_piece_ids, special_tokens
+from quantkit.text.special_tokens import find_bos_eos_ids, special_tokens
 from quantkit.text.template_process import Budget, render
 from quantkit.text.tiktoken_file import is_tiktoken
 
@@ -22,7 +22,7 @@ _ANSWER = "quantkit-answer"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
 
-def listed_end_tokens(folder: Path) -> list[int]:
+def list_end_tokens(folder: Path) -> list[int]:
     """Return the end tokens that a folder's files name, without doubles.
 
     Raises:
@@ -57,7 +57,7 @@ def tokenizer_eos(folder: Path) -> int | None:
         return None
     model = read_sentencepiece(path)
     pieces = {spelling: number for number, (spelling, _, _) in enumerate(model.pieces)}
-    number = named_piece_ids(folder, pieces).get("eos_token", model.ids["eos"])
+    number = find_bos_eos_ids(folder, pieces).get("eos_token", model.ids["eos"])
     return number if number >= 0 else None
 
 
@@ -109,7 +109,8 @@ def find_answer_end(
         return None
     variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
     answer = render(source, variables, (), Budget(repeatable=True))
-    if "error" in answer:  # reported when a conversation is rendered
+    # Reported when a conversation is rendered.
+    if "error" in answer:
         return None
     _, answered, rest = str(answer["text"]).rpartition(_ANSWER)
     if not answered:

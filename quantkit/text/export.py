@@ -20,12 +20,12 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
-from quantkit.text.end_tokens import listed_end_tokens
+from quantkit.text.end_tokens import list_end_tokens
 from quantkit.text.folder_vocabulary import (
     UNREACHED,
     FoundTokenizer,
     exportable_vocabulary,
-    folder_vocabulary,
+    read_folder_vocabulary,
 )
 from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
 from quantkit.text.gguf_tokenizer import (
@@ -33,7 +33,7 @@ from quantkit.text.gguf_tokenizer import (
     run_merges,
     text_folder,
     tokenizer_json,
-    written_folder,
+    write_folder,
 )
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
@@ -52,7 +52,7 @@ _NUM_TRIED_SPECIALS = 64
 def tokenizer_metadata(
     folder: Path, rows: int, templates: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
+    """Return the metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
 
     Args:
         folder: with the tokenizer, or a GGUF file.
@@ -70,11 +70,11 @@ def tokenizer_metadata(
     model = folder
     folder = text_folder(folder)
     tokenizer = load_tokenizer(folder)
-    found = folder_vocabulary(folder)
-    vocabulary = _filled(found.vocabulary, rows, folder)
-    ids = _special_ids(folder, tokenizer, found)
+    folder_vocabulary = read_folder_vocabulary(folder)
+    vocabulary = _fill_vocabulary(folder_vocabulary.vocabulary, rows, folder)
+    ids = _special_ids(folder, tokenizer, folder_vocabulary)
     adds = _adds(tokenizer, ids, folder)
-    ends = list(dict.fromkeys([*listed_end_tokens(folder), *tokenizer.eos_ids]))
+    ends = list(dict.fromkeys([*list_end_tokens(folder), *tokenizer.eos_ids]))
     names_eos = "eos_token" in ids
     if ends and not names_eos:
         # Without this key llama.cpp has a default id, and would end there too.
@@ -95,33 +95,42 @@ def tokenizer_metadata(
     metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
     if ends:
         metadata[keys.ENDS] = ends
-    metadata |= _end_keys(folder, ends, ids, found.vocabulary)
+    metadata |= _end_keys(folder, ends, ids, folder_vocabulary.vocabulary)
     metadata |= {keys.ADD_BOS: adds[0], keys.ADD_EOS: adds[1]}
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
-    if found.pipeline:
-        plain = tokenizer_json(found.vocabulary, ids, adds)
+    if folder_vocabulary.pipeline:
+        plain = tokenizer_json(folder_vocabulary.vocabulary, ids, adds)
     else:
         plain = {}
     own = {}
-    for part, value in found.pipeline.items():
+    for part, value in folder_vocabulary.pipeline.items():
         if part not in plain or plain[part] != value:
             own[part] = value
-    if found.run_merges and found.run_merges != run_merges(plain["model"]["merges"]):
-        own[keys.RUN_MERGES] = found.run_merges
-    if found.pipeline and found.ignore_merges != plain["model"]["ignore_merges"]:
-        own[keys.IGNORE_MERGES] = found.ignore_merges
+    if folder_vocabulary.run_merges and folder_vocabulary.run_merges != run_merges(
+        plain["model"]["merges"]
+    ):
+        own[keys.RUN_MERGES] = folder_vocabulary.run_merges
+    if (
+        folder_vocabulary.pipeline
+        and folder_vocabulary.ignore_merges != plain["model"]["ignore_merges"]
+    ):
+        own[keys.IGNORE_MERGES] = folder_vocabulary.ignore_merges
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
         own["bos_token"] = None
     if ends and not names_eos:
         own["eos_token"] = None
-    if own or found.pipeline:  # empty if GGUF's keys state all of it
+    # Empty if GGUF's keys state all of it.
+    if own or folder_vocabulary.pipeline:
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
-    notes = [*found.notes, *_require_equal(tokenizer, found.vocabulary, metadata, folder)]
+    notes = [
+        *folder_vocabulary.notes,
+        *_require_equal(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
+    ]
     if lost := list_unapplied(read_other_settings(folder)):
         notes.append(f"GGUF has no keys for these settings of {FILE}: {', '.join(lost)}")
-    if guessed := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - set(ends)):
-        spellings = ", ".join(found.vocabulary.tokens[number] for number in guessed)
+    if guessed := sorted(keys.eos_by_spelling(folder_vocabulary.vocabulary.ids()) - set(ends)):
+        spellings = ", ".join(folder_vocabulary.vocabulary.tokens[number] for number in guessed)
         notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")
     if "eos_token" not in ids:
         # GGUF has no way to say that there is none.
@@ -155,7 +164,8 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
     ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
     before, after = ids_around_text(original)
     raw = tokenizer_json(found.vocabulary, ids, (bool(before), bool(after)))
-    if found.vocabulary.model == keys.BPE:  # special tokens follow the vocabulary
+    # Special tokens follow the vocabulary.
+    if found.vocabulary.model == keys.BPE:
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
     settings: dict[str, Any] = {
@@ -179,8 +189,8 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
     return None
 
 
-def _filled(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
-    """The vocabulary with a token for each row of the embedding."""
+def _fill_vocabulary(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
+    """Return the vocabulary with a token for each row of the embedding."""
     count = len(vocabulary.tokens)
     if count > rows:
         raise CheckpointError(
@@ -201,15 +211,17 @@ def _filled(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
     )
 
 
-def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> dict[str, int]:
-    """The special tokens' ids by transformers' names: from files next to the tokenizer, from
+def _special_ids(
+    folder: Path, tokenizer: Tokenizer, folder_tokenizer: FoundTokenizer
+) -> dict[str, int]:
+    """Return the special tokens' ids by transformers' names: from files next to the tokenizer, from
     itself, or from config.json.
     """
-    numbers = found.vocabulary.ids()
+    numbers = folder_tokenizer.vocabulary.ids()
     config = Settings(
         read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder
     )
-    own = dict(found.ids)
+    own = dict(folder_tokenizer.ids)
     if tokenizer.bos_id is not None:
         own |= {"bos_token": tokenizer.bos_id}
     else:
@@ -233,7 +245,7 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> d
 
 
 def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
-    """Whether BOS is added before text, and EOS after it.
+    """Return whether BOS is added before text, and EOS after it.
 
     The tokenizer's BOS replaces that of files in `ids`.
     """
@@ -251,20 +263,20 @@ def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool
 
 
 def _end_keys(
-    folder: Path, stated: list[int], ids: Mapping[str, int], vocabulary: Vocabulary
+    folder: Path, end_ids: list[int], ids: Mapping[str, int], vocabulary: Vocabulary
 ) -> dict[str, int]:
-    """The keys for EOS tokens after the first: llama.cpp knows most by their spelling, and has
-    keys for two others.
+    """Return the keys for EOS tokens after the first: llama.cpp knows most by their spelling, and
+    has keys for two others.
     """
     numbers = vocabulary.ids()
     known = keys.eos_by_spelling(numbers)
     others = []
-    for one in dict.fromkeys(stated):
+    for one in dict.fromkeys(end_ids):
         if one not in known and one != ids.get("eos_token"):
             others.append(one)
     turns = []
     for spelling in keys.TURN_ENDS:
-        if numbers.get(spelling) in stated:
+        if numbers.get(spelling) in end_ids:
             turns.append(numbers[spelling])
     if len(others) > 1:
         # llama.cpp ends at these by their spelling, so both keys are free for the others
@@ -274,7 +286,7 @@ def _end_keys(
         raise UnsupportedError(
             "GGUF has no keys for this number of EOS tokens",
             path=folder,
-            found=len(stated),
+            found=len(end_ids),
             hint=f"leave {vocabulary.tokens[min(left)]!r} out of generation_config.json",
         )
     if others and max(others) >= len(vocabulary.tokens):
@@ -285,7 +297,7 @@ def _end_keys(
 
 
 def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
-    """The keys for chat templates, spelled as by llama.cpp's converter."""
+    """Return the keys for chat templates, spelled as by llama.cpp's converter."""
     if "default" in templates:
         found: dict[str, Any] = {keys.TEMPLATE: templates["default"]}
     else:
@@ -302,7 +314,7 @@ def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _sampling_keys(folder: Path) -> dict[str, Any]:
-    """The keys for sampling, from generation_config.json."""
+    """Return the keys for sampling, from generation_config.json."""
     path = folder / "generation_config.json"
     settings = Settings(read_settings(path) if path.is_file() else {}, path)
     do_sample = settings.flag("do_sample", False)
@@ -310,14 +322,14 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     for name in SAMPLING:
         if settings.has(name) and (do_sample or name == "repetition_penalty"):
             names.append(name)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in names:
-        found[SAMPLING[name]] = settings.number(name, -1e9, 1e9)
+        result[SAMPLING[name]] = settings.number(name, -1e9, 1e9)
     if do_sample:
-        found.setdefault(SAMPLING["temperature"], 1.0)
+        result.setdefault(SAMPLING["temperature"], 1.0)
     if "top_k" in names:
-        found[SAMPLING["top_k"]] = max(int(found[SAMPLING["top_k"]]), 0)
-    return found
+        result[SAMPLING["top_k"]] = max(int(result[SAMPLING["top_k"]]), 0)
+    return result
 
 
 def _require_equal(
@@ -332,7 +344,7 @@ def _require_equal(
     Raises:
         UnsupportedError: if they tokenize differently.
     """
-    scratch = written_folder(metadata, folder)
+    scratch = write_folder(metadata, folder)
     written = load_tokenizer(scratch)
     difference = first_difference(original, written, ())
     shutil.rmtree(scratch)

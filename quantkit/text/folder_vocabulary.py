@@ -19,19 +19,20 @@ from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
 from quantkit.text.special_tokens import (
-    added_tokens,
     fixes_mistral_regex,
+    read_added_tokens,
     read_tokenizer_config,
     special_tokens,
 )
 from quantkit.text.stated_tokens import missing_added_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
-from quantkit.text.token_bytes import spelled_bytes
+from quantkit.text.token_bytes import spell_bytes
 
 UNREACHED = -1000.0
 """The score of tokens that merges do not result in, as llama.cpp's converter writes it."""
 
-_LONGEST_COMPARED = 128  # letters; all substrings of a token are tried
+# Letters; all substrings of a token are tried.
+_LONGEST_COMPARED = 128
 
 
 @dataclass
@@ -55,15 +56,15 @@ class FoundTokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def folder_vocabulary(folder: Path) -> FoundTokenizer:
-    """The tokenizer that `load_tokenizer` loads from a folder. Raises `CheckpointError` if a file
-    is damaged, `UnsupportedError` for a tokenizer that llama.cpp does not have.
+def read_folder_vocabulary(folder: Path) -> FoundTokenizer:
+    """Return the tokenizer that `load_tokenizer` loads from a folder. Raises `CheckpointError` if a
+    file is damaged, `UnsupportedError` for a tokenizer that llama.cpp does not have.
     """
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder)
     path = folder / "tokenizer.model"
     if is_tiktoken(path):
-        return tiktoken_vocabulary(path)
+        return read_tiktoken_vocabulary(path)
     model = read_sentencepiece(path)
     if not model.byte_pair or not model.plain:
         if model.byte_pair:
@@ -72,12 +73,12 @@ def folder_vocabulary(folder: Path) -> FoundTokenizer:
             what = "of another algorithm"
         _refuse(path, f"a sentencepiece model {what}")
     _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
-    return sentencepiece_vocabulary(model, added_tokens(folder))
+    return read_sentencepiece_vocabulary(model, read_added_tokens(folder))
 
 
-def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
-    """The tokenizer of a tiktoken file; raises `CheckpointError` if the file is damaged."""
-    ranks = {spelled_bytes(token): rank for token, rank in read_tiktoken(path).items()}
+def read_tiktoken_vocabulary(path: Path) -> FoundTokenizer:
+    """Return the tokenizer of a tiktoken file; raises `CheckpointError` if the file is damaged."""
+    ranks = {spell_bytes(token): rank for token, rank in read_tiktoken(path).items()}
     specials = llama3_specials(len(ranks))
     tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
     types = [PieceType.NORMAL] * len(ranks) + [PieceType.CONTROL] * len(specials)
@@ -87,10 +88,10 @@ def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
     return FoundTokenizer(vocabulary, ids)
 
 
-def sentencepiece_vocabulary(
+def read_sentencepiece_vocabulary(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]] = ()
 ) -> FoundTokenizer:
-    """The tokenizer of a sentencepiece model that merges pairs, with `added_tokens`."""
+    """Return the tokenizer of a sentencepiece model that merges pairs, with `added_tokens`."""
     pieces = [
         (_as_in_text(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
         for spelling, score, kind in model.pieces
@@ -112,16 +113,16 @@ def sentencepiece_vocabulary(
 
 
 def exportable_vocabulary(path: Path) -> FoundTokenizer | None:
-    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not
+    """Return the vocabulary of a file, unless it is a sentencepiece model of a kind that is not
     exported.
     """
     if is_tiktoken(path):
-        return tiktoken_vocabulary(path)
+        return read_tiktoken_vocabulary(path)
     model = read_sentencepiece(path)
     added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
     usual = model.byte_pair and model.plain and model.space_prefix and not added
     if usual:
-        return sentencepiece_vocabulary(model)
+        return read_sentencepiece_vocabulary(model)
     return None
 
 
@@ -169,11 +170,11 @@ def _from_json(folder: Path) -> FoundTokenizer:
     )
     if flags:
         found.pipeline["added_tokens"] = flags
-    if any({"lstrip", "rstrip"} & set(one) for one in flags.values()):
+    if any({"lstrip", "rstrip"} & set(flag) for flag in flags.values()):
         found.notes.append(
             "llama.cpp keeps whitespace next to special tokens that the tokenizer drops"
         )
-    if any("single_word" in one for one in flags.values()):
+    if any("single_word" in flag for flag in flags.values()):
         found.notes.append(
             "llama.cpp finds added tokens inside words, where the tokenizer does not"
         )
@@ -194,8 +195,8 @@ def _from_json(folder: Path) -> FoundTokenizer:
         )
     found.ignore_merges = model.flag("ignore_merges", False)
     if model.flag("byte_fallback", False):
-        return _scored(found, model.values.get("unk_token"), vocabulary, path)
-    return _byte_level(found, vocabulary, folder)
+        return _to_scored(found, model.values.get("unk_token"), vocabulary, path)
+    return _to_byte_level(found, vocabulary, folder)
 
 
 def _has_hidden_tokens(added: Collection[Mapping[str, Any]]) -> bool:
@@ -216,12 +217,12 @@ def _has_hidden_tokens(added: Collection[Mapping[str, Any]]) -> bool:
     return False
 
 
-def _byte_level(
-    found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path
+def _to_byte_level(
+    tokenizer: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path
 ) -> FoundTokenizer:
-    """A byte-level tokenizer, with llama.cpp's name for its patterns."""
+    """Return a byte-level tokenizer, with llama.cpp's name for its patterns."""
     path = folder / "tokenizer.json"
-    normalizer = found.pipeline["normalizer"]
+    normalizer = tokenizer.pipeline["normalizer"]
     if isinstance(normalizer, dict):
         steps = normalizer.get("normalizers", [normalizer])
     else:
@@ -229,37 +230,39 @@ def _byte_level(
     if any(step.get("type") != "NFC" for step in steps):
         _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
     if steps:
-        found.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
-    patterns = pipeline.patterns_of(found.pipeline["pre_tokenizer"])
+        tokenizer.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
+    patterns = pipeline.patterns_of(tokenizer.pipeline["pre_tokenizer"])
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
     if patterns is not None:
         names = pipeline.names_of(patterns, has_bos=has_bos)
     else:
         names = {}
-    name = names.get(found.ignore_merges)
+    name = names.get(tokenizer.ignore_merges)
     if name is None and names:
         normal = (
-            found.vocabulary.tokens[number]
-            for number in found.vocabulary.tokens_of(PieceType.NORMAL)
+            tokenizer.vocabulary.tokens[number]
+            for number in tokenizer.vocabulary.tokens_of(PieceType.NORMAL)
         )
-        if merges_make_all(normal, vocabulary, found.vocabulary.merges):
+        if merges_make_all(normal, vocabulary, tokenizer.vocabulary.merges):
             (name,) = names.values()
     if name is None:
-        what = f"ignore_merges {str(found.ignore_merges).lower()} with its pre_tokenizer"
+        what = f"ignore_merges {str(tokenizer.ignore_merges).lower()} with its pre_tokenizer"
         _refuse(path, what if names else "a pre_tokenizer")
     if name in pipeline.SIMPLER:
-        found.notes.append("llama.cpp splits words with non-ASCII capitals or marks differently")
-    found.vocabulary = replace(found.vocabulary, pre=name)
-    return found
+        tokenizer.notes.append(
+            "llama.cpp splits words with non-ASCII capitals or marks differently"
+        )
+    tokenizer.vocabulary = replace(tokenizer.vocabulary, pre=name)
+    return tokenizer
 
 
-def _scored(
-    found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path
+def _to_scored(
+    tokenizer: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path
 ) -> FoundTokenizer:
-    """A tokenizer like sentencepiece's, whose list of pairs becomes scores."""
+    """Return a tokenizer like sentencepiece's, whose list of pairs becomes scores."""
     _require_bytes(vocabulary, path)
-    splitter = found.pipeline["pre_tokenizer"]
-    normalizer = found.pipeline["normalizer"]
+    splitter = tokenizer.pipeline["pre_tokenizer"]
+    normalizer = tokenizer.pipeline["normalizer"]
     if isinstance(splitter, dict) and splitter.get("type") == "Metaspace":
         scheme = splitter.get("prepend_scheme", "always")
         known = splitter.get("replacement") == pipeline.SPACE and splitter.get("split") is False
@@ -270,7 +273,7 @@ def _scored(
                 where = "all of it"
             else:
                 where = "pieces that do not begin with one"
-            found.notes.append(
+            tokenizer.notes.append(
                 "llama.cpp adds a space before each piece of text between special tokens, the"
                 f" tokenizer before {where}"
             )
@@ -285,7 +288,7 @@ def _scored(
         )
     if not known:
         _refuse(path, "a tokenizer like sentencepiece's with another normalizer or pre_tokenizer")
-    old = found.vocabulary
+    old = tokenizer.vocabulary
     apart = {
         token
         for token, kind in zip(old.tokens, old.types, strict=True)
@@ -313,23 +316,23 @@ def _scored(
         kind is PieceType.USER_DEFINED and not token.strip(" ")
         for token, kind in zip(tokens, types, strict=True)
     ):
-        found.run_merges = run_merges(
+        tokenizer.run_merges = run_merges(
             old.merges, {token for token in apart if token.strip(pipeline.SPACE)}
         )
-    found.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
-    return found
+    tokenizer.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
+    return tokenizer
 
 
 def _as_in_text(token: str) -> str:
-    """An added token as llama.cpp looks for it: before it replaces spaces by U+2581."""
+    """Return an added token as llama.cpp looks for it: before it replaces spaces by U+2581."""
     return token.replace(pipeline.SPACE, " ")
 
 
 def _original_scores(
     path: Path, tokens: Sequence[str], ranks: Mapping[str, int]
 ) -> list[float] | None:
-    """The scores of the sentencepiece model that a tokenizer.json was made from, if it is next
-    to it.
+    """Return the scores of the sentencepiece model that a tokenizer.json was made from, if it is
+    next to it.
     """
     if not path.is_file() or is_tiktoken(path):
         return None
@@ -348,7 +351,7 @@ def _require_bytes(tokens: Collection[str], path: Path) -> None:
         _refuse(path, "a tokenizer like sentencepiece's without tokens for all bytes")
 
 
-def _refuse(path: Path, what: str) -> NoReturn:
+def _refuse(path: Path, feature: str) -> NoReturn:
     raise UnsupportedError(
-        f"llama.cpp does not have {what}", path=path, hint="write another format"
+        f"llama.cpp does not have {feature}", path=path, hint="write another format"
     )

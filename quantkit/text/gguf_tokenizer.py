@@ -17,7 +17,7 @@ from typing import Any
 
 from quantkit.base.json_values import Settings, parsed, shortest, shown
 from quantkit.errors import CheckpointError, name_as
-from quantkit.files.located import gguf_file, located, read_parts
+from quantkit.files.located import gguf_file, locate_model, read_parts
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
@@ -45,7 +45,8 @@ PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _MIN = 1e-6
 _MAX = 1e9
-_MAX_RUN_MERGES = 1 << 14  # Gemma, with runs of up to 31 spaces, has 465
+# Gemma, with runs of up to 31 spaces, has 465.
+_MAX_RUN_MERGES = 1 << 14
 _RANGES = {
     "temperature": (-_MAX, _MAX),
     "top_k": (-_MAX, _MAX),
@@ -59,31 +60,33 @@ _unstated: dict[Path, GgufUnstated] = {}
 
 
 def text_folder(path: str | Path) -> Path:
-    """The folder with a model's tokenizer, chat templates and generation settings. For a GGUF file,
-    or a folder whose only tokenizer is in one, it is made from the metadata, and exists until the
-    process ends.
+    """Return the folder with a model's tokenizer, chat templates and generation settings. For a
+    GGUF file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
+    until the process ends.
 
     Raises:
         CheckpointError: if the file is damaged, or its tokenizer is.
         UnsupportedError: if its tokenizer cannot be rebuilt exactly.
     """
-    found = located(path)
-    if any((found / name).is_file() for name in _TOKENIZERS):
+    model = locate_model(path)
+    if any((model / name).is_file() for name in _TOKENIZERS):
         file = None
     else:
-        file = gguf_file(found)
+        file = gguf_file(model)
     if file is None:
-        return found
+        return model
     state = file.stat()
     version = (file.resolve(), state.st_size, state.st_mtime_ns)
     if version not in _folders or not _folders[version].is_dir():
-        _folders[version] = folder = written_folder(read_parts(file)[0].metadata, file)
+        _folders[version] = folder = write_folder(read_parts(file)[0].metadata, file)
         name_as(folder, file)
     return _folders[version]
 
 
-def written_folder(metadata: Mapping[str, Any], path: Path) -> Path:
-    """A temporary folder with `folder_files`, which exists at most until the process ends."""
+def write_folder(metadata: Mapping[str, Any], path: Path) -> Path:
+    """Return a temporary folder with `folder_files`, which exists at most until the process
+    ends.
+    """
     files = folder_files(metadata, path)
     unstated = gguf_unstated(metadata, path)
     folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
@@ -95,16 +98,16 @@ def written_folder(metadata: Mapping[str, Any], path: Path) -> Path:
     return folder
 
 
-def unstated_in(folder: Path) -> GgufUnstated | None:
-    """What the GGUF metadata of a folder from `written_folder` does not state; None for any
+def find_unstated(folder: Path) -> GgufUnstated | None:
+    """Return what the GGUF metadata of a folder from `write_folder` does not state; None for any
     other folder.
     """
     return _unstated.get(folder)
 
 
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """The files of a folder with the tokenizer, chat templates and generation settings of a GGUF
-    file.
+    """Return the files of a folder with the tokenizer, chat templates and generation settings of a
+    GGUF file.
 
     Returns:
         Contents by name: tokenizer.json or tokenizer.model or both, and their side files; empty for
@@ -120,19 +123,23 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     settings = Settings(metadata, path)
     ids = keys.read_ids(settings, vocabulary)
     adds = keys.begins_and_ends(settings, vocabulary, ids)
-    own = _own(settings)
+    pipeline_settings = _read_pipeline_settings(settings)
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(
         _mergeable(vocabulary, ids), vocabulary.ids()
     ):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
-            raw |= {part: own.values[part] for part in PIPELINE_PARTS if part in own.values}
-            if own.has(keys.RUN_MERGES):
+            raw |= {
+                part: pipeline_settings.values[part]
+                for part in PIPELINE_PARTS
+                if part in pipeline_settings.values
+            }
+            if pipeline_settings.has(keys.RUN_MERGES):
                 raw["model"]["merges"] = _with_run_merges(
-                    raw["model"]["merges"], own, set(raw["model"]["vocab"])
+                    raw["model"]["merges"], pipeline_settings, set(raw["model"]["vocab"])
                 )
-            raw["model"]["ignore_merges"] = own.flag(
+            raw["model"]["ignore_merges"] = pipeline_settings.flag(
                 keys.IGNORE_MERGES, raw["model"]["ignore_merges"]
             )
             controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
@@ -140,10 +147,10 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
                 "added_tokens"
             ]:  # in quantkit's files the types say which tokens are special
                 token["special"] = token["id"] in controls
-            if own.has("added_tokens"):
-                flags = own.inside("added_tokens")
+            if pipeline_settings.has("added_tokens"):
+                flags = pipeline_settings.inside("added_tokens")
             else:
-                flags = Settings({}, own.path)
+                flags = Settings({}, pipeline_settings.path)
             for token in raw["added_tokens"]:
                 if flags.has(number := str(token["id"])):
                     token.update(
@@ -168,8 +175,9 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         )
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
     for name, is_added in zip(("bos_token", "eos_token"), adds, strict=True):
-        if name in own.values and not is_added:
-            names[name] = None  # llama.cpp requires one, the tokenizer has none
+        if name in pipeline_settings.values and not is_added:
+            # llama.cpp requires one, the tokenizer has none.
+            names[name] = None
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -210,7 +218,7 @@ def tokenizer_json(
     spellings = json_spellings(vocabulary)
     vocab = {spelling: number for number, spelling in enumerate(spellings)}
     if spm:
-        merges = _scored_merges(vocabulary, ids, vocab)
+        merges = _order_merges_by_score(vocabulary, ids, vocab)
         ignore_merges = False
         normalizer: dict[str, Any] | None = REPLACE_SPACES
         steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -285,7 +293,7 @@ def json_spellings(vocabulary: Vocabulary) -> list[str]:
     return result
 
 
-def _scored_merges(
+def _order_merges_by_score(
     vocabulary: Vocabulary, ids: Mapping[str, int], vocab: Mapping[str, int]
 ) -> list[Pair]:
     """Return the merges that a vocabulary with scores stands for: runs of spaces first, then by
@@ -306,7 +314,7 @@ def _scored_merges(
 
 
 def _templates(settings: Settings) -> dict[str, str]:
-    """A file's chat templates by name."""
+    """Return a file's chat templates by name."""
     if settings.has(keys.TEMPLATE):
         found = {"default": settings.string(keys.TEMPLATE)}
     else:
@@ -321,8 +329,8 @@ def _templates(settings: Settings) -> dict[str, str]:
 def _around(
     vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]
 ) -> dict[str, Any] | None:
-    """The post-processor that adds BOS and EOS."""
-    names = [name for name, wanted in zip(("bos_token", "eos_token"), adds, strict=True) if wanted]
+    """Return the post-processor that adds BOS and EOS."""
+    names = [name for name, add in zip(("bos_token", "eos_token"), adds, strict=True) if add]
     if not names:
         return None
     tokens = {vocabulary.tokens[ids[name]]: ids[name] for name in names}
@@ -345,7 +353,7 @@ def _around(
 
 
 def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, float]:
-    """The scores of the tokens that merges result in."""
+    """Return the scores of the tokens that merges result in."""
     numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(
         vocabulary, ids
     )
@@ -356,7 +364,8 @@ def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, floa
 
 
 def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
-    kinds = {PieceType.UNUSED: PieceType.NORMAL}  # llama.cpp merges them like others
+    # llama.cpp merges them like others.
+    kinds = {PieceType.UNUSED: PieceType.NORMAL}
     pieces = []
     for token, score, kind in zip(
         vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
@@ -391,12 +400,14 @@ def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list
     return result
 
 
-def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: set[str]) -> list[Pair]:
+def _with_run_merges(
+    merges: Sequence[Pair], pipeline_settings: Settings, vocab: set[str]
+) -> list[Pair]:
     """Put the merges of runs of spaces, whose order scores do not state, where the original
     tokenizer has them.
     """
-    where = f"{own.path}: {keys.RUN_MERGES}"
-    listed = own.need(keys.RUN_MERGES)
+    where = f"{pipeline_settings.path}: {keys.RUN_MERGES}"
+    listed = pipeline_settings.need(keys.RUN_MERGES)
     if not isinstance(listed, list) or len(listed) > _MAX_RUN_MERGES:
         raise CheckpointError("is not a list of merges", path=where, found=shown(listed))
     result = [pair for pair in merges if "".join(pair).strip(SPACE)]
@@ -420,8 +431,8 @@ def _run_merge(entry: object) -> tuple[int, Pair | None]:
     return place, (first, second)
 
 
-def _own(settings: Settings) -> Settings:
-    """The parts of a tokenizer.json that quantkit wrote into the file."""
+def _read_pipeline_settings(settings: Settings) -> Settings:
+    """Return the parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{settings.path}: {keys.PIPELINE}"
     known = {
         *PIPELINE_PARTS,
@@ -471,7 +482,8 @@ def _generation(
     for name, key in SAMPLING.items():
         if settings.has(key):
             sampling[name] = shortest(settings.number(key, *_RANGES[name]))
-    if sampling.get("top_k", 1) <= 0:  # all tokens, 0 in transformers
+    # All tokens, 0 in transformers.
+    if sampling.get("top_k", 1) <= 0:
         sampling["top_k"] = 0
     if "top_k" in sampling:
         sampling["top_k"] = int(sampling["top_k"])

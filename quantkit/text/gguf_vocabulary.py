@@ -103,7 +103,8 @@ _OTHER_TOKENIZERS = {
     "plamo2": "PLaMo 2's",
     "gemma4": "Gemma 4's",
 }
-_MAX_SPLITS = 1 << 28  # letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24
+# Letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24.
+_MAX_SPLITS = 1 << 28
 _NO_TOKENIZER = ("none", "no_vocab")
 _BRACKETS = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
 _LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -138,7 +139,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def tokens_of(self, *types: PieceType) -> set[int]:
-        """The ids of the tokens of some types."""
+        """Return the ids of the tokens of some types."""
         return {number for number, kind in enumerate(self.types) if kind in types}
 
 
@@ -163,7 +164,7 @@ class GgufUnstated:
 
 
 def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | None:
-    """What a file's metadata does not state; None for a file without a tokenizer.
+    """Return what a file's metadata does not state; None for a file without a tokenizer.
 
     Raises as `read_vocabulary` does.
     """
@@ -217,7 +218,9 @@ def space_runs(vocabulary: Vocabulary) -> set[int]:
 
 
 def filler(number: int) -> str:
-    """The spelling of an embedding row without a token, as llama.cpp's converter writes it."""
+    """Return the spelling of an embedding row without a token, as llama.cpp's converter writes
+    it.
+    """
     return f"[PAD{number}]"
 
 
@@ -236,7 +239,7 @@ def eos_by_spelling(tokens: Mapping[str, int]) -> set[int]:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | None:
-    """The tokenizer in a file's metadata, if it has one, without filler tokens at the end.
+    """Return the tokenizer in a file's metadata, if it has one, without filler tokens at the end.
 
     Raises:
         CheckpointError: if the metadata contradicts itself.
@@ -262,7 +265,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
     if settings.has(TYPES):
         known = {int(kind): kind for kind in PieceType}
         expected = f"numbers from {min(known)} to {max(known)}"
-        types = [known[one] for one in _values(settings, TYPES, (int,), expected, known)]
+        types = [known[value] for value in _values(settings, TYPES, (int,), expected, known)]
     while tokens and types[-1] is PieceType.UNUSED and tokens[-1] == filler(len(tokens) - 1):
         tokens.pop(), types.pop()
     if not tokens:
@@ -281,12 +284,14 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         if sum(len(token) ** 2 for token in tokens) > _MAX_SPLITS:
             raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
         scores = _values(settings, SCORES, (int, float), "numbers")
-        bad = next((number for number, one in enumerate(scores) if not math.isfinite(one)), None)
+        bad = next(
+            (number for number, score in enumerate(scores) if not math.isfinite(score)), None
+        )
         if bad is not None:
             raise CheckpointError(
                 f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}"
             )
-        floats = [float(one) for one in scores[: len(types)]]
+        floats = [float(score) for score in scores[: len(types)]]
         return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
     if settings.has(PRE):
         pre = settings.string(PRE)
@@ -304,20 +309,20 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         raise UnsupportedError(
             f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path
         )
-    return Vocabulary(BPE, tokens, types, [], _merges(settings, known=set(tokens)), pre, False)
+    return Vocabulary(BPE, tokens, types, [], _merges(settings, tokens=set(tokens)), pre, False)
 
 
 def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
-    """The ids of special tokens by transformers' names; raises `CheckpointError` for an id that is
-    not in the vocabulary.
+    """Return the ids of special tokens by transformers' names; raises `CheckpointError` for an id
+    that is not in the vocabulary.
     """
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, key in ID_KEYS.items():
         if (number := _id(settings, key, vocabulary)) is not None:
-            found[name] = number
+            result[name] = number
         elif vocabulary.model == SPM and not settings.has(key) and name in _SPM_DEFAULTS:
-            found[name] = _SPM_DEFAULTS[name]
-    return found
+            result[name] = _SPM_DEFAULTS[name]
+    return result
 
 
 def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
@@ -344,8 +349,8 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
 def begins_and_ends(
     settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
 ) -> tuple[bool, bool]:
-    """Whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is
-    no such token.
+    """Return whether BOS is added before text, and EOS after it; raises `CheckpointError` if there
+    is no such token.
     """
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)
@@ -374,7 +379,7 @@ def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
 
 
 def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
-    """A token's id; None if there is none, or it is that of a filler token."""
+    """Return a token's id; None if there is none, or it is that of a filler token."""
     if not settings.has(key):
         return None
     number = settings.integer(key, 0, len(settings.strings(TOKENS)) - 1)
@@ -384,11 +389,11 @@ def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
 
 
 def _tokens(settings: Settings) -> list[str]:
-    found = []
+    result = []
     for number, token in enumerate(settings.strings(TOKENS)):
-        found.append(token or f"[EMPTY_{number}]")
-    if len(numbers := set(found)) < len(found):
-        twice = next(token for number, token in enumerate(found) if token in found[:number])
+        result.append(token or f"[EMPTY_{number}]")
+    if len(numbers := set(result)) < len(result):
+        twice = next(token for number, token in enumerate(result) if token in result[:number])
         raise CheckpointError(
             f"{TOKENS} holds a token twice", path=settings.path, found=shown(twice)
         )
@@ -399,7 +404,7 @@ def _tokens(settings: Settings) -> list[str]:
             found=longest,
             expected=f"at most {LONGEST_TOKEN}",
         )
-    return found
+    return result
 
 
 def _values(
@@ -407,12 +412,12 @@ def _values(
     key: str,
     kinds: tuple[type, ...],
     expected: str,
-    known: Collection[int] = (),
+    allowed_values: Collection[int] = (),
 ) -> Any:
-    """A list with a value for each token."""
+    """Return a list with a value for each token."""
     values = settings.need(key)
     if not isinstance(values, list) or not all(
-        type(one) in kinds and (not known or one in known) for one in values
+        type(value) in kinds and (not allowed_values or value in allowed_values) for value in values
     ):
         settings.wrong_type(key, expected)
     if len(values) != (count := len(settings.strings(TOKENS))):
@@ -421,8 +426,8 @@ def _values(
     return values
 
 
-def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]:
-    """The pairs; of equal ones the first counts."""
+def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]]:
+    """Return the pairs; of equal ones the first counts."""
     found: dict[tuple[str, str], None] = {}
     for number, line in enumerate(settings.strings(MERGES)):
         cut = line.find(" ", 1)
@@ -430,7 +435,7 @@ def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]
         problem = None
         if cut < 0 or not pair[1]:
             problem = "is not a pair"
-        elif not (pair[0] in known and pair[1] in known and "".join(pair) in known):
+        elif not (pair[0] in tokens and pair[1] in tokens and "".join(pair) in tokens):
             problem = "is not made of tokens"
         if problem is not None:
             raise CheckpointError(

@@ -16,7 +16,7 @@ Pair = tuple[str, str]
 
 
 def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[Pair]:
-    """The pairs that build each piece, best pieces first.
+    """Return the pairs that build each piece, best pieces first.
 
     Every split into two known pieces is listed: byte-pair encoding uses the one that it reaches
     first.
@@ -31,9 +31,9 @@ def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) ->
 def ranks_of_merges(
     merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
 ) -> dict[str, int] | None:
-    """The rank of each merged piece, from 0; None if scores are not equivalent to the list, as the
-    pairs of a piece are not consecutive or some are missing. The pieces in `apart` are found in
-    text before pairs are merged.
+    """Return the rank of each merged piece, from 0; None if scores are not equivalent to the list,
+    as the pairs of a piece are not consecutive or some are missing. The pieces in `apart` are found
+    in text before pairs are merged.
     """
     ranks: dict[str, int] = {}
     last = ""
@@ -55,7 +55,7 @@ def ranks_of_merges(
 
 
 def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
-    """Whether a list of pairs is equivalent to the scores of pieces.
+    """Return whether a list of pairs is equivalent to the scores of pieces.
 
     It is not if several merged pieces have the same score, or a piece contains a letter that is not
     a piece.
@@ -78,8 +78,8 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
 def merges_make_all(
     pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]
 ) -> bool:
-    """Whether merging the letters of each piece results in the piece, so that `ignore_merges`
-    has no effect.
+    """Return whether merging the letters of each piece results in the piece, so that
+    `ignore_merges` has no effect.
     """
     from tokenizers import models
 
@@ -88,15 +88,17 @@ def merges_make_all(
 
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
-    """The merges of a tokenizer.json, which lists each pair as one string or as two."""
+    """Return the merges of a tokenizer.json, which lists each pair as one string or as two."""
     pairs: list[Pair] = []
-    for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges):
+    for first, second in (
+        merge.split(" ") if isinstance(merge, str) else merge for merge in merges
+    ):
         pairs.append((first, second))
     return pairs
 
 
 def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
-    """The pairs of known pieces that make up a piece."""
+    """Yield the pairs of known pieces that make up a piece."""
     for cut in range(1, len(piece)):
         if piece[:cut] in vocabulary and piece[cut:] in vocabulary:
             yield piece[:cut], piece[cut:]
@@ -105,8 +107,9 @@ def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
 def merge_difference(
     first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()
 ) -> str | None:
-    """The first difference between two lists of pairs; None if they are equivalent, except for what
-    `order_probes` may show. The tokens in `ignored` are found in text before pairs are merged.
+    """Return the first difference between two lists of pairs; None if they are equivalent, except
+    for what `order_probes` may show. The tokens in `ignored` are found in text before pairs are
+    merged.
     """
     if first == second:
         return None
@@ -114,7 +117,7 @@ def merge_difference(
         _groups(first, ignored), _groups(second, ignored), fillvalue=("", [])
     ):
         if piece != other or {*pairs} != {*other_pairs}:
-            return f"merges: {_shown(pairs)} against {_shown(other_pairs)}"
+            return f"merges: {_format_pairs(pairs)} against {_format_pairs(other_pairs)}"
     return None
 
 
@@ -134,9 +137,9 @@ def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tupl
 
 
 def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> str | None:
-    """The first difference between a list of pairs and the scores of pieces; None if they are
-    equivalent, as far as pieces with equal scores allow. Pairs with pieces that have no score are
-    not compared.
+    """Return the first difference between a list of pairs and the scores of pieces; None if they
+    are equivalent, as far as pieces with equal scores allow. Pairs with pieces that have no score
+    are not compared.
     """
     listed: dict[str, set[Pair]] = {}
     last: tuple[str, float] | None = None
@@ -152,9 +155,9 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
         found = listed.get(piece, set())
         expected = list(splits(piece, scores))
         if len(found) != len(expected):
-            return (
-                f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
-            )
+            first = _format_pairs(sorted(found))
+            second = _format_pairs(sorted(expected))
+            return f"merges: {first} against {second} for {piece!r}"
     return None
 
 
@@ -169,7 +172,7 @@ def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str,
     return [(piece, list(pairs)) for piece, pairs in itertools.groupby(kept, "".join)]
 
 
-def _shown(pairs: Sequence[Pair]) -> str:
+def _format_pairs(pairs: Sequence[Pair]) -> str:
     return (
         ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2])
         + (", ..." * (len(pairs) > 2))

@@ -35,7 +35,8 @@ _MARK = re.compile(r"(?:said|tool)\d+n\d+e")
 # Beside `content`; reasoning is not among them: templates drop that of earlier answers, or do not
 # know it.
 _SAID_ELSEWHERE = ("refusal", "audio")
-_SAID_IN_CALLS = ("name", "arguments", "input")  # the last of a custom tool, which has no arguments
+# The last of a custom tool, which has no arguments.
+_SAID_IN_CALLS = ("name", "arguments", "input")
 _KINDS_OF_CALLS = ("function", "custom")
 
 _Path = tuple[str | int, ...]
@@ -62,15 +63,15 @@ class _Statement:
 
     @property
     def name(self) -> str:
-        """Its place in a request, such as ``messages[0].content``."""
+        """Return its place in a request, such as ``messages[0].content``."""
         keys = []
         for key in self.path:
             keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
         return "".join(keys).removeprefix(".")
 
     @property
-    def marked(self) -> object:
-        """The mark, as a value of the same kind."""
+    def mark_value(self) -> object:
+        """Return the mark, as a value of the same kind."""
         if isinstance(self.value, Mapping):
             return {self.mark: self.mark}
         if isinstance(self.value, list):
@@ -144,7 +145,8 @@ def _require_printed(
             missing_tools = [i for i, mark in enumerate(tool_marks) if mark not in printed]
     if not missing and not are_tools_missing and not missing_tools:
         return
-    original = render(conversation, checks)  # `text` may have the time in it
+    # `text` may have the time in it.
+    original = render(conversation, checks)
     without_tools = {**conversation, "tools": None}
     if are_tools_missing and _try_to_render(without_tools, render, checks) == original:
         raise RequestError(
@@ -177,8 +179,8 @@ def _try_to_render(conversation: Conversation, render: Render, budget: Budget) -
 
 
 def _is_in(value: object, text: str, said: Sequence[str]) -> bool:
-    """Whether a text has a value as often as it was said, also as a part of something else; all
-    in small letters.
+    """Return whether a text has a value as often as it was said, also as a part of something else;
+    all in small letters.
     """
     if not isinstance(value, str):
         return False
@@ -255,15 +257,16 @@ def _add_call(path: _Path, call: object, add: Callable[..., None]) -> None:
         value = called.get(key)
         identifier_path = None
         if key == "name" and isinstance(value, str) and value in str(call.get("id", "")):
+            # Kimi K2's template prints it in place of the name: functions.NAME:0.
             identifier_path = (
                 *path,
                 "id",
-            )  # Kimi K2's template prints it in place of the name: functions.NAME:0
+            )
         add((*called_path, key), value, _CALLS_HINT, identifier_path)
 
 
 def _is_text_parts(content: object) -> bool:
-    """Whether a content is a list of texts, and not what a tool returned."""
+    """Return whether a content is a list of texts, and not what a tool returned."""
     if not isinstance(content, list) or not content:
         return False
     return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
@@ -294,7 +297,7 @@ def _with_marks(
     copied: Conversation = _as_lists(conversation)
     for statement in statements:
         holder, last = _find_holder(copied, statement.path)
-        holder[last] = statement.marked
+        holder[last] = statement.mark_value
         if statement.identifier_path is not None:
             holder, last = _find_holder(copied, statement.identifier_path)
             holder[last] = str(holder[last]).replace(str(statement.value), statement.mark)

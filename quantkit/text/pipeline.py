@@ -100,7 +100,8 @@ ADDS_BOS = {
     "tekken",
 }
 """Names for which llama.cpp adds BOS unless the file says otherwise."""
-_WITHOUT_BOS = "glm4"  # the only one of its names for which llama.cpp accepts a model without BOS
+# The only one of its names for which llama.cpp accepts a model without BOS.
+_WITHOUT_BOS = "glm4"
 _NORMALIZED_TO_NFC = {"qwen2", "qwen35"}
 _BYTE_LEVEL = {
     "type": "ByteLevel",
@@ -111,7 +112,7 @@ _BYTE_LEVEL = {
 
 
 def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
-    """The patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
+    """Return the patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
     return _BY_NAME.get(name)
 
 
@@ -156,7 +157,7 @@ def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
 
 
 def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
-    """The names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
+    """Return the names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
     patterns.
     """
     found = {}
@@ -170,8 +171,8 @@ def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
 
 
 def patterns_of(pre_tokenizer: Any) -> Patterns | None:
-    """The patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does
-    something else.
+    """Return the patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that
+    does something else.
     """
     if isinstance(pre_tokenizer, dict):
         steps: Any = pre_tokenizer
@@ -181,7 +182,11 @@ def patterns_of(pre_tokenizer: Any) -> Patterns | None:
         steps = steps.get("pretokenizers")
     else:
         steps = [steps]
-    if not isinstance(steps, list) or not steps or not all(isinstance(one, dict) for one in steps):
+    if (
+        not isinstance(steps, list)
+        or not steps
+        or not all(isinstance(step, dict) for step in steps)
+    ):
         return None
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
@@ -196,8 +201,8 @@ def patterns_of(pre_tokenizer: Any) -> Patterns | None:
 
 
 def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
-    """The ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have them
-    write it.
+    """Return the ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have
+    them write it.
     """
     *before, last = patterns
     own = last == GPT2_PATTERN
@@ -220,8 +225,8 @@ def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
 
 
 def canonical_steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if there
-    is no such part.
+    """Return the steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if
+    there is no such part.
     """
     if not isinstance(part, dict):
         return []
@@ -238,7 +243,7 @@ def canonical_steps(part: Any) -> list[dict[str, Any]]:
 
 
 def decoder_settings(decoder: Any) -> dict[str, object]:
-    """The settings of a decoder in a form that can be compared.
+    """Return the settings of a decoder in a form that can be compared.
 
     Returns:
         `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: the steps
@@ -246,8 +251,10 @@ def decoder_settings(decoder: Any) -> dict[str, object]:
         do.
     """
     steps = []
-    for one in canonical_steps(decoder):
-        steps.append({"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one)
+    for canonical_step in canonical_steps(decoder):
+        steps.append(
+            {"type": "ByteLevel"} if canonical_step.get("type") == "ByteLevel" else canonical_step
+        )
     return {"decoder": steps, "decoder beyond bytes": _steps_beyond_bytes(steps)}
 
 
@@ -267,7 +274,7 @@ def _steps_beyond_bytes(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
-    """The settings of a normalizer and a pre-tokenizer in a form that can be compared.
+    """Return the settings of a normalizer and a pre-tokenizer in a form that can be compared.
 
     Returns:
         `normalizer` and `pre_tokenizer`: their steps, without those that replace spaces by U+2581;
@@ -291,17 +298,17 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
             scheme = splits[0].get("prepend_scheme", "always")
         splits[:1] = [{"type": "Metaspace", "split": True}] if splits[0].get("split", True) else []
     patterns = patterns_of(pre_tokenizer)
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "normalizer": before,
         "pre_tokenizer": splits if patterns is None else list(patterns),
     }
     if scheme is None:
-        return found
-    return {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
+        return result
+    return {**result, "space prefix": scheme != "never", "prepend_scheme": scheme}
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern of one step.
+    """Return the pattern of one step.
 
     Removing all that does not match a pattern without gaps leaves the matches.
     """

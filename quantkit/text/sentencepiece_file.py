@@ -63,13 +63,15 @@ class SentencePieceFile:
 def read_sentencepiece(path: Path) -> SentencePieceFile:
     """Read a model file; raises `CheckpointError` if the file is damaged."""
     try:
-        return _parsed(path.read_bytes())
+        return _parse_model(path.read_bytes())
     except (OSError, ValueError, IndexError, struct.error, TypeError) as error:
         raise CheckpointError(f"is not a sentencepiece model: {error}", path=path) from error
 
 
 def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
-    """The file of a model that merges pairs, has tokens for bytes, and does not normalize text."""
+    """Return the file of a model that merges pairs, has tokens for bytes, and does not normalize
+    text.
+    """
     found = bytearray()
     for spelling, score, kind in model.pieces:
         piece = _field(1, spelling.encode()) + _tag(2, _FIXED32) + struct.pack("<f", score)
@@ -85,7 +87,7 @@ def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
     return bytes(found + _field(2, trainer) + _field(3, normalizer))
 
 
-def _parsed(data: bytes) -> SentencePieceFile:
+def _parse_model(data: bytes) -> SentencePieceFile:
     pieces = []
     trainer = b""
     normalizer = b""
@@ -130,7 +132,7 @@ def _piece(data: bytes) -> tuple[str, float, PieceType]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message by number: integers, and bytes for all other types."""
+    """Yield the fields of a message by number: integers, and bytes for all other types."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -171,18 +173,18 @@ def _bytes(value: int | bytes) -> bytes:
 
 
 def _tag(number: int, kind: int) -> bytes:
-    return _packed(number << 3 | kind)
+    return _encode_varint(number << 3 | kind)
 
 
 def _field(number: int, value: bytes) -> bytes:
-    return _tag(number, _BYTES) + _packed(len(value)) + value
+    return _tag(number, _BYTES) + _encode_varint(len(value)) + value
 
 
 def _number(number: int, value: int) -> bytes:
-    return _tag(number, _VARINT) + _packed(value % (1 << 64))
+    return _tag(number, _VARINT) + _encode_varint(value % (1 << 64))
 
 
-def _packed(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)

@@ -46,7 +46,8 @@ _CLASSES: dict[str, dict[str, str | None]] = {
 _CLASS_OF_FAMILY = {"qwen": "Qwen2Tokenizer", "gemma": "GemmaTokenizer"}
 _MISTRAL_TOKENS = 100_000
 _MISTRAL_FAMILIES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
-_FAMILY_OVER_CLASS = "qwen2"  # many of its folders name a class that transformers replaces
+# Many of its folders name a class that transformers replaces.
+_FAMILY_OVER_CLASS = "qwen2"
 
 
 def read_tokenizer_config(folder: Path) -> Settings:
@@ -58,7 +59,8 @@ def read_tokenizer_config(folder: Path) -> Settings:
 
 
 def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
-    """Whether transformers replaces the first split of a folder's tokenizer.json by Mistral's.
+    """Return whether transformers replaces the first split of a folder's tokenizer.json by
+    Mistral's.
 
     It does so if tokenizer_config.json says ``fix_mistral_regex``, for tokenizers of more than
     100,000 tokens of a model of Mistral's that a transformers before 5.0.0 saved
@@ -92,7 +94,7 @@ def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
 
 
 def special_tokens(
-    folder: Path, known: Mapping[str, int], names: Collection[str] = TOKEN_NAMES
+    folder: Path, vocabulary: Mapping[str, int], names: Collection[str] = TOKEN_NAMES
 ) -> dict[str, str | None]:
     """Spellings of special tokens by name, as transformers has them; without spellings, by the ids
     in config.json.
@@ -115,7 +117,7 @@ def special_tokens(
     else:
         sources = [older, stated]
     defaults = _defaults(stated, config)
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     for name in names:
         source = next((one for one in sources if name in one.values), None)
         number = config.values.get(f"{name}_id")
@@ -125,15 +127,15 @@ def special_tokens(
                 spelled = (source.inside(name), "content")
             else:
                 spelled = (source, name)
-            found[name] = spelled[0].string(spelled[1]) if source.has(name) else None
-        elif name in defaults and (defaults[name] is None or defaults[name] in known):
-            found[name] = defaults[name]
-        elif type(number) is int and number in known.values():
-            found[name] = next(spelling for spelling, one in known.items() if one == number)
-    return found
+            result[name] = spelled[0].string(spelled[1]) if source.has(name) else None
+        elif name in defaults and (defaults[name] is None or defaults[name] in vocabulary):
+            result[name] = defaults[name]
+        elif type(number) is int and number in vocabulary.values():
+            result[name] = next(spelling for spelling, one in vocabulary.items() if one == number)
+    return result
 
 
-def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
+def find_bos_eos_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
     """Return the ids of BOS and EOS where tokenizer_config.json names them, for a folder with a
     sentencepiece model.
 
@@ -144,7 +146,7 @@ def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
         pieces: ids of the model's pieces by spelling.
     """
     settings = read_tokenizer_config(folder)
-    ids = {spelling: number for number, spelling, _ in added_tokens(folder)} | dict(pieces)
+    ids = {spelling: number for number, spelling, _ in read_added_tokens(folder)} | dict(pieces)
     spellings = special_tokens(folder, ids, ("bos_token", "eos_token"))
     named: dict[str, int] = {}
     for name, spelling in spellings.items():
@@ -153,7 +155,7 @@ def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
     return named
 
 
-def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
+def read_added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
     """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a
     special one. Raises `CheckpointError` if a file is damaged.
     """
@@ -185,7 +187,8 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
     try:
         added = read_json(folder / "tokenizer.json").get("added_tokens")
         config = read_json(folder / _CONFIG)
-    except CheckpointError:  # reported by the reader of the file
+    except CheckpointError:
+        # Reported by the reader of the file.
         return {}
     if not isinstance(added, list):
         return {}
@@ -193,7 +196,7 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
     for one in added:
         if isinstance(one, dict) and isinstance(one.get("content"), str):
             own[one["content"]] = one
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     decoder = config.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if not isinstance(token, dict) or not isinstance(content := token.get("content"), str):
@@ -204,9 +207,9 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
             if flag in token and other.get(flag, False) != token[flag]:
                 differing[flag] = token[flag]
         if content not in own or str(other.get("id")) != str(number):
-            found[f"added_tokens_decoder.{number}"] = content
+            result[f"added_tokens_decoder.{number}"] = content
         elif differing:
-            found[f"added_tokens_decoder.{number}"] = {"content": content, **differing}
+            result[f"added_tokens_decoder.{number}"] = {"content": content, **differing}
     for key in _LISTS:
         listed = config.get(key)
         if isinstance(listed, dict):
@@ -222,16 +225,20 @@ def tokens_of_config_alone(folder: Path) -> dict[str, object]:
         if more := sorted(
             one for one in spelled if isinstance(one, str) and not own.get(one, {}).get("special")
         ):
-            found[key] = more
+            result[key] = more
     if config.get("split_special_tokens") is True:
-        found["split_special_tokens"] = True
-    return found
+        result["split_special_tokens"] = True
+    return result
 
 
-def _defaults(stated: Settings, config: Settings) -> Mapping[str, str | None]:
-    """The defaults of the class that transformers uses for the tokenizer."""
+def _defaults(tokenizer_config: Settings, config: Settings) -> Mapping[str, str | None]:
+    """Return the defaults of the class that transformers uses for the tokenizer."""
     named = next(
-        (one.values["tokenizer_class"] for one in (stated, config) if one.has("tokenizer_class")),
+        (
+            one.values["tokenizer_class"]
+            for one in (tokenizer_config, config)
+            if one.has("tokenizer_class")
+        ),
         None,
     )
     family = config.values.get("model_type")

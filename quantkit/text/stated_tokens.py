@@ -47,7 +47,7 @@ def missing_added_tokens(
     listed = {token["content"]: token for token in added}
     differing = [
         token
-        for token in _stated_tokens(folder)
+        for token in _read_listed_tokens(folder)
         if _flags_of(token) != _flags_of(listed.get(token["content"]))
     ]
     if not differing:
@@ -72,7 +72,7 @@ def missing_added_tokens(
     return missing
 
 
-def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
+def _read_listed_tokens(folder: Path) -> list[dict[str, Any]]:
     """Read the tokens that the files next to tokenizer.json list, in the order of their ids."""
     config = read_tokenizer_config(folder)
     named = set()

@@ -28,7 +28,8 @@ MAX_LENGTH = 1 << 22
 _PROGRAM = Path(__file__).with_name("template_worker.py")
 _SECONDS = 5.0
 _MEMORY = 1 << 30
-_WALL_CLOCK = 6  # multiple of the limit of CPU time, for other processes
+# Multiple of the limit of CPU time, for other processes.
+_WALL_CLOCK = 6
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Budget:
 
 
 def check_template(source: str) -> str | None:
-    """The error in a template's syntax; None if Jinja compiles it."""
+    """Return the error in a template's syntax; None if Jinja compiles it."""
     answer = _answer({"source": source}, _SECONDS)
     return answer["reason"] if "error" in answer else None
 
@@ -91,7 +92,7 @@ class _Worker:
     def __init__(self) -> None:
         modules = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
         paths = dict.fromkeys(
-            str(Path(one.origin).parents[1]) for one in modules if one and one.origin
+            str(Path(module.origin).parents[1]) for module in modules if module and module.origin
         )
         try:
             self._process = subprocess.Popen(
@@ -109,11 +110,11 @@ class _Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, and was not started by the parent of a fork."""
+        """Return whether it runs, and was not started by the parent of a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def answer(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Its answer; None if it ended without one."""
+        """Return its answer; None if it ended without one."""
         assert self._process.stdin is not None and self._process.stdout is not None
         data = marshal.dumps({**request, "seconds": seconds})
         timer = threading.Timer(_WALL_CLOCK * seconds, self._process.kill)
@@ -134,7 +135,8 @@ class _Worker:
             self._process.kill()
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # a request that was not read
+            # A request that was not read.
+            with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
 
@@ -143,8 +145,8 @@ _worker: _Worker | None = None
 
 
 def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The worker's answer; a worker that ended, by its limits or otherwise, is replaced for the
-    next request.
+    """Return the worker's answer; a worker that ended, by its limits or otherwise, is replaced for
+    the next request.
     """
     global _worker
     with _lock:
@@ -154,7 +156,8 @@ def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
         answer = None
         try:
             answer = _worker.answer(request, seconds)
-        finally:  # also after Ctrl-C, when an answer may be on its way
+        finally:
+            # Also after Ctrl-C, when an answer may be on its way.
             if answer is None:
                 _end()
     memory = f"more than {_MEMORY >> 20} MiB of memory"
@@ -178,7 +181,7 @@ def _end() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as the worker can read it, of Python's own classes only."""
+    """Return a value as the worker can read it, of Python's own classes only."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-sys.path += sys.argv[
-    2:
-]  # the folder of Jinja: the program runs without site-packages, so that it starts sooner
+# The folder of Jinja: the program runs without site-packages, so that it starts sooner.
+sys.path += sys.argv[2:]
 
 import jinja2.debug  # noqa: F401 (otherwise imported on an error, when memory may be short)
 from jinja2 import Undefined, nodes
@@ -28,7 +27,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_FIXED_DATE = datetime.datetime(2024, 7, 26)  # the default date in Llama's templates
+# The default date in Llama's templates.
+_FIXED_DATE = datetime.datetime(2024, 7, 26)
 _MAX_REASON = 4096
 
 
@@ -93,7 +93,8 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
         template = compiled(request["source"])
         if "variables" not in request:
             return {}
-        random.seed(0 if request["repeatable"] else None)  # Jinja's own choices use this generator
+        # Jinja's own choices use this generator.
+        random.seed(0 if request["repeatable"] else None)
         unknown = {name: _Unknown(name=name) for name in request["unknown"]}
         if request["repeatable"]:
             now = _FIXED_DATE

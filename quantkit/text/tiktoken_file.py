@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import require_plain_file
 from quantkit.errors import CheckpointError
-from quantkit.text.contained import contained
+from quantkit.text.contained import convert_library_errors
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,15 +28,16 @@ _LLAMA3_NAMED = (
     "<|python_tag|>",
 )
 _LLAMA3_SPECIALS = 256
-LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
+# Bytes or letters; the longest published have some hundred.
+LONGEST_TOKEN = 4096
 _MAX_TOKENS = 2**22
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a file holds lines of base64 token and rank; raises `CheckpointError` if it cannot
-    be read.
+    """Return whether a file holds lines of base64 token and rank; raises `CheckpointError` if it
+    cannot be read.
     """
-    with contained(path, "cannot be read"), path.open("rb") as file:
+    with convert_library_errors(path, "cannot be read"), path.open("rb") as file:
         parts = file.read(4096).split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False
@@ -53,7 +54,7 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
     """
     require_plain_file(path)
     ranks: dict[bytes, int] = {}
-    with contained(path, "cannot be read"):
+    with convert_library_errors(path, "cannot be read"):
         lines = path.read_bytes().splitlines()
     if len(lines) > _MAX_TOKENS:
         raise CheckpointError(

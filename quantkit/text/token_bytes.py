@@ -26,8 +26,8 @@ def fallback_bytes(
     *,
     apart: Collection[int] = (),
 ) -> TokenBytes | None:
-    """The bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the bytes of
-    other characters.
+    """Return the bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the
+    bytes of other characters.
 
     Args:
         vocabulary: at least the tokens for bytes.
@@ -58,7 +58,7 @@ def fallback_bytes(
 
 
 def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
-    """The bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled`
+    """Return the bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled`
     returns the spelling of a token, None for one that adds nothing.
     """
     values = {letter: value for value, letter in BYTE_LETTERS.items()}
@@ -72,8 +72,8 @@ def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
     return TokenBytes(read, bytewise=False)
 
 
-def spelled_bytes(token: bytes) -> str:
-    """A token's spelling in GPT-2's letters."""
+def spell_bytes(token: bytes) -> str:
+    """Return a token's spelling in GPT-2's letters."""
     return token.decode("latin-1").translate(BYTE_LETTERS)
 
 

@@ -18,14 +18,14 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import require_there
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
-from quantkit.text.contained import contained, is_panic, quiet_on_failure
-from quantkit.text.gguf_tokenizer import text_folder, unstated_in
+from quantkit.text.contained import convert_library_errors, is_panic, quiet_on_failure
+from quantkit.text.gguf_tokenizer import find_unstated, text_folder
 from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import (
-    added_tokens,
+    find_bos_eos_ids,
     fixes_mistral_regex,
-    named_piece_ids,
+    read_added_tokens,
     read_tokenizer_config,
     special_tokens,
 )
@@ -70,12 +70,12 @@ class Tokenizer(Protocol):
     token_bytes: TokenBytes | None
 
     def __call__(self, text: str) -> list[int]:
-        """The token ids of text, as `encode` returns them by default."""
+        """Return the token ids of text, as `encode` returns them by default."""
         return self.encode(text)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
-        """The token ids of text, by default with the tokens that the tokenizer puts around it, such
-        as BOS.
+        """Return the token ids of text, by default with the tokens that the tokenizer puts around
+        it, such as BOS.
 
         Args:
             text: any Unicode.
@@ -97,7 +97,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
-        """The text of token ids, by default without special tokens.
+        """Return the text of token ids, by default without special tokens.
 
         A single token may be a part of a character, and may lose the space before it: decode a text
         as a whole, or in pieces with `quantkit.stream`.
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
         ...
 
     def canonical(self) -> CanonicalVocabulary:
-        """The vocabulary in a form in which tokenizers of all formats can be compared.
+        """Return the vocabulary in a form in which tokenizers of all formats can be compared.
 
         Raises:
             CheckpointError: if the file is damaged.
@@ -128,7 +128,8 @@ class _LibraryTokenizer(Tokenizer):
     """A tokenizer whose library may fail on a damaged file."""
 
     _path: Path
-    _alone = False  # whether to ignore the files next to it, and where they come from
+    # Whether to ignore the files next to it, and where they come from.
+    _alone = False
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         require_flags(specials=specials)
@@ -138,9 +139,10 @@ class _LibraryTokenizer(Tokenizer):
             raise RequestError(
                 "the text is not valid Unicode", found=f"{text[error.start]!r}"
             ) from error
-        with contained(self._path, "cannot tokenize this text"):
+        with convert_library_errors(self._path, "cannot tokenize this text"):
             ids = self._encode(text, specials, bos)
-        if ids and max(ids) >= self.vocab_size:  # the model would have no row for it
+        # The model would have no row for it.
+        if ids and max(ids) >= self.vocab_size:
             raise CheckpointError(
                 "gives tokens outside its own vocabulary",
                 path=self._path,
@@ -159,18 +161,18 @@ class _LibraryTokenizer(Tokenizer):
             raise RequestError(
                 "`ids` holds a negative number", found=min(row), expected="token ids"
             )
-        with contained(self._path, "cannot decode these tokens"):
+        with convert_library_errors(self._path, "cannot decode these tokens"):
             return self._decode([one for one in row if one < self.vocab_size], specials)
 
     def canonical(self) -> CanonicalVocabulary:
-        found = self._canonical()
+        result = self._canonical()
         if self._alone:
             unstated = None
         else:
-            unstated = unstated_in(self._path.parent)
+            unstated = find_unstated(self._path.parent)
         if unstated is None:
-            return found
-        return canonical_vocabulary.as_in_gguf(found, unstated)
+            return result
+        return canonical_vocabulary.as_in_gguf(result, unstated)
 
     @abstractmethod
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]: ...
@@ -196,7 +198,7 @@ class _LibraryTokenizer(Tokenizer):
         end = self.vocab_size
         first = range(min(end, _NUM_TRIED_TOKENS))
         last = range(max(end - _NUM_TRIED_TOKENS, len(first)), end)
-        with contained(self._path, "cannot decode these tokens"):
+        with convert_library_errors(self._path, "cannot decode these tokens"):
             for ids in (range(0), first, last):
                 self._decode([*ids], specials=False)
                 for one in ids:
@@ -236,7 +238,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             settings.flag("add_eos_token", False),
         )
         require_plain_file(path)
-        with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
+        with quiet_on_failure(), convert_library_errors(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
             self.vocab_size: int = self._model.get_piece_size()
             indices = range(self.vocab_size)
@@ -248,10 +250,10 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             )
             if not alone:
                 pieces = {self._model.id_to_piece(index): index for index in indices}
-                named = named_piece_ids(path.parent, pieces)
-                self.bos_id = named.get("bos_token", self.bos_id)
-                if "eos_token" in named:
-                    self.eos_ids = (named["eos_token"],)
+                bos_eos_ids = find_bos_eos_ids(path.parent, pieces)
+                self.bos_id = bos_eos_ids.get("bos_token", self.bos_id)
+                if "eos_token" in bos_eos_ids:
+                    self.eos_ids = (bos_eos_ids["eos_token"],)
                 else:
                     self.eos_ids = self.eos_ids
             self._try_out()
@@ -284,7 +286,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         if self._alone:
             added = []
         else:
-            added = added_tokens(self._path.parent)
+            added = read_added_tokens(self._path.parent)
         return canonical_vocabulary.of_sentencepiece(read_sentencepiece(self._path), added)
 
 
@@ -302,7 +304,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
         ranks = self._ranks = read_tiktoken(path)
         specials = self._specials = llama3_specials(len(ranks))
         self.special_tokens: dict[str, int] | None = specials
-        with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
+        with quiet_on_failure(), convert_library_errors(path, "is not a tiktoken vocabulary"):
             encoding = self._encoding = tiktoken.Encoding(
                 name="llama3",
                 pat_str=LLAMA3_PATTERN,
@@ -350,9 +352,10 @@ class JsonTokenizer(_LibraryTokenizer):
         self._path = path
         require_plain_file(path)
         settings = read_tokenizer_config(path.parent)
-        with quiet_on_failure(), contained(path, "is not a tokenizer"):
+        with quiet_on_failure(), convert_library_errors(path, "is not a tokenizer"):
             self._engine: Any = Engine.from_file(str(path))
-            self._engine.no_truncation()  # saved settings; a text is encoded as a whole
+            # Saved settings; a text is encoded as a whole.
+            self._engine.no_truncation()
             self._engine.no_padding()
             self._add_stated_tokens()
             if fixes_mistral_regex(path.parent, self._engine.get_vocab_size()):
@@ -412,7 +415,7 @@ class JsonTokenizer(_LibraryTokenizer):
         return str(self._engine.decode(ids, skip_special_tokens=not specials))
 
     def _canonical(self) -> CanonicalVocabulary:
-        with contained(self._path, "is not a tokenizer"):
+        with convert_library_errors(self._path, "is not a tokenizer"):
             raw = json.loads(self._path.read_bytes())
             parts = {}
             for name in ("normalizer", "pre_tokenizer", "decoder"):
@@ -423,7 +426,7 @@ class JsonTokenizer(_LibraryTokenizer):
             )
 
     def _part(self, name: str) -> Any:
-        """A part of the tokenizer with all its settings, also those that the file does not
+        """Return a part of the tokenizer with all its settings, also those that the file does not
         state.
         """
         part = getattr(self._engine, name)
@@ -464,7 +467,7 @@ def ids_around_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder.
+    """Return the tokenizer of a checkpoint folder.
 
     ``tokenizer.json`` wins over ``tokenizer.model``, as in transformers.
 
@@ -489,8 +492,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as for
-    `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged."""
+    """Return the tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as
+    for `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged.
+    """
     if is_tiktoken(path):
         return TiktokenTokenizer(path)
     return SentencePieceTokenizer(path, alone=alone)

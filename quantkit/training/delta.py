@@ -49,7 +49,7 @@ def delta_bytes(
     base: Mapping[str, str],
     details: Mapping[str, Any],
 ) -> bytes:
-    """The file of a delta.
+    """Return the file of a delta.
 
     Args:
         changed: the tensors that differ.
@@ -114,7 +114,8 @@ class Delta:
                 f"cannot be read: {error.strerror or 'no such file'}", path=path
             ) from error
         except SafetensorError as error:
-            reason = str(error).replace("`", "'")  # backticks would be names of options
+            # Backticks would be names of options.
+            reason = str(error).replace("`", "'")
             raise CheckpointError(f"is no delta: {reason}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
             raise CheckpointError(
@@ -196,26 +197,26 @@ class DeltaCheckpoint(CheckpointView):
             return self._source.load(name, part)
         value = self._source.load(name)
         try:
-            found = self._changed(name, value)
+            result = self._changed(name, value)
         except (KeyError, RuntimeError, ValueError, zlib.error) as error:
             raise self._damaged(name) from error
-        if tensor_hash(found) != change.after:
+        if tensor_hash(result) != change.after:
             raise self._damaged(name)
         if part is None:
-            return found
-        return part.of_weight(found)
+            return result
+        return part.of_weight(result)
 
     def _changed(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
-        """A tensor as the delta changes it.
+        """Return a tensor as the delta changes it.
 
         Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit.
         """
         tensors = self._delta.tensors
         if not isinstance(value, QuantTensor):
-            found: Tensor = tensors[name]
-            if (found.shape, found.dtype) != (value.shape, value.dtype):
+            result: Tensor = tensors[name]
+            if (result.shape, result.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
-            return found
+            return result
         scale = tensors[name + SCALE]
         if value.minimum is None:
             minimum = None
@@ -227,9 +228,8 @@ class DeltaCheckpoint(CheckpointView):
         if (packed := tensors.get(name + CODES)) is None:
             return value
         size = value.codes.numel()
-        data = zlib.decompressobj().decompress(
-            packed.numpy().data, size + 1
-        )  # not what a bomb would give
+        # Not what a bomb would give.
+        data = zlib.decompressobj().decompress(packed.numpy().data, size + 1)
         apart = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
         codes = value.codes.to(torch.int16) + apart
         if codes.min() < 0 or codes.max() >= value.scheme.levels:
@@ -243,7 +243,7 @@ class DeltaCheckpoint(CheckpointView):
 
 
 def _evaluation(found: Mapping[str, Any]) -> Evaluation:
-    """An entry of the curve. Raises `ValueError` if a figure is out of range."""
+    """Return an entry of the curve. Raises `ValueError` if a figure is out of range."""
     one = Evaluation(int(found["step"]), float(found["held_back"]))
     if not (one.held_back > 0 and math.isfinite(one.held_back)):
         raise ValueError("a KL is positive")

@@ -19,11 +19,15 @@ FACTOR_RATE = 2e-3
 """The largest step of a factor, for int4 and norms of a small model; with more levels it is
 smaller, as codes are larger, and in a larger model, where the noise of more factors adds up.
 """
-_SMALL = 256 * 6  # width times layers, up to which a model is small
+# Width times layers, up to which a model is small.
+_SMALL = 256 * 6
 _LEVELS = 16
-_CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
-_MAX_CODE_STEP = 5e-4  # so that few steps do not move many codes by the noise of their gradients
-_WARMUP_STEPS = 20  # at most; a tenth of a short training
+# Steps of a code that an offset moves in all if its gradient keeps its sign.
+_CODE_TRAVEL = 0.1
+# So that few steps do not move many codes by the noise of their gradients.
+_MAX_CODE_STEP = 5e-4
+# At most; a tenth of a short training.
+_WARMUP_STEPS = 20
 # gradients of an accurate model are tiny
 _BETAS = (0.9, 0.999)
 _EPSILON = 1e-15
@@ -51,15 +55,15 @@ class Schedule:
 
 
 def factor_rate(config: ModelConfig) -> float:
-    """The largest step of a factor in a model."""
+    """Return the largest step of a factor in a model."""
     return FACTOR_RATE * min(1.0, math.sqrt(_SMALL / (config.hidden_size * config.num_layers)))
 
 
 def adam(
     first: Any, second: Any, gradient: Any, corrections: tuple[Any, Any]
 ) -> tuple[Any, Any, Any]:
-    """The running means of gradients and of their squares, and the step at a rate of 1 (Adam,
-    1412.6980); torch's tensors or JAX's arrays.
+    """Return the running means of gradients and of their squares, and the step at a rate of 1
+    (Adam, 1412.6980); torch's tensors or JAX's arrays.
 
     Args:
         corrections: see `corrections`.
@@ -70,12 +74,12 @@ def adam(
 
 
 def corrections(step: int) -> tuple[float, float]:
-    """What running means are divided by after a step, as they began at zero."""
+    """Return what running means are divided by after a step, as they began at zero."""
     return 1 - _BETAS[0] ** (step + 1), 1 - _BETAS[1] ** (step + 1)
 
 
 def tensor_rate(config: ModelConfig, scheme: QuantScheme | None) -> float:
-    """The largest step of a tensor's factors."""
+    """Return the largest step of a tensor's factors."""
     return factor_rate(config) * (1.0 if scheme is None else min(1.0, _LEVELS / scheme.levels))
 
 

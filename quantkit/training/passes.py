@@ -18,7 +18,7 @@ from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.fisher import through_logits
 from quantkit.calibration.streams import step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
-from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scaled_embeddings
+from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scale_embeddings
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
@@ -62,13 +62,13 @@ class Passes:
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
-        """The sum of KL(reference || model) over tokens [B, T], in nats, given the reference's
-        hidden states after its final norm, [B, T, D].
+        """Return the sum of KL(reference || model) over tokens [B, T], in nats, given the
+        reference's hidden states after its final norm, [B, T, D].
         """
         states = self._embedded(tokens)
         for layer in range(self._config.num_layers):
             block = self._block(layer)
-            states = [block(one, self._step) for one in states]
+            states = [block(state, self._step) for state in states]
         normed = self._norm()(torch.cat(states)).flatten(0, 1)
         return self._divergence(normed, targets.flatten(0, 1), None)
 
@@ -80,9 +80,9 @@ class Passes:
         receive: Gradients,
         count: int,
     ) -> float:
-        """The sum of KL(reference || model) over tokens [B, T], divided by a count of tokens; its
-        gradients are handed over, layer by layer from the last one, and a layer's weights may then
-        change.
+        """Return the sum of KL(reference || model) over tokens [B, T], divided by a count of
+        tokens; its gradients are handed over, layer by layer from the last one, and a layer's
+        weights may then change.
 
         Args:
             targets: as in `loss`.
@@ -96,7 +96,7 @@ class Passes:
             for layer in range(self._config.num_layers):
                 block = self._block(layer)
                 inputs.append(states)
-                states = [block(one, self._step) for one in states]
+                states = [block(state, self._step) for state in states]
         norm = self._norm()
         norm.weight.requires_grad_("model.norm.weight" in trained[-1])
         last = torch.cat(states).requires_grad_()
@@ -135,25 +135,25 @@ class Passes:
         parameters = {name: own_parameter(block, name.removeprefix(prefix)) for name in trained}
         for parameter in parameters.values():
             parameter.requires_grad_()
-        found = []
+        result = []
         for states, gradient in zip(inputs, gradients, strict=True):
             states.requires_grad_(not is_last)
             block(states, self._step).backward(gradient)
             if states.grad is not None:
-                found.append(states.grad)
+                result.append(states.grad)
         for name, parameter in parameters.items():
             receive(name, parameter.grad)
-        return found
+        return result
 
     def _embedded(self, tokens: Tensor) -> list[Tensor]:
-        """The first block's inputs, float32, some samples at a time."""
+        """Return the first block's inputs, float32, some samples at a time."""
         multiplier = self._config.embedding_multiplier
         embedding = self._embedding
         look_up = partial(self._shares.model.embed, rows=embedding)
         rows = (
             look_up(one).float().to(self._device) for one in torch.split(tokens, self._together)
         )
-        return [scaled_embeddings(one, multiplier) for one in rows]
+        return [scale_embeddings(row, multiplier) for row in rows]
 
     def _block(self, layer: int) -> Block:
         with meta_init():
@@ -169,8 +169,8 @@ class Passes:
         return norm
 
     def _divergence(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None) -> float:
-        """The sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`, if
-        given.
+        """Return the sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`,
+        if given.
         """
         total = 0.0
         for start in range(0, len(hidden), TOKENS_THROUGH_THE_HEAD):
@@ -185,7 +185,7 @@ class Passes:
             total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
             if gradient is not None:
                 by_logits = log_q.exp_().sub_(p)
-                own = self._shares.model.own_logits
+                own = self._shares.model.slice_local_logits
                 found = through_logits(own(by_logits), own(logits), self._heads[0], self._config)
                 gradient[rows] = self._shares.model.add_up(found)
         return total

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.distributed.mesh import Mesh
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block
 from quantkit.model.tensor_parallel import ParallelLinear, TensorParallel
 from quantkit.tensors.qtensor import QuantTensor
@@ -43,14 +43,16 @@ class Shares:
 
     def head_of(self, checkpoint: Checkpoint) -> Tensor | QuantTensor:
         """This process's rows of a model's head, without padding."""
-        return checkpoint.load(stored_name(checkpoint, "lm_head.weight"), self.model.head_rows)
+        return checkpoint.load(
+            resolve_stored_name(checkpoint, "lm_head.weight"), self.model.head_rows
+        )
 
     def samples(self, numbers: Tensor) -> Tensor:
-        """Those of this process, of the samples of a step."""
+        """Return those of this process, of the samples of a step."""
         return numbers[self.mesh.data.share(len(numbers))]
 
     def sum_over_samples(self, value: float) -> float:
-        """The sum of what the processes with other samples found."""
+        """Return the sum of what the processes with other samples found."""
         if self.mesh.data.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -66,7 +68,7 @@ class Shares:
         return self.model.part(self._parameters[name])
 
     def total(self, name: str, own: Tensor | None) -> Tensor | None:
-        """The gradient by the factors of a tensor: the sum over all processes.
+        """Return the gradient by the factors of a tensor: the sum over all processes.
 
         Args:
             own: the gradient by those of this process's part; None if its samples had none.
@@ -105,12 +107,12 @@ class SharedBlock(Block):
         super().__init__(config, layer)
         self.enter = shares.model.enter
 
-    def normed(self, branch: str, x: Tensor) -> Tensor:
-        return self.enter(super().normed(branch, x))
+    def apply_norm(self, branch: str, x: Tensor) -> Tensor:
+        return self.enter(super().apply_norm(branch, x))
 
 
 def own_parameter(block: Block, name: str) -> nn.Parameter:
-    """A parameter of a block that may be connected with those of other processes."""
+    """Return a parameter of a block that may be connected with those of other processes."""
     module, _, leaf = name.rpartition(".")
     owner = block.get_submodule(module)
-    return (owner.own if isinstance(owner, ParallelLinear) else owner).get_parameter(leaf)
+    return (owner.shard if isinstance(owner, ParallelLinear) else owner).get_parameter(leaf)

@@ -125,21 +125,21 @@ class SavedTraining:
                 moments[key].copy_(value)
 
     def _values(self, name: str) -> dict[str, Tensor]:
-        """What a tensor's training consists of."""
+        """Return what a tensor's training consists of."""
         model = self._training.model
         moments = self._training.engine.moments
-        found = {
+        result = {
             name + _FACTOR: model.factors[name],
             **{name + end: moments[name + end] for end in (FIRST, SECOND)},
         }
         if model.has_offsets(name):
-            found[name + _OFFSETS] = model.offsets(name)
-        return found
+            result[name + _OFFSETS] = model.offsets(name)
+        return result
 
     def _parts(self) -> dict[str, list[str]]:
-        """The trained tensors of each layer, and those of none."""
+        """Return the trained tensors of each layer, and those of none."""
         model = self._training.model
-        found: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
         for name in model.factors:
             layer = next(
                 (
@@ -149,8 +149,8 @@ class SavedTraining:
                 ),
                 None,
             )
-            found.setdefault(_REST if layer is None else str(layer), []).append(name)
-        return found
+            result.setdefault(_REST if layer is None else str(layer), []).append(name)
+        return result
 
 
 def _state(found: Mapping[str, Any]) -> State:

@@ -46,7 +46,7 @@ class TrainedNames:
 
     @classmethod
     def of(cls, quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:
-        """Those of a model.
+        """Return those of a model.
 
         Raises `UnsupportedError` if no weight of its layers has scales that can be trained.
         """
@@ -68,7 +68,7 @@ class TrainedNames:
         return cls(tuple(weights), tuple(found), codes)
 
     def in_layer(self, layer: int) -> TrainedNames:
-        """Those of a layer."""
+        """Return those of a layer."""
         prefix = BLOCK_PREFIX.format(layer)
         weights, norms = (
             tuple(name for name in names if name.startswith(prefix))
@@ -78,7 +78,7 @@ class TrainedNames:
 
 
 def has_trained_scales(scheme: QuantScheme | None) -> bool:
-    """Whether a scheme has integer codes, and a scale in floats for each group."""
+    """Return whether a scheme has integer codes, and a scale in floats for each group."""
     return scheme is not None and scheme.scales in _TRAINED_SCALES and not scheme.of_small_floats
 
 
@@ -119,7 +119,7 @@ class TrainedCheckpoint(CheckpointView):
         return part.of_weight(value)
 
     def start(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
-        """A weight, or a part of it, as it was before."""
+        """Return a weight, or a part of it, as it was before."""
         if (held := self._held.get((name, part))) is not None:
             return held
         value = self._source.load(name, part)
@@ -131,24 +131,24 @@ class TrainedCheckpoint(CheckpointView):
         return value
 
     def quantized(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
-        """A weight as it is now, or, if codes are not trained, a part of it."""
+        """Return a weight as it is now, or, if codes are not trained, a part of it."""
         value = self.start(name, part)
         factors = self.factors[name]
         if part is not None:
             factors = factors.index_select(
                 *factor_places(part, self._source.info(name), value.scale.shape[1])
             )
-        found = with_factors(value, factors)
+        result = with_factors(value, factors)
         if not self.names_trained.codes:
-            return found
-        return replace(found, codes=moved(value, self.offsets(name)))
+            return result
+        return replace(result, codes=moved(value, self.offsets(name)))
 
     def offsets(self, name: str) -> Tensor:
-        """The offsets of a weight's codes, [O, I] float32."""
+        """Return the offsets of a weight's codes, [O, I] float32."""
         return self._store.get(name)
 
     def has_offsets(self, name: str) -> bool:
-        """Whether a tensor has them."""
+        """Return whether a tensor has them."""
         return self.names_trained.codes and self._source.info(name).scheme is not None
 
     def set_offsets(self, name: str, offsets: Tensor) -> None:
@@ -177,7 +177,7 @@ def scaled(scale: Tensor, factor: Tensor) -> Tensor:
 
 
 def factor_shape(info: TensorSpec) -> tuple[int, ...]:
-    """The shape of a tensor's factors."""
+    """Return the shape of a tensor's factors."""
     if info.scheme is None:
         return info.shape
     groups = info.shape[0], info.scheme.groups(info.shape[1])
@@ -187,8 +187,8 @@ def factor_shape(info: TensorSpec) -> tuple[int, ...]:
 
 
 def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tuple[int, Tensor]:
-    """Which factors of a tensor are those of a part of it: an axis, and their numbers on it in the
-    part's order.
+    """Return which factors of a tensor are those of a part of it: an axis, and their numbers on it
+    in the part's order.
 
     Args:
         part: None is the whole tensor.
@@ -198,13 +198,13 @@ def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tu
     if info.scheme is None or part is None or part.axis == 0:
         axis = -1 if info.scheme is None else -2
         ranges = ((0, shape[axis]),) if part is None else part.ranges
-        return axis, torch.cat([torch.arange(*one) for one in ranges])
+        return axis, torch.cat([torch.arange(*range_) for range_ in ranges])
     ((start, stop),) = part.ranges
     return -1, torch.arange(start, stop, (stop - start) // groups) // (info.shape[1] // shape[-1])
 
 
 def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
-    """A weight with scales, and minima if it has any, that are changed by its factors; see
+    """Return a weight with scales, and minima if it has any, that are changed by its factors; see
     `TrainedCheckpoint`.
     """
     if value.minimum is None:
@@ -221,8 +221,8 @@ def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
 
 
 def moved(value: QuantTensor, offsets: Tensor) -> Tensor:
-    """The codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a code,
-    and rounded.
+    """Return the codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a
+    code, and rounded.
     """
     return (value.codes + offsets).round_().clamp_(0, value.scheme.levels - 1).to(torch.uint8)
 
@@ -241,8 +241,8 @@ def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
 
 
 def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
-    """The relative error of a weight; None if it is not compared with the float model's, which
-    has other channels.
+    """Return the relative error of a weight; None if it is not compared with the float model's,
+    which has other channels.
     """
     error = relative_error(value, floats_of(weight))
     if error <= _SAME_WEIGHTS:
@@ -251,7 +251,7 @@ def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | N
 
 
 def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) -> Tensor:
-    """The gradient by factors, [O, G] or [2, O, G], given that by the weight, [O, I].
+    """Return the gradient by factors, [O, G] or [2, O, G], given that by the weight, [O, I].
 
     Args:
         start: the weight before any step.
@@ -272,7 +272,9 @@ def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) ->
 
 
 def _minimum_unit(value: QuantTensor) -> float:
-    """The steps that a factor of 1 moves a group: about the distance of a code from the middle."""
+    """Return the steps that a factor of 1 moves a group: about the distance of a code from the
+    middle.
+    """
     return value.scheme.levels / 4
 
 

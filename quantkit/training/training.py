@@ -69,12 +69,14 @@ class State:
 
     @property
     def best(self) -> Evaluation:
-        """The evaluation with the lowest KL on what is held back; the first of equal ones."""
+        """Return the evaluation with the lowest KL on what is held back; the first of equal
+        ones.
+        """
         return min(self.curve, key=lambda one: one.held_back)
 
 
 def held_back(samples: int) -> int:
-    """How many of some samples are held back."""
+    """Return how many of some samples are held back."""
     return max(1, samples // HELD_BACK)
 
 
@@ -100,12 +102,12 @@ class Samples:
                 self._store.put(number, own.contiguous().clone())
 
     def targets(self, numbers: Tensor) -> Tensor:
-        """The float model's hidden states [B, T, D] of some samples."""
+        """Return the float model's hidden states [B, T, D] of some samples."""
         return torch.stack([self._store.get(number) for number in numbers.tolist()])
 
     def order(self, epoch: int, seed: int) -> Tensor:
-        """The samples of an epoch, in the order of its steps, [S, `batch`], of which some may be
-        left out.
+        """Return the samples of an epoch, in the order of its steps, [S, `batch`], of which some
+        may be left out.
         """
         generator = torch.Generator().manual_seed((seed << 16) + epoch)
         mixed = torch.randperm(self.training, generator=generator)
@@ -114,7 +116,7 @@ class Samples:
 
     @property
     def steps(self) -> int:
-        """The steps of an epoch."""
+        """Return the steps of an epoch."""
         return len(self.order(0, 0))
 
 
@@ -132,7 +134,7 @@ class Engine(Protocol):
         ...
 
     def loss(self, numbers: Tensor) -> float:
-        """The mean KL of a token of some samples."""
+        """Return the mean KL of a token of some samples."""
         ...
 
     def fetch(self) -> None:
@@ -184,7 +186,8 @@ class Training:
         """
         state = self.state
         if not state.curve:
-            progress(TRAINING, 0, self.steps, "steps")  # the first evaluation takes a while
+            # The first evaluation takes a while.
+            progress(TRAINING, 0, self.steps, "steps")
             self._evaluate(evaluated)
         while state.step < self.steps:
             self._report(progress)

@@ -19,8 +19,8 @@ _STORED = f"{EMBEDDING}.weight"
 
 
 def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelConfig:
-    """A model known by its tensors, in which the embedding has its role, so that it may get a
-    scheme.
+    """Return a model known by its tensors, in which the embedding has its role, so that it may get
+    a scheme.
 
     Args:
         lazy: the model.
@@ -40,13 +40,14 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
             hint="leave `embedding` out",
         )
     tensors = (
-        replace(one, role="embedding") if one.name == _STORED else one for one in config.tensors
+        replace(tensor, role="embedding") if tensor.name == _STORED else tensor
+        for tensor in config.tensors
     )
     return replace(config, tensors=tuple(tensors))
 
 
 def has_tied_head(lazy: LazyModel) -> bool:
-    """Whether the embedding is the output head too."""
+    """Return whether the embedding is the output head too."""
     head = lazy.model.get_output_embeddings()
     names = set()
     for name, one in lazy.model.named_modules():
@@ -59,7 +60,7 @@ def has_tied_head(lazy: LazyModel) -> bool:
 
 
 def _names(lazy: LazyModel, module: str) -> list[str]:
-    """The parameters that are one with the weight of an embedding."""
+    """Return the parameters that are one with the weight of an embedding."""
     name = f"{module}.weight"
     if name in dict(lazy.model.named_parameters(remove_duplicate=False)):
         return lazy.same_as(name)

@@ -95,8 +95,8 @@ def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """How a module of transformers holds stacked experts; None if it holds none that can be run
-    one by one.
+    """Return how a module of transformers holds stacked experts; None if it holds none that can be
+    run one by one.
     """
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         made: Any = module
@@ -107,8 +107,8 @@ def experts_of(module: nn.Module) -> Experts | None:
 def _forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The output [N, D] of experts for states [N, D], and the experts chosen for each, and their
-    weights, [N, K]; an index beyond the experts is none.
+    """Return the output [N, D] of experts for states [N, D], and the experts chosen for each, and
+    their weights, [N, K]; an index beyond the experts is none.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     if self.has_gate:
@@ -132,8 +132,8 @@ def _forward(
             return hidden_states[some]
 
         def inner_states(some: Tensor | None, expert: int = expert) -> Tensor:
-            found: Tensor = inner(_product(self, up, expert, states(some)))
-            return found
+            result: Tensor = inner(_product(self, up, expert, states(some)))
+            return result
 
         if visitor is not None:
             visitor.product(self, up, expert, Brought(states(tokens), tokens, shares, states))
@@ -148,10 +148,12 @@ def _forward(
 
 
 def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
-    """The outputs [E * N, D] of experts, each for all tokens [N, D], of those that are not zero."""
+    """Return the outputs [E * N, D] of experts, each for all tokens [N, D], of those that are
+    not zero.
+    """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
-    places = [own.any(dim=-1).nonzero().squeeze(1) for own in states]
+    places = [state.any(dim=-1).nonzero().squeeze(1) for state in states]
     if visitor is not None:
         visitor.routed(self, [len(tokens) for tokens in places])
     total = torch.zeros_like(states)

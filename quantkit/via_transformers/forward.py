@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 _HEAD = CANONICAL["head"]
 
 _CONTEXT = 2048  # of models without a longest context
-_PASSAGE = "_passage"  # kept with the checkpoint that it reads, so that both go together
+# Kept with the checkpoint that it reads, so that both go together.
+_PASSAGE = "_passage"
 
 
 def final_hidden(
@@ -132,7 +133,7 @@ def final_logits(
 
 
 def is_installed() -> bool:
-    """Whether transformers and what it takes to run models with it are there."""
+    """Return whether transformers and what it takes to run models with it are there."""
     return not _missing()
 
 
@@ -156,9 +157,9 @@ def _missing() -> list[str]:
 def run_by_transformers(
     source: StoredCheckpoint, *, trust_remote_code: bool = False, code: Path | None = None
 ) -> StoredCheckpoint:
-    """A source that is known by its tensors only, to be run by transformers, which also gives sizes
-    that the config spells in its own way, and knows whether the head is the embedding. A note says
-    if its folder has code that is not run.
+    """Return a source that is known by its tensors only, to be run by transformers, which also
+    gives sizes that the config spells in its own way, and knows whether the head is the embedding.
+    A note says if its folder has code that is not run.
 
     Args:
         trust_remote_code: run code that its config.json names, as `AutoModelForCausalLM` does with
@@ -264,17 +265,17 @@ def open_to_run(
 
 
 def open_to_look_at(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """A model that has no decoder here, by its tensors, if transformers knows it; None otherwise.
-    It is not built.
+    """Return a model that has no decoder here, by its tensors, if transformers knows it; None
+    otherwise. It is not built.
 
     Raises:
         CheckpointError: if it is damaged.
     """
-    found = _by_tensors(path, weights)
-    if found is None or not is_installed() or not is_known(found.extra_config):
+    result = _by_tensors(path, weights)
+    if result is None or not is_installed() or not is_known(result.extra_config):
         return None
-    found.config = replace(found.config, run_by=_version())
-    return found
+    result.config = replace(result.config, run_by=_version())
+    return result
 
 
 def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
@@ -297,17 +298,20 @@ def _version() -> str:
 
 
 def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """A model by its tensors only; None if it is none that can be opened so."""
+    """Return a model by its tensors only; None if it is none that can be opened so."""
     try:
         return open_checkpoint(path, weights, tensors_only=True)
     except UnreadLayoutError:
         raise
-    except (RequestError, UnsupportedError):  # damage is an error in any case
+    except (RequestError, UnsupportedError):
+        # Damage is an error in any case.
         return None
 
 
 def _runs(source: StoredCheckpoint) -> bool:
-    """Whether transformers is there, and it knows the architecture or config.json names code."""
+    """Return whether transformers is there, and it knows the architecture or config.json names
+    code.
+    """
     if not is_installed():
         return False
     return code_file(source.extra_config) is not None or is_known(source.extra_config)
@@ -335,15 +339,15 @@ def why_not_run(error: QuantkitError) -> str:
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage:
-    """The model of a checkpoint that transformers runs.
+    """Return the model of a checkpoint that transformers runs.
 
     Raises `UnsupportedError` or `CheckpointError` if it cannot.
     """
     from quantkit.via_transformers.lazy_model import LazyModel
     from quantkit.via_transformers.passage import Passage
 
-    found: Passage | None = getattr(checkpoint, _PASSAGE, None)
-    if found is None:
-        found = Passage(LazyModel(checkpoint), checkpoint.path)
-        setattr(checkpoint, _PASSAGE, found)
-    return found
+    result: Passage | None = getattr(checkpoint, _PASSAGE, None)
+    if result is None:
+        result = Passage(LazyModel(checkpoint), checkpoint.path)
+        setattr(checkpoint, _PASSAGE, result)
+    return result

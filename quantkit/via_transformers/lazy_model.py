@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import OpaqueTensor, Stack
-from quantkit.architectures.disk import stacked_tensors
+from quantkit.architectures.disk import group_stacked_experts
 from quantkit.base.json_values import shown
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ class LazyModel:
         self._source = source
         self.model: Any = _built(source)
         self._mapping = mapping_of(self.model)
-        self._stacked = stacked_tensors(source.config)
+        self._stacked = group_stacked_experts(source.config)
         named = dict(self.model.named_parameters(remove_duplicate=False))
         same: dict[int, list[str]] = defaultdict(list)
         for name, parameter in named.items():
@@ -84,23 +84,23 @@ class LazyModel:
         self._require_all()
 
     def part_of(self, module: str) -> str | None:
-        """The part that a module is, or is in; None for one around parts."""
+        """Return the part that a module is, or is in; None for one around parts."""
         while module and module not in self._tensors:
             module = module.rpartition(".")[0]
         return module or None
 
     @property
     def parts(self) -> list[str]:
-        """The names of all parts."""
+        """Return the names of all parts."""
         return list(self._tensors)
 
     def is_listed(self, part: str) -> bool:
-        """Whether a part is an element of a list of modules."""
+        """Return whether a part is an element of a list of modules."""
         return part.startswith(tuple(self._lists))
 
     @property
     def first_parts(self) -> list[str]:
-        """The parts that tokens enter first: models look at their devices before."""
+        """Return the parts that tokens enter first: models look at their devices before."""
         if self.embedding is None:
             part = None
         else:
@@ -109,8 +109,8 @@ class LazyModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, as the config says; those of generation_config.json are
-        others.
+        """Return the tokens that end a text, as the config says; those of generation_config.json
+        are others.
         """
         stated = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         if isinstance(stated, list):
@@ -121,7 +121,7 @@ class LazyModel:
 
     @property
     def body(self) -> nn.Module:
-        """The model without its head."""
+        """Return the model without its head."""
         body: nn.Module = self.model.base_model
         children = dict(body.named_children())
         # a wrapper that is not called itself
@@ -130,14 +130,17 @@ class LazyModel:
         return body
 
     def same_as(self, name: str) -> list[str]:
-        """The names of all parameters that are one with a parameter, its own among them."""
+        """Return the names of all parameters that are one with a parameter, its own among them."""
         return list(self._shared[name])
 
     @property
     def embedding(self) -> tuple[str, nn.Module] | None:
-        """The module that looks tokens up, with its name; None if the model has none."""
-        found = self.model.get_input_embeddings()
-        return next(((name, one) for name, one in self.model.named_modules() if one is found), None)
+        """Return the module that looks tokens up, with its name; None if the model has none."""
+        input_embeddings = self.model.get_input_embeddings()
+        return next(
+            ((name, one) for name, one in self.model.named_modules() if one is input_embeddings),
+            None,
+        )
 
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""
@@ -161,19 +164,19 @@ class LazyModel:
                     set_parameter(self.model, one, self.model.get_parameter(one).to("meta"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor on disk."""
+        """Return the shape of a tensor on disk."""
         if name in self._stacked:
             return self._stacked[name][0][1].shape
         return self._source.info(name).shape
 
     def stacked(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
-        """The linears in a tensor on disk that holds all experts, and their places; none in any
-        other.
+        """Return the linears in a tensor on disk that holds all experts, and their places; none in
+        any other.
         """
         return self._stacked.get(name, [])
 
     def merged(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A parameter made of other tensors than those on disk, given by their names, of the
+        """Return a parameter made of other tensors than those on disk, given by their names, of the
         same shapes.
         """
         return merged(
@@ -216,7 +219,8 @@ class LazyModel:
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = (
-                buffer  # those on disk are given with their part
+                # Those on disk are given with their part.
+                buffer
             )
         missing = [
             name
@@ -237,8 +241,8 @@ class LazyModel:
     def _unfit(
         self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None
     ) -> CheckpointError:
-        """The error for tensors on disk that do not make a parameter: the one with another shape,
-        if that is known.
+        """Return the error for tensors on disk that do not make a parameter: the one with another
+        shape, if that is known.
 
         Args:
             mismatch: the shapes that they make, and that the parameter has; None if they make none,
@@ -269,8 +273,8 @@ class LazyModel:
 
 
 def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
-    """The tensor that has another shape than most of those with the same name but for numbers, and
-    their shape; None if there is none.
+    """Return the tensor that has another shape than most of those with the same name but for
+    numbers, and their shape; None if there is none.
     """
     groups: dict[str, dict[str, _Shape]] = defaultdict(dict)
     for name, shape in shapes.items():
@@ -314,7 +318,7 @@ class _OnDisk:
 
 
 def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
-    """The weight [O, I] of a linear of an expert in the tensor for all, not copied."""
+    """Return the weight [O, I] of a linear of an expert in the tensor for all, not copied."""
     if stack.transposed:
         matrix = whole[stack.expert].t()
     else:
@@ -328,8 +332,8 @@ def merged(
     target: str,
     tensors: Mapping[str, tuple[str | None, Tensor]],
 ) -> Tensor:
-    """The parameter that transformers makes of tensors on disk, each with the pattern of what
-    merges or splits it; see `targets`.
+    """Return the parameter that transformers makes of tensors on disk, each with the pattern of
+    what merges or splits it; see `targets`.
     """
     first = next(pattern for pattern, _ in tensors.values())
     converters = [one for one in mapping if hasattr(one, "operations")]
@@ -355,8 +359,8 @@ def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _part_of(name: str, lists: Iterable[str]) -> str:
-    """The part that has a parameter: up to the number behind the first list, or else the module
-    itself.
+    """Return the part that has a parameter: up to the number behind the first list, or else the
+    module itself.
     """
     around = [one for one in lists if name.startswith(one)]
     if not around:
@@ -366,8 +370,8 @@ def _part_of(name: str, lists: Iterable[str]) -> str:
 
 
 def _built(source: Checkpoint) -> Any:
-    """The model that a config.json describes: parameters on the meta device, and buffers with
-    their values.
+    """Return the model that a config.json describes: parameters on the meta device, and buffers
+    with their values.
     """
     transformers: Any = importlib.import_module("transformers")
     try:
@@ -400,7 +404,7 @@ def _built(source: Checkpoint) -> Any:
 
 
 def mapping_of(model: Any) -> list[Any]:
-    """What transformers' loader renames, merges and splits for a model."""
+    """Return what transformers' loader renames, merges and splits for a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))

@@ -23,9 +23,9 @@ from quantkit.architectures.config import Limits, ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import (
     LINEARS,
     Hints,
+    infer_roles_by_name,
     is_tied,
     may_be_linear,
-    named_roles,
     recurrent_modules,
     with_roles,
 )
@@ -34,9 +34,8 @@ from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.own_code import named_classes, own_classes
 
 Role = tuple[str, str | None]
-_COUNTED = re.compile(
-    r"(.+_)?(layers?|blocks|stages|depths?|experts)"
-)  # what is counted stands last in such names
+# What is counted stands last in such names.
+_COUNTED = re.compile(r"(.+_)?(layers?|blocks|stages|depths?|experts)")
 _STATES = frozenset({"update_recurrent_state", "update_conv_state"})  # of transformers' cache
 _SETTINGS = ("quantization_config",)
 _NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
@@ -45,7 +44,7 @@ _NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
 def with_linears(
     config: ModelConfig, raw: Mapping[str, Any], path: Path
 ) -> tuple[ModelConfig, str, list[str]]:
-    """A model known by its tensors, with the weights of its linears determined.
+    """Return a model known by its tensors, with the weights of its linears determined.
 
     Args:
         raw: its config.json.
@@ -62,7 +61,7 @@ def with_linears(
         name, roles, unstored = _roles(config.tensors, raw, path, config.code)
     except NotKnown as reason:
         why = f"{path}: {reason}; linear layers are recognized by their names"
-        return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
+        return with_roles(config, infer_roles_by_name(raw, config.tensors)), "names", [why]
     if config.code is None:
         whose = "transformers'"
     else:
@@ -77,8 +76,8 @@ class NotKnown(Exception):
 def _roles(
     tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path, code: Path | None
 ) -> tuple[str, dict[str, Role], tuple[str, ...]]:
-    """The class, role and alias of the tensors that are weights of linears, and the linears that
-    have none.
+    """Return the class, role and alias of the tensors that are weights of linears, and the linears
+    that have none.
     """
     try:
         importlib.import_module("transformers")
@@ -115,21 +114,21 @@ def _roles(
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers knows the architecture of a config.json."""
+    """Return whether the installed transformers knows the architecture of a config.json."""
     mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     kind = raw.get("model_type")
     return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING
 
 
 def is_headless(model: Any) -> bool:
-    """Whether a model is of the class that transformers has for the body alone."""
+    """Return whether a model is of the class that transformers has for the body alone."""
     mapping: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     body = mapping.MODEL_MAPPING.get(type(model.config), None)
     return type(model) is body and model.get_output_embeddings() is None
 
 
 def auto_class(raw: Mapping[str, Any]) -> str:
-    """The class of transformers that a user loads a model with, by its config.json."""
+    """Return the class of transformers that a user loads a model with, by its config.json."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -148,7 +147,7 @@ def auto_class(raw: Mapping[str, Any]) -> str:
 
 
 def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
-    """The class of a model and its config, from its config.json.
+    """Return the class of a model and its config, from its config.json.
 
     Args:
         code: the folder whose code is run; None for a class of transformers.
@@ -171,7 +170,7 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
     _require_sane(raw)
     config = _config(CONFIG_MAPPING[kind], raw, _NOT_OF_THE_MODEL)
     known_classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
-    by_type = filter(None, (one.get(type(config), None) for one in known_classes))
+    by_type = filter(None, (known_class_.get(type(config), None) for known_class_ in known_classes))
     found = next(named_classes(raw), None) or next(by_type, None)
     if not isinstance(found, type):
         raise NotKnown(f"transformers has no class for {shown(classes or kind)}")
@@ -179,11 +178,10 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
 
 
 def _config(known: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
-    """A config of a class in float32, from a config.json without some of its keys."""
+    """Return a config of a class in float32, from a config.json without some of its keys."""
     stated = {key: value for key, value in raw.items() if key not in skipped}
-    config = known.from_dict(
-        known._decode_special_floats(copy.deepcopy(stated))
-    )  # infinities, as its own files spell
+    # Infinities, as its own files spell.
+    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))
     _set_float32(config)
     return config
 
@@ -216,10 +214,10 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
 def targets(
     model: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
 ) -> dict[str, tuple[str, str | None]]:
-    """What the model calls tensors on disk, as transformers' own loader renames, merges and splits
-    them, in its order; those that it does not have are left out. A tensor that is not a parameter
-    by itself gets the name of the first that it is part of, and the pattern of what merges or
-    splits it.
+    """Return what the model calls tensors on disk, as transformers' own loader renames, merges and
+    splits them, in its order; those that it does not have are left out. A tensor that is not a
+    parameter by itself gets the name of the first that it is part of, and the pattern of what
+    merges or splits it.
 
     Args:
         mapping: of names and tensors; None is the model's.
@@ -239,7 +237,7 @@ def targets(
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known = dict(model.state_dict())
-    found = {}
+    result = {}
     for stored in sorted(names, key=dot_natural_key):
         name, pattern = rename_source_key(
             stored, renamings, converters, model.base_model_prefix, known
@@ -247,8 +245,8 @@ def targets(
         if name not in known and stored in known:
             name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
         if name in known:
-            found[stored] = name, pattern
-    return found
+            result[stored] = name, pattern
+    return result
 
 
 def _with_linears(
@@ -272,14 +270,14 @@ def _with_linears(
     on_disk = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
     of_text = _text_part(model, modules)
-    found: dict[str, Role] = {}
+    result: dict[str, Role] = {}
     for tensor in tensors:
         if tensor.stack is not None:
             called = tensor.alias or tensor.module
             role = hints.role(tensor, called) or (
                 "linear" if called.startswith(of_text) else "tower"
             )
-            found[tensor.name] = role, tensor.alias
+            result[tensor.name] = role, tensor.alias
         if tensor.name not in names:
             continue
         name, merged = names[tensor.name]
@@ -292,14 +290,16 @@ def _with_linears(
             alias = called
         if not isinstance(module, nn.Linear):
             if merged and hinted is None and _is_expert(tensor):
-                found[tensor.name] = "linear", None  # one of those that the loader stacks
+                # One of those that the loader stacks.
+                result[tensor.name] = "linear", None
             continue
         if module is head:
             role = "float" if tied else "head"
         elif _routes(module) or merged or tuple(module.weight.shape) != tensor.shape:
             role = "float"
         elif precise.intersection(called.split(".")):
-            role = "float"  # its class keeps it in float32
+            # Its class keeps it in float32.
+            role = "float"
         else:
             role = hinted or "linear"
             if role == "linear" and not called.startswith(of_text):
@@ -307,25 +307,25 @@ def _with_linears(
                     role = "tower"
                 else:
                     role = "head"
-        found[tensor.name] = role, alias
-    return found
+        result[tensor.name] = role, alias
+    return result
 
 
 def _text_part(model: Any, modules: Mapping[str, nn.Module]) -> str:
-    """How the names of modules that process text begin: those of the decoder, where the model
-    has other parts.
+    """Return how the names of modules that process text begin: those of the decoder, where the
+    model has other parts.
     """
     decoder = model.get_decoder()
     layered = isinstance(decoder, nn.Module) and any(
-        isinstance(one, nn.ModuleList) for one in decoder.modules()
+        isinstance(module, nn.ModuleList) for module in decoder.modules()
     )
     name = next((name for name, module in modules.items() if layered and module is decoder), "")
     return f"{name}." if name else ""
 
 
 def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """The names of modules that carry a state: by what they hold, and by what their code does
-    with a cache.
+    """Return the names of modules that carry a state: by what they hold, and by what their code
+    does with a cache.
     """
     model = modules[""]
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(
@@ -340,20 +340,20 @@ def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
 
 
 def _updates_state(cls: type) -> bool:
-    """Whether the code of a module's class updates the state of linear attention or of a
+    """Return whether the code of a module's class updates the state of linear attention or of a
     convolution in a cache.
     """
     functions = (
-        inspect.unwrap(one)
+        inspect.unwrap(var)
         for own in cls.__mro__
-        for one in vars(own).values()
-        if inspect.isfunction(one)
+        for var in vars(own).values()
+        if inspect.isfunction(var)
     )
     return any(not _STATES.isdisjoint(function.__code__.co_names) for function in functions)
 
 
 def _routes(module: nn.Linear) -> bool:
-    """Whether the class of a linear is a router's; other classes of linears are linears."""
+    """Return whether the class of a linear is a router's; other classes of linears are linears."""
     name = type(module).__name__.lower()
     return type(module) is not nn.Linear and any(
         word in name for word in ("router", "gate", "gating")
@@ -361,7 +361,7 @@ def _routes(module: nn.Linear) -> bool:
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:
-    """Whether a matrix on disk is a linear of one expert of a mixture."""
+    """Return whether a matrix on disk is a linear of one expert of a mixture."""
     *parents, last = tensor.module.split(".")
     return (
         last in LINEARS and len(parents) > 1 and parents[-1].isdecimal() and "expert" in parents[-2]

@@ -116,22 +116,23 @@ class Lockstep:
         """End all batches where they are."""
         for batch in self._batches:
             if batch:
-                batch.throw()  # which ends it without an error
+                # Which ends it without an error.
+                batch.throw()
         self._batches = []
         self._spill.close()
 
     def _own(self) -> set[int]:
-        """The storages of the model's own tensors, parameters, buffers and attributes."""
-        found = set()
+        """Return the storages of the model's own tensors, parameters, buffers and attributes."""
+        result = set()
         for module in self._module.modules():
-            for one in (
+            for parameter in (
                 *module._parameters.values(),
                 *module._buffers.values(),
                 *vars(module).values(),
             ):
-                if isinstance(one, Tensor):
-                    found.add(one.untyped_storage()._cdata)
-        return found
+                if isinstance(parameter, Tensor):
+                    result.add(parameter.untyped_storage()._cdata)
+        return result
 
 
 class NotLoaded(RuntimeError):
@@ -153,29 +154,30 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.is_mutable:
             self._written.update(_written_by(func, args, kwargs or {}))
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor):
-                if one.is_meta:  # its numbers would be what lies in memory
+                # Its numbers would be what lies in memory.
+                if one.is_meta:
                     raise NotLoaded("a weight is used outside the module that has it")
                 self._made.append(weakref.ref(one))
-        return found
+        return result
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """The storages of the tensors that live."""
+        """Return the storages of the tensors that live."""
         living = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
         self._made = [ref for ref, _ in living]
         return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for _, tensor in living}
 
     def written(self) -> set[int]:
-        """The storages that were written to since this was last called."""
-        found = self._written
+        """Return the storages that were written to since this was last called."""
+        result = self._written
         self._written = set()
-        return found
+        return result
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
-    """The storages of the arguments that an operator writes to."""
+    """Yield the storages of the arguments that an operator writes to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             if index < len(args):

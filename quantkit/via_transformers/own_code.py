@@ -19,12 +19,13 @@ TRUST = "`trust_remote_code=True`"
 _CONFIG = "AutoConfig"
 _MODEL = "AutoModelForCausalLM"
 _COPY = "copy all *.py files of the model's repository"
-_ELSEWHERE = "--"  # between a repository and what it has
+# Between a repository and what it has.
+_ELSEWHERE = "--"
 
 
 def code_file(raw: Mapping[str, Any]) -> str | None:
-    """The file with the code of the model, or else of the config, that a config.json names; None
-    if it names none.
+    """Return the file with the code of the model, or else of the config, that a config.json names;
+    None if it names none.
     """
     named = _references(raw)
     reference = named.get(_MODEL, named.get(_CONFIG))
@@ -76,15 +77,15 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
 
 
 def needs_code(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json names code for its model, and the installed transformers has no
+    """Return whether a config.json names code for its model, and the installed transformers has no
     class for it.
     """
     return _MODEL in _references(raw) and not _has_class(raw)
 
 
 def takes_code(raw: Mapping[str, Any]) -> bool:
-    """Whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted: always,
-    except where the user has registered classes.
+    """Return whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted:
+    always, except where the user has registered classes.
     """
     config = _known_config(raw)
     return bool(_references(raw)) and (
@@ -93,7 +94,7 @@ def takes_code(raw: Mapping[str, Any]) -> bool:
 
 
 def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
-    """The classes of transformers that a config.json names in ``architectures``."""
+    """Yield the classes of transformers that a config.json names in ``architectures``."""
     transformers: Any = importlib.import_module("transformers")
     names = raw.get("architectures")
     for name in names if isinstance(names, list) else ():
@@ -106,8 +107,8 @@ def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
-    """The classes of a model and of its config, as `AutoModelForCausalLM` takes them for trusted
-    code in a folder; this runs the code.
+    """Return the classes of a model and of its config, as `AutoModelForCausalLM` takes them for
+    trusted code in a folder; this runs the code.
 
     Raises:
         RequestError, CheckpointError: as `require_here`; or if packages or files that the code
@@ -139,7 +140,7 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
 
 
 def untrusted(raw: Mapping[str, Any], folder: Path) -> RequestError:
-    """The error for code that is needed, and not trusted."""
+    """Return the error for code that is needed, and not trusted."""
     kind = shown(raw.get("model_type"))
     return RequestError(
         f"transformers has no class for {kind}: the model needs the code in its folder, which is"
@@ -151,7 +152,7 @@ def untrusted(raw: Mapping[str, Any], folder: Path) -> RequestError:
 
 
 def _references(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The classes of the config and the model that a config.json names, by the name of
+    """Return the classes of the config and the model that a config.json names, by the name of
     transformers' class for it.
     """
     named = raw.get("auto_map")
@@ -163,7 +164,7 @@ def _references(raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _has_class(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers has a class for a model by itself: by its type, or of a name in
+    """Return whether transformers has a class for a model by itself: by its type, or of a name in
     ``architectures``.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -171,13 +172,17 @@ def _has_class(raw: Mapping[str, Any]) -> bool:
     config = _known_config(raw)
     if config is None:
         return False
-    others = (one for one in named_classes(raw) if one is not MODEL_MAPPING.get(config, None))
+    others = (
+        named_class_
+        for named_class_ in named_classes(raw)
+        if named_class_ is not MODEL_MAPPING.get(config, None)
+    )
     return config in MODEL_FOR_CAUSAL_LM_MAPPING or any(others)
 
 
 def _known_config(raw: Mapping[str, Any]) -> Any:
-    """The class that transformers, or the user of its Python API, has for a config.json; None if
-    there is none.
+    """Return the class that transformers, or the user of its Python API, has for a config.json;
+    None if there is none.
     """
     mapping: Any = importlib.import_module(
         "transformers.models.auto.configuration_auto"
@@ -189,8 +194,8 @@ def _known_config(raw: Mapping[str, Any]) -> Any:
 
 
 def _imported(reference: str, folder: Path) -> Any:
-    """A class of the code in a folder, imported as transformers does, from a copy in its cache
-    of modules.
+    """Return a class of the code in a folder, imported as transformers does, from a copy in its
+    cache of modules.
     """
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
@@ -217,7 +222,7 @@ def _imported(reference: str, folder: Path) -> Any:
 
 
 def _is_around(path: object, folder: str) -> bool:
-    """Whether a path of an error is in a folder, or has it in itself."""
+    """Return whether a path of an error is in a folder, or has it in itself."""
     one = Path(str(path))
     other = Path(folder)
     return one.is_relative_to(other) or other.is_relative_to(one)

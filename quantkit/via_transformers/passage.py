@@ -25,14 +25,16 @@ from quantkit.via_transformers.sites import WEIGHT, Site
 from quantkit.via_transformers.spill import Spill
 
 _HIDDEN = "hidden states"
-_LARGE_TYPES = (nn.Embedding, nn.Linear)  # what else is outside of lists is small, and always there
-_SMALL = 1 << 16  # numbers; models may use the weight of such a module without calling it
+# What else is outside of lists is small, and always there.
+_LARGE_TYPES = (nn.Embedding, nn.Linear)
+# Numbers; models may use the weight of such a module without calling it.
+_SMALL = 1 << 16
 
 
 def _is_large(module: nn.Module) -> bool:
     return (
         isinstance(module, _LARGE_TYPES)
-        and sum(one.numel() for one in module.parameters()) > _SMALL
+        and sum(parameter.numel() for parameter in module.parameters()) > _SMALL
     )
 
 
@@ -130,7 +132,8 @@ class Passage:
         self.lazy = lazy
         self._path = path
         self._open: Counter[str] = Counter()
-        self._at = ""  # the module that was entered last
+        # The module that was entered last.
+        self._at = ""
         modules = {}
         for part in lazy.parts:
             if not lazy.is_listed(part):
@@ -141,9 +144,8 @@ class Passage:
         """Send a batch through the model, to see how it reaches the sites. Raises
         `UnsupportedError` if the model fails.
         """
-        groups: list[
-            tuple[Tensor, int, list[Site]]
-        ] = []  # a tensor that is kept has an identity that no other gets
+        # A tensor that is kept has an identity that no other gets.
+        groups: list[tuple[Tensor, int, list[Site]]] = []
         counts: Counter[Site] = Counter()
 
         def reached(site: Site, brought: Brought) -> None:
@@ -151,11 +153,11 @@ class Passage:
             inputs = brought.inputs
             part = self.lazy.part_of(site.module)
             same = (
-                own
-                for own in reversed(groups)
-                if own[0] is inputs
-                and own[1] == inputs._version
-                and self.lazy.part_of(own[2][0].module) == part
+                group
+                for group in reversed(groups)
+                if group[0] is inputs
+                and group[1] == inputs._version
+                and self.lazy.part_of(group[2][0].module) == part
             )
             if (found := next(same, None)) is None:
                 groups.append((inputs, inputs._version, [site]))
@@ -203,7 +205,8 @@ class Passage:
                 if isinstance(place, Inputs):
                     yield place
                     if place == last:
-                        break  # the head is not needed
+                        # The head is not needed.
+                        break
 
     def hidden(
         self,
@@ -213,7 +216,8 @@ class Passage:
         sites: Sequence[Site] = (),
         reached: Callable[[Site, Brought], None] = _unseen,
     ) -> list[Tensor]:
-        """The states [B, T, D] of each batch, in float32, that the model without its head returns.
+        """Return the states [B, T, D] of each batch, in float32, that the model without its head
+        returns.
 
         Args:
             reached: called with each of `sites` that a batch reaches, every time, and with what it
@@ -222,13 +226,13 @@ class Passage:
         Raises:
             UnsupportedError: if the model fails.
         """
-        found: list[Tensor] = []
+        result: list[Tensor] = []
         body = set(self.lazy.body.modules())
         to_head = any(self.lazy.model.get_submodule(site.module) not in body for site in sites)
 
         def arrived(index: int, place: Hashable, value: Any) -> None:
             if place == _HIDDEN:
-                found.append(value)
+                result.append(value)
 
         handle = self.lazy.body.register_forward_hook(
             lambda module, args, output: stop(_HIDDEN, output[0])
@@ -247,17 +251,17 @@ class Passage:
         finally:
             handle.remove()
         progress("layers", len(listed), len(listed), "layers")
-        if len(found) != len(batches):
+        if len(result) != len(batches):
             raise UnsupportedError(
                 "the model does not run the module that transformers calls its body",
                 path=self._path,
                 found=type(self.lazy.body).__name__,
             )
-        return found
+        return result
 
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [N, V] of states [N, D] that `hidden` has returned: the model runs with these
-        in place of what its body computes.
+        """Return the logits [N, V] of states [N, D] that `hidden` has returned: the model runs with
+        these in place of what its body computes.
         """
         body = self.lazy.body
         if body is self.lazy.model:
@@ -284,7 +288,7 @@ class Passage:
         before: Callable[[int], None] = lambda index: None,
         left: Callable[[str], None] = lambda part: None,
     ) -> Generator[Hashable]:
-        """The places where all batches have stopped; until the generator is closed no others
+        """Yield the places where all batches have stopped; until the generator is closed no others
         pass.
         """
         if self.lazy.loaded:

@@ -41,7 +41,7 @@ class Site:
         return f"{self.module}.{self.leaf}"
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The weight [O, I] in its parameter, not copied."""
+        """Return the weight [O, I] in its parameter, not copied."""
         if self.expert is None:
             weight = parameter
         else:
@@ -52,7 +52,7 @@ class Site:
 
 
 def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dict[str, str]]:
-    """The sites of linears, given by their modules on disk; and why others have none."""
+    """Return the sites of linears, given by their modules on disk; and why others have none."""
     found = []
     reasons = dict[str, str]()
     stacked: dict[str, list[str]] = defaultdict(list)
@@ -76,7 +76,7 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
 
 
 def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
-    """The sites in a parameter of stacked experts.
+    """Yield the sites in a parameter of stacked experts.
 
     Where rows come from is seen by merging their numbers.
     """
@@ -111,15 +111,15 @@ def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
 
 
 def _parts(numbers: list[int], ends: Mapping[int, tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """The linears whose rows follow each other; none if rows of one are not together, or in
+    """Return the linears whose rows follow each other; none if rows of one are not together, or in
     another order.
     """
-    found = []
+    result = []
     at = 0
     while at < len(numbers):
         name, count = ends.get(numbers[at], ("", 0))
         if not count or numbers[at : at + count] != list(range(numbers[at], numbers[at] + count)):
             return []
-        found.append((name.removesuffix(f".{WEIGHT}"), at, at + count))
+        result.append((name.removesuffix(f".{WEIGHT}"), at, at + count))
         at += count
-    return found
+    return result

@@ -78,16 +78,16 @@ class Spill:
         for own in self._saved.values():
             for name in [name for name, one in own.items() if name in written or one.is_gone]:
                 own.pop(name).path.unlink()
-        total = sum(one.nbytes() for one in storages.values())
+        total = sum(storage.nbytes() for storage in storages.values())
         if self._folder is None or sum(self._held.values()) + total <= self._budget:
             self._held[batch] = total
             self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
             return
         stay = shared()
         moved = {
-            name: one
-            for name, one in storages.items()
-            if name not in stay and one.nbytes() and one.device.type == "cpu"
+            name: storage
+            for name, storage in storages.items()
+            if name not in stay and storage.nbytes() and storage.device.type == "cpu"
         }
         with scratch_errors(self._folder):
             for name, one in moved.items():
@@ -120,16 +120,18 @@ class Spill:
 
     def _save(self, folder: Path, storage: torch.UntypedStorage) -> _Saved:
         if not self._files:
-            folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
+            # Fails if it exists: it might be a link to another place.
+            folder.mkdir(parents=True)
         self._files += 1
         path = folder / str(self._files)
         with open(path, "wb") as file:
             for piece in _pieces(storage):
-                file.write(piece.clone().numpy().data)  # storages that numpy sees cannot be resized
+                # Storages that numpy sees cannot be resized.
+                file.write(piece.clone().numpy().data)
         self.written_bytes += storage.nbytes()
         return _Saved(path, storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    """A storage's bytes, some at a time."""
+    """Return a storage's bytes, some at a time."""
     return torch.split(torch.empty(0, dtype=torch.uint8).set_(storage), _PIECE)

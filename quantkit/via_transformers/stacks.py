@@ -42,22 +42,22 @@ def unstack(source: StoredCheckpoint, code: Path | None = None) -> None:
     if (
         tensors is None
         or not isinstance(source, HFCheckpoint)
-        or any(one.stack is not None for one in tensors)
+        or any(tensor.stack is not None for tensor in tensors)
     ):
         return
-    if not any(len(one.shape) == 3 or ".experts." in one.name for one in tensors):
+    if not any(len(tensor.shape) == 3 or ".experts." in tensor.name for tensor in tensors):
         return
     if (model := _model(source.extra_config, code or source.config.code)) is not None:
         parts = _parts(model, tensors) | _stacks(model, tensors)
         if parts:
             source.regroup(
-                tuple(chain.from_iterable(parts.get(one.name, [one]) for one in tensors))
+                tuple(chain.from_iterable(parts.get(tensor.name, [tensor]) for tensor in tensors))
             )
 
 
 def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
-    """The model of a config.json without weights; None if transformers cannot build it, which
-    others report.
+    """Return the model of a config.json without weights; None if transformers cannot build it,
+    which others report.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -71,10 +71,10 @@ def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
 
 
 def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
-    """The linears in each tensor that holds all experts, by its name."""
+    """Return the linears in each tensor that holds all experts, by its name."""
     mapping = mapping_of(model)
     there = {tensor.name for tensor in tensors}
-    found: dict[str, list[OpaqueTensor]] = {}
+    result: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
         if len(tensor.shape) == 3 and tensor.dtype in _FLOATS:
             for target, pattern in targets(model, [tensor.name], mapping).values():
@@ -91,8 +91,8 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
                 if numbers is not None and numbers.shape[1:] == whole.shape[1:]:
                     parts = list(_split(model, tensor, target, numbers[0]))
                     if parts and there.isdisjoint(part.name for part in parts):
-                        found[tensor.name] = parts
-    return found
+                        result[tensor.name] = parts
+    return result
 
 
 def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
@@ -102,7 +102,7 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
     there = {tensor.name: tensor for tensor in tensors}
     modules = dict.fromkeys(match[1] for name in there if (match := _OF_EXPERT.fullmatch(name)))
     wholes = targets(model, [f"{module}.{leaf}" for module in modules for leaf in _LINEARS])
-    found: dict[str, list[OpaqueTensor]] = {}
+    result: dict[str, list[OpaqueTensor]] = {}
     for target, _ in wholes.values():
         if not _holds_experts(model, target) or (saved := _saved(model, target)) is None:
             continue
@@ -115,13 +115,13 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
             if one is not None and one.shape == part.shape:
                 own.append(replace(one, stack=part.stack))
         if own and len(own) == len(parts) and not targets(model, [own[0].name]):
-            found |= {one.name: [one] for one in own}
-    return found
+            result |= {one.name: [one] for one in own}
+    return result
 
 
 def _holds_experts(model: Any, target: str) -> bool:
-    """Whether a parameter of transformers holds weights of all experts of a module that can be
-    run one by one.
+    """Return whether a parameter of transformers holds weights of all experts of a module that can
+    be run one by one.
     """
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
@@ -129,8 +129,8 @@ def _holds_experts(model: Any, target: str) -> bool:
 
 
 def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
-    """The tensor on disk that transformers makes of a parameter of all experts, and which numbers
-    of it one expert has, in the parameter's shape; None if it makes several.
+    """Return the tensor on disk that transformers makes of a parameter of all experts, and which
+    numbers of it one expert has, in the parameter's shape; None if it makes several.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -173,7 +173,7 @@ def _converted(convert: Callable[..., Any], *operands: Any) -> Any:
 def _split(
     model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor
 ) -> Iterator[OpaqueTensor]:
-    """The linears of all experts in a tensor; none if they do not lie in rows or columns.
+    """Yield the linears of all experts in a tensor; none if they do not lie in rows or columns.
 
     Args:
         target: the parameter of transformers that it becomes, which holds experts.
@@ -190,10 +190,10 @@ def _split(
     rows = (
         weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
     )
-    places = [_place(own, tensor.shape[2]) for own in rows]
+    places = [_place(row, tensor.shape[2]) for row in rows]
     named = _experts_in(tensor.name) or module
     for expert in range(tensor.shape[0]):
-        for linear, own, place in zip(linears, rows, places, strict=True):
+        for linear, row, place in zip(linears, rows, places, strict=True):
             if place is None:
                 return
             stack = Stack(tensor.name, tensor.shape, expert, *place, experts.are_apart)
@@ -202,7 +202,7 @@ def _split(
             else:
                 alias = f"{module}.{expert}.{linear}"
             name = f"{named}.{expert}.{linear}.weight"
-            yield replace(tensor, name=name, shape=tuple(own.shape), stack=stack, alias=alias)
+            yield replace(tensor, name=name, shape=tuple(row.shape), stack=stack, alias=alias)
 
 
 def _alternate(weight: Tensor, count: int) -> list[Tensor]:
@@ -210,9 +210,9 @@ def _alternate(weight: Tensor, count: int) -> list[Tensor]:
 
 
 def _place(numbers: Tensor, width: int) -> tuple[int, int, bool] | None:
-    """The first row of a weight [O, I] in a matrix of this width, the distance between rows, and
-    whether rows are columns there; from the numbers of its elements there. None if it is none of
-    this.
+    """Return the first row of a weight [O, I] in a matrix of this width, the distance between rows,
+    and whether rows are columns there; from the numbers of its elements there. None if it is none
+    of this.
     """
     rows = numbers // width
     columns = numbers % width
@@ -231,7 +231,7 @@ def _place(numbers: Tensor, width: int) -> tuple[int, int, bool] | None:
 
 
 def _experts_in(name: str) -> str:
-    """The module of experts that the name of a tensor states; empty if it does not."""
+    """Return the module of experts that the name of a tensor states; empty if it does not."""
     parts = name.split(".")
     return ".".join(
         parts[

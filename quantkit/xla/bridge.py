@@ -54,7 +54,7 @@ def _environment() -> Any:
 
 
 def apply(function: Callable[..., Any], *tensors: Any) -> Any:
-    """A JAX function of the arrays under tensors, inside of `run`; tensors again."""
+    """Return a JAX function of the arrays under tensors, inside of `run`; tensors again."""
     return interop.call_jax(function, *tensors)
 
 

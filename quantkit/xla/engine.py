@@ -34,8 +34,8 @@ from quantkit.runtime.request import (
     MAX_NEW_TOKENS,
     Request,
     TokenIds,
-    checked_length,
-    checked_request,
+    check_total_length,
+    create_request,
     no_prompt_logprobs,
     prompt_ids,
 )
@@ -89,12 +89,12 @@ class XlaModel:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for those of all hosts."""
+        """Return whether this process speaks for those of all hosts."""
         return bool(jax.process_index() == 0)
 
     @cached_property
     def prefill(self) -> Any:
-        """The program of `prefill_program`."""
+        """Return the program of `prefill_program`."""
         return prefill_program(self.decoder, self.mesh)
 
     @cached_property
@@ -103,7 +103,7 @@ class XlaModel:
         return cache(partial(chunk_program, self.decoder, self.mesh))
 
     def runner(self, slots: int) -> XlaBatch:
-        """What `quantkit.generate_batch` runs requests with, several sequences at once."""
+        """Return what `quantkit.generate_batch` runs requests with, several sequences at once."""
         return XlaBatch(self, slots)
 
     def generate(
@@ -113,12 +113,12 @@ class XlaModel:
         max_new_tokens: int = MAX_NEW_TOKENS,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[int]:
-        """What `quantkit.generate` does. The same seed draws other tokens than there.
+        """Return what `quantkit.generate` does. The same seed draws other tokens than there.
 
         Raises:
             RequestError, NonFiniteError: as there.
         """
-        request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
+        request = create_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         runner = self.runner(1)
         runner.require(request)
         return new_tokens(runner, request)
@@ -223,8 +223,8 @@ class CachedBatch:
             )
 
     def grow(self) -> Drawn:
-        """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end
-        before.
+        """Return the next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts
+        end before.
 
         Raises:
             NonFiniteError: if the logits of a sequence are NaN or Inf.
@@ -234,11 +234,11 @@ class CachedBatch:
             self._cache, self.logits, self._rows, drawn, steps = self._program(
                 self._model.state, self._cache, self.logits, self._rows, self._ends, self._sampling
             )
-        found: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
-        if not found.finite.all():
+        result: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
+        if not result.finite.all():
             raise nonfinite_logits()
         self.running = bool((np.asarray(self._rows.left) > 0).any())
-        return found
+        return result
 
     def end(self, row: int) -> None:
         """Let a sequence get no more tokens."""
@@ -255,9 +255,8 @@ class XlaBatch:
 
     def __init__(self, model: XlaModel, slots: int) -> None:
         self.slots = slots
-        self._rows = power_of_two(
-            slots, 1
-        )  # also where fewer texts are left: another size would be compiled
+        # Also where fewer texts are left: another size would be compiled.
+        self._rows = power_of_two(slots, 1)
         self._model = model
         self._waiting: deque[Continuation] = deque()
         self._running: list[Continuation] = []
@@ -272,13 +271,15 @@ class XlaBatch:
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")
         config = self._model.config
-        checked_length(config, request.prompt, request.max_new_tokens, config.max_unscaled_context)
+        check_total_length(
+            config, request.prompt, request.max_new_tokens, config.max_unscaled_context
+        )
 
     def add(self, request: Request) -> list[Continuation]:
         """Start a request; returns its continuations."""
-        found = [Continuation(request, number) for number in range(request.samples)]
-        self._waiting.extend(found)
-        return found
+        result = [Continuation(request, number) for number in range(request.samples)]
+        self._waiting.extend(result)
+        return result
 
     def end(self, generation: Continuation) -> None:
         """Let a continuation end here, whatever is still to come of it."""
@@ -289,7 +290,7 @@ class XlaBatch:
             self._cached.end(self._running.index(generation))
 
     def step(self) -> list[Continuation]:
-        """A chunk of each sequence; those that have new tokens or have ended.
+        """Return a chunk of each sequence; those that have new tokens or have ended.
 
         Raises:
             NonFiniteError: if the model's logits are NaN or Inf.
@@ -334,20 +335,20 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
     other texts.
     """
     idle = rows - len(texts)
-    lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
+    lengths = np.array([*(len(text.request.prompt) for text in texts), *[1] * idle])
     # Beyond `max_unscaled_context`, some rotary scalings change.
     padded = min(bucket(int(lengths.max())), model.config.max_unscaled_context)
     tokens = np.zeros((rows, padded), np.int32)
-    for row, one in enumerate(texts):
-        tokens[row, : len(one.request.prompt)] = one.request.prompt
-    counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
-    params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
-    penalized = any(one.needs_seen_tokens for one in params)
-    counted = any(one.needs_counts for one in params)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.request.prompt)] = text.request.prompt
+    counts = np.array([*(text.request.max_new_tokens for text in texts), *[0] * idle])
+    params = [*(text.sampling for text in texts), *[SamplingParams()] * idle]
+    penalized = any(param.needs_seen_tokens for param in params)
+    counted = any(param.needs_counts for param in params)
     sampling = None
-    if not all(one.likeliest_only for one in params):
+    if not all(param.likeliest_only for param in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
-    requested = [one.request.logprobs for one in texts if one.request.logprobs is not None]
+    requested = [text.request.logprobs for text in texts if text.request.logprobs is not None]
     return CachedBatch(
         model,
         tokens,
@@ -362,8 +363,8 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
 
 
 def bucket(length: int) -> int:
-    """A length that many share, so that what is compiled for one serves all: no shorter, at most
-    twice as long.
+    """Return a length that many share, so that what is compiled for one serves all: no shorter, at
+    most twice as long.
     """
     if length <= _STEP:
         return power_of_two(length, _MIN)
@@ -371,10 +372,10 @@ def bucket(length: int) -> int:
 
 
 def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
-    """A seed in 64 bits for each sequence, the same for the processes of all hosts."""
+    """Return a seed in 64 bits for each sequence, the same for the processes of all hosts."""
     seeds = []
-    for one in params:
-        seeds.append(secrets.randbits(64) if one.seed is None else one.seed % 2**64)
+    for param in params:
+        seeds.append(secrets.randbits(64) if param.seed is None else param.seed % 2**64)
     words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
     shared_seeds: list[int] = []
     for high, low in multihost_utils.broadcast_one_to_all(words).tolist():

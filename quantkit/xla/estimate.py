@@ -85,7 +85,7 @@ class SliceEstimate:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         return [
             (
                 f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch"
@@ -169,7 +169,7 @@ def estimate_slice(
 
 
 def collectives(program: str) -> dict[str, int]:
-    """How many of each kind a compiled program has, from its text.
+    """Return how many of each kind a compiled program has, from its text.
 
     A loop's are those of one round.
     """

@@ -19,7 +19,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
-_SCATTERED = "all-reduce-scatter"  # what the name of a computation says that does both
+# What the name of a computation says that does both.
+_SCATTERED = "all-reduce-scatter"
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -60,40 +61,43 @@ class Collective:
 
 
 def exchanges(program: str) -> Counter[Collective]:
-    """The collectives of a program with how often each is run, those of loops in each of their
-    rounds.
+    """Return the collectives of a program with how often each is run, those of loops in each of
+    their rounds.
     """
     computations = _computations(program)
-    found: Counter[Collective] = Counter()
+    result: Counter[Collective] = Counter()
     spread: dict[tuple[str, Collective], int] = {}
     entry = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
     for one, times, channel in (
         _run(computations, entry[1], 1, fused=False) if entry is not None else ()
     ):
         if channel is None:
-            found[one] += times
-        else:  # its start, its end and parts between may be in several fusions
+            result[one] += times
+        else:
+            # Its start, its end and parts between may be in several fusions.
             spread[channel, one] = min(times, spread.get((channel, one), times))
     for (_, one), times in spread.items():
-        found[one] += times
-    return found
+        result[one] += times
+    return result
 
 
 def _computations(program: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in program.splitlines():
         if (head := _COMPUTATION.match(line)) is not None:
-            lines = found.setdefault(head[1], [])
+            lines = result.setdefault(head[1], [])
         elif line.startswith("  "):
             lines.append(line)
-    return found
+    return result
 
 
 def _run(
     computations: dict[str, list[str]], name: str, times: int, *, fused: bool
 ) -> Iterator[tuple[Collective, int, str | None]]:
-    """The collectives of a computation that is run so often; in a fusion with their channel."""
+    """Yield the collectives of a computation that is run so often; in a fusion with their
+    channel.
+    """
     for line in computations.get(name, ()):
         if (match := _COLLECTIVE.search(line)) is not None:
             if fused:
@@ -106,7 +110,8 @@ def _run(
                 else:
                     one = one
                 yield one, times, None if channel is None else channel[1]
-            continue  # what it applies is an addition
+            # What it applies is an addition.
+            continue
         rounds = _rounds(computations, line)
         called = [one[1] for one in _CALLED.finditer(line)]
         if (branches := _BRANCHES.search(line)) is not None:
@@ -116,8 +121,8 @@ def _run(
 
 
 def _rounds(computations: dict[str, list[str]], line: str) -> int:
-    """How often an instruction runs what it calls: the limit of a loop's counter, which begins
-    at zero.
+    """Return how often an instruction runs what it calls: the limit of a loop's counter, which
+    begins at zero.
     """
     if (trips := _TRIPS.search(line)) is not None:
         return int(trips[1])
@@ -131,14 +136,15 @@ def _rounds(computations: dict[str, list[str]], line: str) -> int:
 
 
 def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
-    """Those of one instruction; several arrays may be exchanged together."""
+    """Yield those of one instruction; several arrays may be exchanged together."""
     kind = match[2]
     devices = _devices(line)
     operands = []
     for one in _ARRAY.finditer(line[match.end() :].partition("), ")[0]):
         operands.append((one[1], _shape(one[2])))
     results = [(one[1], _shape(one[2])) for one in _ARRAY.finditer(match[1])]
-    if match[3] and len(results) > len(operands):  # a start has its operands among its results
+    # A start has its operands among its results.
+    if match[3] and len(results) > len(operands):
         if len(results) % 2 == 0:
             results = results[len(results) // 2 :]
         else:
@@ -147,7 +153,8 @@ def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
         for before, after in zip(operands, results, strict=True):
             dtype, shape = max(before, after, key=lambda one: math.prod(one[1]))
             yield Collective(kind, devices, dtype, shape)
-    else:  # operands are printed without their shapes
+    else:
+        # Operands are printed without their shapes.
         if kind == "reduce-scatter":
             times = len(devices)
         else:
@@ -159,7 +166,7 @@ def _collectives(line: str, match: re.Match[str]) -> Iterator[Collective]:
 
 
 def _devices(line: str) -> tuple[int, ...]:
-    """The first group of devices that exchange; empty for all together."""
+    """Return the first group of devices that exchange; empty for all together."""
     if (listed := _LISTED.search(line)) is not None:
         return tuple(map(int, listed[1].split(",")))
     if (pairs := _PAIRS.search(line)) is not None:
@@ -193,11 +200,11 @@ def _order(sizes: str, transposed: str | None) -> list[int]:
         axes = [int(one) for one in transposed.split(",")]
     else:
         axes = list(range(len(shape)))
-    found = [0]
+    result = [0]
     for axis in axes:
         stride = math.prod(shape[axis + 1 :])
-        found = [start + number * stride for start in found for number in range(shape[axis])]
-    return found
+        result = [start + number * stride for start in result for number in range(shape[axis])]
+    return result
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -28,9 +28,12 @@ from quantkit.xla.split import DeviceSplit
 
 AXIS = "tp"
 
-_FEW_ROWS = 64  # up to which sums for each group take less memory than the weight as floats
-_BLOCK = 512  # queries of which the weights over all positions are in memory at once
-_EXACT = lax.Precision.HIGHEST  # a TPU would otherwise round float32 to bfloat16
+# Up to which sums for each group take less memory than the weight as floats.
+_FEW_ROWS = 64
+# Queries of which the weights over all positions are in memory at once.
+_BLOCK = 512
+# A TPU would otherwise round float32 to bfloat16.
+_EXACT = lax.Precision.HIGHEST
 
 _dot = partial(lax.dot_general, precision=_EXACT, preferred_element_type=jnp.float32)
 
@@ -75,7 +78,8 @@ class ShardedEmbedding(_Sharded):
 
     def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
         super().__init__(weight)
-        self._like = [like]  # not a submodule: its array has one name
+        # Not a submodule: its array has one name.
+        self._like = [like]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
@@ -90,7 +94,8 @@ class ShardedTiedHead(nn.Module):
 
     def __init__(self, embedding: ShardedEmbedding, finish: Finish) -> None:
         super().__init__()
-        self._embedding = [embedding]  # not a submodule: its arrays have one name each
+        # Not a submodule: its arrays have one name each.
+        self._embedding = [embedding]
         self._finish = finish
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,8 +125,8 @@ class ShardedCache(KVCache):
 
 
 def sharded_decoder(split: DeviceSplit) -> Decoder:
-    """The decoder of one device, without weights; it takes the arrays of `DeviceSplit.leaves` by
-    their names.
+    """Return the decoder of one device, without weights; it takes the arrays of
+    `DeviceSplit.leaves` by their names.
     """
     attend_by(attention)
     with meta_init():
@@ -145,7 +150,7 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
 
 
 def _arrays(scheme: QuantScheme | None) -> list[str]:
-    """The names of a weight's arrays."""
+    """Return the names of a weight's arrays."""
     if scheme is None:
         return ["weight"]
     if scheme.symmetric:
@@ -216,7 +221,8 @@ def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array, *steps: jax.A
     here = (own >= 0) & (own < count)
     at = jnp.where(here, own, 0)
     rows = jnp.take(weight, at, axis=-2)
-    if steps:  # rows are [G, B, T, D / G]
+    # Rows are [G, B, T, D / G]
+    if steps:
         scale, *zero = (
             jnp.take(array, at, axis=1).astype(jnp.float32)[..., None] for array in steps
         )
@@ -226,12 +232,14 @@ def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array, *steps: jax.A
 
 
 def all_reduce(product: jax.Array) -> jax.Array:
-    """What the devices have computed of the same outputs, added up."""
+    """Return what the devices have computed of the same outputs, added up."""
     return lax.psum(product, AXIS)
 
 
 def all_gather(product: jax.Array, size: int) -> jax.Array:
-    """What the devices have computed of different outputs, side by side; the first `size`."""
+    """Return what the devices have computed of different outputs, side by side; the first
+    `size`.
+    """
     return lax.all_gather(product, AXIS, axis=product.ndim - 1, tiled=True)[..., :size]
 
 
@@ -272,7 +280,8 @@ def attention(
             seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK, axis=-2)
         return _attend(some, keys, values, seen, scale)
 
-    blocks = lax.map(block, jnp.arange(0, length, _BLOCK))  # [T / _BLOCK, B, H, _BLOCK, Dh]
+    # [T / _BLOCK, B, H, _BLOCK, Dh]
+    blocks = lax.map(block, jnp.arange(0, length, _BLOCK))
     return jnp.moveaxis(blocks, 0, 2).reshape(queries.shape)
 
 
@@ -297,8 +306,8 @@ def _attend(
 
 
 def update_cache(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same for
-    all texts, or [B, T]; those of a sequence lie one after the other.
+    """Return a cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same
+    for all texts, or [B, T]; those of a sequence lie one after the other.
     """
     new = new.astype(cache.dtype)
     if positions.ndim == 1:

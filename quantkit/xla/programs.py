@@ -94,12 +94,12 @@ class Sampling(NamedTuple):
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int
     ) -> Sampling:
-        """The arrays for sequences with these options, and seeds of 64 bits."""
+        """Return the arrays for sequences with these options, and seeds of 64 bits."""
         values: dict[str, Any] = {}
         for option in OPTIONS:
-            found = [getattr(one, option.name) for one in params]
+            found = [getattr(param, option.name) for param in params]
             if option.row is not None:
-                if any(option in one.active for one in params):
+                if any(option in param.active for param in params):
                     values[option.name] = np.array(
                         [option.row(one, vocab_size) for one in found], np.float32
                     )
@@ -223,7 +223,7 @@ def sample(
     seen: jax.Array | None,
     counts: jax.Array | None = None,
 ) -> jax.Array:
-    """A token for each sequence, [B, V] to [B].
+    """Return a token for each sequence, [B, V] to [B].
 
     Args:
         sampling: None takes the likeliest.
@@ -247,7 +247,7 @@ def _sample_one(
     values: dict[str, jax.Array],
     past: dict[str, jax.Array | None],
 ) -> jax.Array:
-    """A token of one sequence, from logits [V]; `past` is as `Option` describes it."""
+    """Return a token of one sequence, from logits [V]; `past` is as `Option` describes it."""
     for option in OPTIONS:
         if option.adjust is not None and option.name in values:
             if option.past is None:
@@ -278,14 +278,14 @@ def _run_shard(
     *,
     first: bool,
 ) -> tuple[Cache, jax.Array]:
-    """One device's run of the decoder: the cache as it then is, and the logits [B, V] of each row's
-    token at `last`, [B].
+    """Return one device's run of the decoder: the cache as it then is, and the logits [B, V] of
+    each row's token at `last`, [B].
     """
 
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
-        stored = tuple([each.rows for each in layers] for layers in (cache.keys, cache.values))
+        stored = tuple([layer.rows for layer in layers] for layers in (cache.keys, cache.values))
         chosen = apply(
             lambda of, at: jnp.take_along_axis(of, at[:, None, None], axis=1)[:, 0], hidden, last
         )
@@ -298,9 +298,9 @@ def _run_shard(
 def _spmd(
     program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int, donated: tuple[int, ...]
 ) -> Any:
-    """A program that every device runs: the first two inputs, state and cache, reach it as the
-    device's own shards, and its first output is the cache again. All other inputs and outputs are
-    replicated.
+    """Return a program that every device runs: the first two inputs, state and cache, reach it as
+    the device's own shards, and its first output is the cache again. All other inputs and outputs
+    are replicated.
     """
 
     @wraps(program)
@@ -312,7 +312,6 @@ def _spmd(
     before = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2))
     after = (SHARDED, *[_REPLICATED] * (outputs - 1))
     mapped = jax.shard_map(one, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
-    shardings = tuple(
-        NamedSharding(mesh, spec) for spec in before
-    )  # both the host's arrays and the devices'
+    # Both the host's arrays and the devices'.
+    shardings = tuple(NamedSharding(mesh, spec) for spec in before)
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)

@@ -33,13 +33,16 @@ _SPACE = {
     512: "8x8x8",
 }
 _COMPILER_ONLY = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no request to a metadata server about this machine
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a chip that may be here is not taken
+    # No request to a metadata server about this machine.
+    "TPU_SKIP_MDS_QUERY": "1",
+    # A chip that may be here is not taken.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-_REFUSED = "RESOURCE_EXHAUSTED: "  # how the compiler says it
+# How the compiler says it.
+_REFUSED = "RESOURCE_EXHAUSTED: "
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Slice:
         return CHIPS[self.kind]
 
     def devices(self) -> list[Any]:
-        """Its chips, as the compiler has them, slice after slice.
+        """Return its chips, as the compiler has them, slice after slice.
 
         Raises:
             RequestError: if libtpu does not start.
@@ -114,7 +117,7 @@ class Slice:
         return list(self.topology().devices)
 
     def topology(self) -> Any:
-        """Its description by the compiler. Raises as `devices` does."""
+        """Return its description by the compiler. Raises as `devices` does."""
         os.environ.update(_COMPILER_ONLY)
         jax.config.update("jax_platforms", "cpu")
         if self.chip.cores > 1:
@@ -131,7 +134,7 @@ class Slice:
 
 
 def too_much(target: str, found: str, memory: str | None) -> RequestError:
-    """The error for a model that a slice has too little memory for."""
+    """Return the error for a model that a slice has too little memory for."""
     return RequestError(
         f"the model does not fit {target}",
         found=found,
@@ -141,7 +144,7 @@ def too_much(target: str, found: str, memory: str | None) -> RequestError:
 
 
 def compiled_for(target: str, lowered: Any, what: str) -> Any:
-    """A lowered program, compiled.
+    """Return a lowered program, compiled.
 
     Raises:
         RequestError: if it needs more memory than a chip has.

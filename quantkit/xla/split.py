@@ -142,8 +142,8 @@ class DeviceSplit:
 
     @property
     def local(self) -> ModelConfig:
-        """The architecture of what one device computes; vocabulary and feed-forward size are the
-        whole ones.
+        """Return the architecture of what one device computes; vocabulary and feed-forward size are
+        the whole ones.
         """
         config = self.config
         devices = self.devices
@@ -154,7 +154,7 @@ class DeviceSplit:
         )
 
     def shards(self, parameter: Parameter) -> Shards:
-        """What each device has of one tensor of the checkpoint."""
+        """Return what each device has of one tensor of the checkpoint."""
         axis = parameter.split_axis
         if axis is None:
             return Shards(None)
@@ -170,7 +170,7 @@ class DeviceSplit:
         return replace(self._even(axis, width), group=group)
 
     def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
-        """A tensor of the checkpoint as it lies on one device.
+        """Return a tensor of the checkpoint as it lies on one device.
 
         A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and,
         if it has them, ``zero`` [G, O] less the same. Works on the meta device as well.
@@ -183,18 +183,18 @@ class DeviceSplit:
         steps = {"scale": value.scale}
         if value.zero is not None:
             steps["zero"] = (value.zero.short() - middle).char()
-        for name, each in steps.items():
+        for name, step in steps.items():
             if shards.axis == 0:
-                steps[name] = _cut(each, shards, 0, rank)
+                steps[name] = _cut(step, shards, 0, rank)
             elif shards.axis == 1 and value.scheme.group_size is not None:
-                repeated = each.repeat_interleave(value.scheme.group_size // shards.group, dim=1)
+                repeated = step.repeat_interleave(value.scheme.group_size // shards.group, dim=1)
                 steps[name] = _cut(repeated, shards, 1, rank, shards.group)
         grouped = codes.char().view(codes.shape[0], steps["scale"].shape[1], -1)
         return [
             Leaf(
                 f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4
             ),
-            *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in steps.items()),
+            *(Leaf(f"{parameter.module}.{name}", step.t()) for name, step in steps.items()),
         ]
 
     def _even(self, axis: int, size: int) -> Shards:
@@ -203,7 +203,9 @@ class DeviceSplit:
 
     @cached_property
     def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
-        """The row-parallel weight of a layer, and of an expert in it, that has inputs of a size."""
+        """Return the row-parallel weight of a layer, and of an expert in it, that has inputs of
+        a size.
+        """
         weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
         readers: dict[tuple[int | None, int | None, str], Parameter] = {}
         for p in weights:
@@ -234,7 +236,7 @@ class DeviceSplit:
 
 
 def _cut(tensor: Tensor, shards: Shards, axis: int | None, rank: int, unit: int = 1) -> Tensor:
-    """One device's shard along an axis that counts in units of `unit` columns."""
+    """Return one device's shard along an axis that counts in units of `unit` columns."""
     if axis is None:
         return tensor
     start = min(shards.starts[rank] // unit, tensor.shape[axis])

@@ -35,8 +35,8 @@ SHARDED = PartitionSpec(AXIS)
 
 
 def found_devices(*, multi_host: bool = False) -> list[Any]:
-    """The devices that JAX finds; see `device_mesh`. What is compiled for them is kept for later
-    runs.
+    """Return the devices that JAX finds; see `device_mesh`. What is compiled for them is kept for
+    later runs.
 
     Raises:
         RequestError: if there are none.
@@ -54,7 +54,7 @@ def found_devices(*, multi_host: bool = False) -> list[Any]:
 
 
 def too_few_devices(found: Sequence[Any], count: int) -> RequestError:
-    """The error for a number of devices that there are not."""
+    """Return the error for a number of devices that there are not."""
     flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
     return RequestError(
         "too few devices",
@@ -65,7 +65,7 @@ def too_few_devices(found: Sequence[Any], count: int) -> RequestError:
 
 
 def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
-    """A line of devices.
+    """Return a line of devices.
 
     Args:
         count: how many; None takes all.
@@ -132,7 +132,7 @@ def load_state(
 def abstract_state(
     infos: Mapping[str, TensorSpec], split: DeviceSplit, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `load_state` returns, without weights, from the descriptions of all tensors."""
+    """Return what `load_state` returns, without weights, from the descriptions of all tensors."""
     leaves = list(_derived(split))
     for parameter in parameters(split.config):
         leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
@@ -145,7 +145,7 @@ def abstract_state(
 def abstract(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED
 ) -> jax.ShapeDtypeStruct:
-    """An array over a mesh that is not there."""
+    """Return an array over a mesh that is not there."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
@@ -155,12 +155,12 @@ def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """A torch type in JAX."""
+    """Return a torch type in JAX."""
     return jnp.dtype(DType.of(dtype).value)
 
 
 def _derived(split: DeviceSplit) -> list[Leaf]:
-    """What the model has besides the checkpoint's tensors."""
+    """Return what the model has besides the checkpoint's tensors."""
     result: list[Leaf] = []
     for name, values in Rotary(split.config).named_buffers():
         result.append(Leaf(f"rotary.{name}", values))
@@ -191,7 +191,7 @@ def _dtype(leaf: Leaf) -> Any:
 
 
 def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
-    """An array of which each rank here has its own leaf."""
+    """Return an array of which each rank here has its own leaf."""
     shape = (mesh.size, *next(iter(leaves.values())).value.shape)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:

@@ -21,7 +21,7 @@ from fuzzing.inputs import Input
 from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.tensors.qtensor import QuantTensor
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7, 8, 10, 11}
@@ -162,7 +162,7 @@ class Bench:
                 value = checkpoint.load(name)
                 floats = value.dequantize() if isinstance(value, QuantTensor) else value
                 loaded[name] = oracle.plain_nans(floats) if checkpoint.format == "gguf" else floats
-            tokenizer, _ = checked_tokenizer(checkpoint)
+            tokenizer, _ = load_checked_tokenizer(checkpoint)
             if tokenizer is not None:
                 tokenizer.decode(tokenizer.encode(_TEXT))
         except QuantkitError as error:

@@ -19,7 +19,7 @@ from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.gguf.config import config_of, metadata_of, notes_of, shortest
-from quantkit.formats.gguf.names import ROPE_FREQS, gguf_tensors, keeps_float32, stored_offset
+from quantkit.formats.gguf.names import ROPE_FREQS, get_norm_offset, gguf_tensors, keeps_float32
 from quantkit.formats.gguf.rope import rope_tensors
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -172,7 +172,7 @@ def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
 
 def test_which_tensors_are_changed_is_reported() -> None:
     config = _config("gemma2", head_dim=16, query_pre_attn_scalar=16, pad_token_id=0)
-    offsets = {tensor.name: stored_offset(config, tensor) for tensor in gguf_tensors(config)}
+    offsets = {tensor.name: get_norm_offset(config, tensor) for tensor in gguf_tensors(config)}
     assert {name for name, offset in offsets.items() if offset} == {
         name for name in offsets if "norm" in name
     }

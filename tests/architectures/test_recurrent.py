@@ -18,7 +18,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import quantkit
-from quantkit.architectures.families.opaque import is_within, named_roles, recurrent_modules
+from quantkit.architectures.families.opaque import infer_roles_by_name, is_within, recurrent_modules
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.via_transformers.linears import NotKnown, _recurrent, _require_sane, with_linears
@@ -178,7 +178,7 @@ def test_no_linear_of_a_module_with_a_state_is_rounded_and_all_others_are(
     assert {name for name, role in known.items() if role == "recurrent"} == set()
     assert {role for name, role in known.items() if name.rpartition(".")[2] in _PLAIN} <= {"linear"}
 
-    by_names = named_roles(source.extra_config, source.config.tensors or ())
+    by_names = infer_roles_by_name(source.extra_config, source.config.tensors or ())
     named = {name: by_names.get(one.name, ("",))[0] for name, one in tensors.items()}
     assert {named[name] for name in within} <= {"recurrent", "float"}
     assert {named[name] for name in known if name.rpartition(".")[2] in _PLAIN} <= {"linear"}

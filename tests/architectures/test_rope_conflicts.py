@@ -14,7 +14,7 @@ import torch
 from command import Capture, run
 
 import quantkit
-from quantkit.architectures.families import config_from_hf, ignored_rope_settings
+from quantkit.architectures.families import config_from_hf, list_ignored_rope_settings
 from quantkit.errors import CheckpointError, UnsupportedError
 
 _YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -251,7 +251,7 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
 def test_settings_that_transformers_ignores_are_named(
     raw: dict[str, Any], expected: list[str]
 ) -> None:
-    found = ignored_rope_settings(raw)
+    found = list_ignored_rope_settings(raw)
     assert len(found) == len(expected), found
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
 
@@ -265,7 +265,7 @@ def test_what_quantkit_and_transformers_write_contradicts_nothing(
     )
     quantkit.convert(source, tmp_path / "target")
     for folder in (source, tmp_path / "target"):
-        assert ignored_rope_settings(json.loads((folder / "config.json").read_text())) == []
+        assert list_ignored_rope_settings(json.loads((folder / "config.json").read_text())) == []
 
 
 def test_a_base_that_is_ignored_is_reported_by_every_job(tmp_path: Path, capfd: Capture) -> None:

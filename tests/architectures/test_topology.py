@@ -20,11 +20,11 @@ from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import (
     ExpertBank,
     block_items,
-    fused_modules,
+    group_fused_linears,
     input_groups,
     linear_columns,
+    list_summed_modules,
     parameters,
-    summed_modules,
 )
 from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -140,11 +140,11 @@ def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
         ("mlp.in", ("mlp.gate_proj", "mlp.up_proj"), False),
         ("mlp.out", ("mlp.down_proj",), True),
     ]
-    assert fused_modules(config, 1) == {
+    assert group_fused_linears(config, 1) == {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
-    assert summed_modules(config)[:2] == [
+    assert list_summed_modules(config)[:2] == [
         "model.layers.0.self_attn.o_proj",
         "model.layers.0.mlp.down_proj",
     ]

@@ -18,7 +18,7 @@ from test_topology import CASES, ENDS
 
 import quantkit
 from quantkit.architectures.families import families
-from quantkit.architectures.topology import fused_modules
+from quantkit.architectures.topology import group_fused_linears
 from quantkit.base.json_values import Settings
 from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
 from quantkit.bit_allocation.knapsack import Option, choose
@@ -162,7 +162,7 @@ def test_what_runtimes_fuse_is_one_unit(case: str, tmp_path: Path) -> None:
     owner = {module: unit for unit in units(config) for module in unit.modules}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for modules in fused_modules(config, layer).values():
+        for modules in group_fused_linears(config, layer).values():
             assert len({owner[prefix + module].modules[0] for module in modules}) == 1
         experts = [module for module in owner if module.startswith(f"{prefix}mlp.experts.")]
         assert len({owner[module].modules[0] for module in experts}) <= 1

@@ -31,7 +31,7 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.attention import causal_attention
+from quantkit.model.attention import make_causal_attention
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Step
 from quantkit.model.feed_forward import Experts
@@ -144,7 +144,7 @@ def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
     streams = Streams(source, tokens, store, CPU, EFFORTS["thorough"])
     decoder = load_model(source, dtype=torch.float32, device="cpu")
     positions = torch.arange(LENGTH)
-    step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
+    step = Step(decoder.rotary(positions), make_causal_attention(positions, decoder.config.windows))
     with torch.inference_mode():
         x = decoder.model.embed(tokens)
         for layer, block in enumerate(decoder.model.layers):
@@ -175,7 +175,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     store = ActivationStore(tmp_path / "states", 10**9)
     _quantize_block(source, 0, Streams(source, tokens, store, CPU, EFFORTS["default"]), schemes)
     decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
-    step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
+    step = Step(decoder.rotary(positions), make_causal_attention(positions, decoder.config.windows))
     block: Any = decoder.model.layers[0]
     with torch.inference_mode():
         x = decoder.model.embed(tokens)

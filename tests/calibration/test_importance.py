@@ -22,7 +22,7 @@ from quantkit.calibration.importance import importance_tokens, input_importance,
 from quantkit.errors import ResumeError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import prepare
 from quantkit.model.layerwise import Batch
@@ -81,7 +81,7 @@ def test_it_is_the_mean_square_of_what_transformers_multiplies(
 
 def test_the_sample_is_text_where_there_is_a_tokenizer(demo_model: Path) -> None:
     source = open_checkpoint(demo_model)
-    tokenizer, _ = checked_tokenizer(source)
+    tokenizer, _ = load_checked_tokenizer(source)
     assert tokenizer is not None
     tokens = _sample(source, tokenizer)
     assert tokens.shape == importance_tokens(source)
@@ -137,7 +137,7 @@ def test_it_is_the_same_where_transformers_runs_the_model(
         open_checkpoint(tiny_model(kind)),
         _for_transformers(tiny_model(kind), tmp_path / "dst"),
     )
-    tokenizer, _ = checked_tokenizer(own)
+    tokenizer, _ = load_checked_tokenizer(own)
     expected = input_importance(own, tokenizer)
     found = _by_canonical_name(own, input_importance(other, tokenizer))
     others = {name for name in expected if name.endswith(".mlp.gate")}  # routers

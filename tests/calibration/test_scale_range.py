@@ -77,8 +77,8 @@ def test_several_formats_have_equal_scales_in_their_types(
     assert all(isinstance(weight, QuantTensor) for weight in weights)
     dtypes = [weight.scale.dtype for weight in weights if isinstance(weight, QuantTensor)]
     assert dtypes == [torch.float32, torch.float16, torch.float32]
-    assert verify(folders[0], folders[1]).same
-    assert verify(folders[0], folders[2]).same
+    assert verify(folders[0], folders[1]).is_same
+    assert verify(folders[0], folders[2]).is_same
 
 
 def _never_solve(*_: object, **__: object) -> Any:

@@ -161,5 +161,9 @@ def compressed_tensors(value: QuantTensor) -> dict[str, Tensor]:
     codec = PackQuantized(value.scheme)
     spec = TensorSpec("a.weight", value.shape, DType.of(value.scale.dtype), value.scheme)
     return dict(
-        zip((tensor.name for tensor in codec.stored(spec)), codec.encode(value), strict=True)
+        zip(
+            (tensor.name for tensor in codec.list_stored_tensors(spec)),
+            codec.encode(value),
+            strict=True,
+        )
     )

@@ -25,7 +25,7 @@ from fake_hub import COMMIT, Hostile, git_name, hub
 
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError
-from quantkit.files.hub_answers import HubFile, checked_answers
+from quantkit.files.hub_answers import HubFile, validate_hub_answers
 from quantkit.files.hub_cache import CachedModel
 
 pytestmark = pytest.mark.processes
@@ -368,7 +368,7 @@ def test_a_record_replaces_a_link_and_does_not_follow_it(
     (model.folder / "quantkit" / f"{COMMIT}.json").symlink_to(tmp_path / "mine")
     model.record(COMMIT, [file])
     assert (tmp_path / "mine").read_text() == "mine"
-    assert model.recorded(COMMIT) == {file}
+    assert model.read_record(COMMIT) == {file}
 
 
 def test_a_branch_in_the_cache_that_leads_out_of_it_is_not_taken(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
     try:
         with (
             path.open("wb") as file,
-            checked_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
+            validate_hub_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
             pytest.raises(
                 CheckpointError,
                 match=r"sends more of 'x' than it announced .*expected 100000 bytes",
@@ -436,7 +436,7 @@ def test_storage_on_another_host_gets_no_token(
         headers["X-Xet-Refresh-Route"] = route if route.startswith("http") else address + route
         name = next(iter(FILES))
         url = hf_hub_url("case/xet", name, endpoint=address)
-        with checked_answers("hf:case/xet"):
+        with validate_hub_answers("hf:case/xet"):
             if problem is None:
                 assert (
                     file_download.get_hf_file_metadata(url, endpoint=address).xet_file_data

@@ -18,7 +18,7 @@ from fake_hub import COMMIT, hub
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
-from quantkit.files.hub import HubModel, hub_model, needed_files, origin
+from quantkit.files.hub import HubModel, hub_model, origin, select_download_files
 from quantkit.files.source import SourceFile
 
 pytestmark = pytest.mark.processes
@@ -235,7 +235,9 @@ def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:
     ],
 )
 def test_which_files_are_needed(names: tuple[str, ...], left_out: tuple[str, ...]) -> None:
-    assert sorted(needed_files(dict.fromkeys((*names, *left_out), 1), MODEL)) == sorted(names)
+    assert sorted(select_download_files(dict.fromkeys((*names, *left_out), 1), MODEL)) == sorted(
+        names
+    )
 
 
 def test_which_of_several_gguf_models_is_requested() -> None:
@@ -243,13 +245,16 @@ def test_which_of_several_gguf_models_is_requested() -> None:
         ("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"), 1
     )
     with pytest.raises(RequestError, match=r"several GGUF models .* hf:some/model/a-Q4_0.gguf"):
-        needed_files(sizes, MODEL)
+        select_download_files(sizes, MODEL)
     chosen = HubModel("some/model", "b-00001-of-00002.gguf")
-    assert needed_files(sizes, chosen) == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    assert select_download_files(sizes, chosen) == [
+        "b-00001-of-00002.gguf",
+        "b-00002-of-00002.gguf",
+    ]
     with pytest.raises(RequestError, match="no weights"):
-        needed_files({"config.json": 1}, MODEL)
+        select_download_files({"config.json": 1}, MODEL)
     with pytest.raises(RequestError, match="no such file"):
-        needed_files(sizes, HubModel("some/model", "c.gguf"))
+        select_download_files(sizes, HubModel("some/model", "c.gguf"))
 
 
 def test_where_a_path_comes_from(tmp_path: Path) -> None:

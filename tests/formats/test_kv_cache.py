@@ -31,7 +31,7 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, UnsupportedError
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.kv_cache import stated_scheme
+from quantkit.formats.kv_cache import read_cache_scheme
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import load_tokenizer
@@ -190,7 +190,7 @@ def test_scales_end_the_last_of_several_files(folders: dict[str, Path], tmp_path
     assert {index["weight_map"][name] for name in _scales(made.path)} == {files[-1]}
     sizes = [one.nbytes for file in files for one in load_file(made.path / file).values()]
     assert index["metadata"]["total_size"] == sum(sizes)
-    assert verify(folders["int4"], made.path).same
+    assert verify(folders["int4"], made.path).is_same
 
 
 def test_a_form_with_activations_in_int8_holds_them_too(
@@ -345,7 +345,7 @@ def test_older_names_are_kept_and_mean_the_same(folders: dict[str, Path], tmp_pa
         if name.endswith("_proj.output_scale")
     }
     assert len(names) == 2 * LAYERS
-    assert verify(made.path, folders["int4"]).same
+    assert verify(made.path, folders["int4"]).is_same
 
 
 def test_a_cache_is_run_as_transformers_runs_it(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_verify_compares_every_tensor_of_the_cache(
     name, tensor = OTHER_TENSORS[what]
     first, second = (oracle.copy(folders["int4"], tmp_path / one) for one in ("first", "second"))
     _edit(first, lambda tensors: tensors.update({name: tensor}))
-    assert verify(first, first).same
+    assert verify(first, first).is_same
     other = tensor - 1 if tensor.dtype == torch.int64 else (tensor.float() * 2).to(tensor.dtype)
     for held in ({}, {name: other}):
         _edit(second, lambda tensors, held=held: tensors.update(held))
@@ -456,7 +456,7 @@ def test_names_and_types_of_zero_points_make_no_difference(
             {f"{ATTENTION_1}.k_proj.output_zero_point": torch.tensor(3.0)}
         ),
     )
-    assert verify(first, second).same
+    assert verify(first, second).is_same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -599,7 +599,7 @@ def test_zero_points_and_scales_for_each_head_are_carried(
     names = {name for name in before if name.endswith(("k_scale", "v_scale", "_zero_point"))}
     assert len(names) >= 2 * LAYERS
     assert _equal({name: after[name] for name in names}, {name: before[name] for name in names})
-    assert verify(source, made.path).same
+    assert verify(source, made.path).is_same
     assert quantkit.diagnose(made.path).findings == []
     loaded = AutoModelForCausalLM.from_pretrained(made.path).state_dict()
     assert all(torch.equal(loaded[name], before[name]) for name in names)
@@ -718,10 +718,10 @@ def test_schemes_are_read_that_compressed_tensors_accepts() -> None:
     ]
     assert len(accepted) > 20
     for scheme in accepted:
-        assert stated_scheme(Settings({"kv_cache_scheme": scheme}, "config.json")) == scheme
+        assert read_cache_scheme(Settings({"kv_cache_scheme": scheme}, "config.json")) == scheme
     for scheme in [scheme for scheme in (*ones, *floats, *integers) if scheme not in accepted]:
         with pytest.raises(CheckpointError, match=r"does not accept kv_cache_scheme\.\w+ \(found"):
-            stated_scheme(Settings({"kv_cache_scheme": scheme}, "config.json"))
+            read_cache_scheme(Settings({"kv_cache_scheme": scheme}, "config.json"))
 
 
 def _floats_with_cache(folder: Path) -> Path:
@@ -816,7 +816,7 @@ def test_a_model_known_by_its_tensors_carries_scheme_and_scales(
     assert any(
         "scheme and scales of the KV cache are carried as they are" in note for note in made.notes
     )
-    assert verify(source, made.path).same
+    assert verify(source, made.path).is_same
 
 
 def test_quantize_drops_scheme_and_scales_of_a_model_known_by_its_tensors(

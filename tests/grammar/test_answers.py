@@ -14,7 +14,7 @@ import quantkit
 from quantkit.errors import RequestError
 from quantkit.grammar.grammars import Grammars
 from quantkit.grammar.lark import json_grammar
-from quantkit.grammar.schema import checked_schema
+from quantkit.grammar.schema import check_schema
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
 from quantkit.runtime.request import Request
@@ -53,7 +53,7 @@ def test_answers_satisfy_their_schemas(
         for seed in range(COUNT):
             schema = random_schema(seed)
             try:
-                constraint = grammars.constraint(json_grammar(checked_schema(schema)))
+                constraint = grammars.constraint(json_grammar(check_schema(schema)))
             except RequestError as error:
                 refused.append(f"{seed}: {error}")
                 continue

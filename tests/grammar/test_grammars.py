@@ -12,7 +12,7 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar import grammars as module
 from quantkit.grammar.grammars import Grammars
 from quantkit.grammar.lark import json_grammar
-from quantkit.grammar.schema import checked_schema
+from quantkit.grammar.schema import check_schema
 from quantkit.runtime.sampling import Sampler
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.text.token_bytes import TokenBytes
@@ -41,12 +41,12 @@ def _grammars(tokenizer: Any = None) -> Grammars:
 
 
 def _constraint(schema: Any, found: Grammars | None = None) -> Any:
-    return (found or _grammars()).constraint(json_grammar(checked_schema(schema)))()
+    return (found or _grammars()).constraint(json_grammar(check_schema(schema)))()
 
 
 def _next(constraint: Any) -> set[bytes]:
     """What may follow; an end as b"</s>"."""
-    mask = constraint.allowed()
+    mask = constraint.compute_token_mask()
     assert (mask.dtype, mask.shape) == (torch.bool, (VOCAB_SIZE,))
     names = (
         [bytes([value]) for value in range(256)] + [b"</s>", b"unused", *MORE] + [b"no token"] * 5
@@ -56,7 +56,7 @@ def _next(constraint: Any) -> set[bytes]:
 
 def _accept(constraint: Any, text: bytes) -> None:
     for value in text:
-        assert constraint.allowed()[value]
+        assert constraint.compute_token_mask()[value]
         constraint.accept(value)
 
 
@@ -71,8 +71,8 @@ def test_masks_are_of_whole_tokens_and_ends() -> None:
         <= _next(constraint)
         <= {b'"', b'"a', b'"a":', b" ", b"\n", b"\r"}
     )
-    assert constraint.allowed()[UNUSED + 1 + MORE.index(b'"a')]
-    assert constraint.allowed()[SIZE - 1]  # the same bytes once more
+    assert constraint.compute_token_mask()[UNUSED + 1 + MORE.index(b'"a')]
+    assert constraint.compute_token_mask()[SIZE - 1]  # the same bytes once more
     _accept(constraint, b'"a":true')
     assert b"</s>" not in _next(constraint)
     _accept(constraint, b"}")
@@ -83,7 +83,7 @@ def test_masks_are_of_whole_tokens_and_ends() -> None:
 
 def test_a_number_may_go_on_or_end_and_further_end_tokens_count() -> None:
     found = _grammars()
-    constraint = found.constraint(json_grammar(checked_schema({"type": "integer"})), [UNUSED])()
+    constraint = found.constraint(json_grammar(check_schema({"type": "integer"})), [UNUSED])()
     _accept(constraint, b"12")
     assert _next(constraint) == {b"</s>", b"unused", *(b"%d" % digit for digit in range(10))}
 
@@ -104,7 +104,7 @@ def test_keys_are_spelled_in_one_way() -> None:
 def test_only_allowed_tokens_are_drawn_whatever_the_logits(
     worst: float, sampling: SamplingParams
 ) -> None:
-    grammar = json_grammar(checked_schema({"enum": ["true", 17]}))
+    grammar = json_grammar(check_schema({"enum": ["true", 17]}))
     sampler = Sampler(
         sampling, [1], VOCAB_SIZE, torch.device("cpu"), constraint=_grammars().constraint(grammar)
     )
@@ -117,7 +117,7 @@ def test_only_allowed_tokens_are_drawn_whatever_the_logits(
 
 
 def test_a_dead_end_is_an_error_and_the_tokens_from_there_on_are_placeholders() -> None:
-    grammar = json_grammar(checked_schema({"const": "x}y"}))
+    grammar = json_grammar(check_schema({"const": "x}y"}))
     factory = _grammars(_Bytes(without=b"}")).constraint(grammar)
     sampler = Sampler(SamplingParams(), [1], VOCAB_SIZE, torch.device("cpu"), constraint=factory)
     drawn = [int(sampler.draw(torch.zeros(1, VOCAB_SIZE))) for _ in range(4)]
@@ -190,7 +190,7 @@ def test_what_explodes_ends_soon(name: str) -> None:
         constraint = _constraint(HUGE[name])
         generator = torch.Generator().manual_seed(0)
         for _ in range(100):
-            allowed = constraint.allowed()
+            allowed = constraint.compute_token_mask()
             allowed[END] = False
             if not allowed.any():
                 break

@@ -8,11 +8,11 @@ import pytest
 
 from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
-from quantkit.grammar.schema import MAX_PROPERTIES, MAX_SCHEMAS, checked_schema
+from quantkit.grammar.schema import MAX_PROPERTIES, MAX_SCHEMAS, check_schema
 
 
 def test_only_keywords_that_constrain_are_left_and_references_lead_to_definitions() -> None:
-    found = checked_schema(
+    found = check_schema(
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": "x",
@@ -83,14 +83,14 @@ def test_only_keywords_that_constrain_are_left_and_references_lead_to_definition
 )
 def test_what_is_not_supported_is_named(schema: Any, message: str) -> None:
     with pytest.raises(RequestError) as error:
-        checked_schema(schema)
+        check_schema(schema)
     assert message in str(error.value)
 
 
 def test_formats_of_numbers_constrain_nothing() -> None:
-    assert checked_schema({"type": "integer", "format": "int32"}) == {"type": "integer"}
+    assert check_schema({"type": "integer", "format": "int32"}) == {"type": "integer"}
     with pytest.raises(RequestError, match="the format 'int32'"):
-        checked_schema({"type": ["integer", "string"], "format": "int32"})
+        check_schema({"type": ["integer", "string"], "format": "int32"})
 
 
 def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
@@ -100,15 +100,15 @@ def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
         for name in ("a", "b")
     }
     union = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}]
-    found = checked_schema(
+    found = check_schema(
         {"oneOf": union, "discriminator": {"propertyName": "kind"}, "$defs": kinds}
     )
     assert list(found) == ["anyOf", "$defs"]
     kinds["b"]["required"] = []
-    assert list(checked_schema({"oneOf": union, "$defs": kinds})) == ["oneOf", "$defs"]
-    assert list(checked_schema({"oneOf": [{"enum": ["a", None]}, {"const": True}]})) == ["anyOf"]
-    assert list(checked_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]})) == ["oneOf"]
-    assert list(checked_schema({"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]})) == ["oneOf"]
+    assert list(check_schema({"oneOf": union, "$defs": kinds})) == ["oneOf", "$defs"]
+    assert list(check_schema({"oneOf": [{"enum": ["a", None]}, {"const": True}]})) == ["anyOf"]
+    assert list(check_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]})) == ["oneOf"]
+    assert list(check_schema({"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]})) == ["oneOf"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.rounded_inputs import RoundedInputs
-from quantkit.quality.manifest_check import measured_inputs
+from quantkit.quality.manifest_check import read_input_roundings
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.scheme import FLOAT_SCHEMES, FP8, FP8_BLOCK, SCHEMES
 
@@ -125,7 +125,7 @@ def test_inputs_in_float8_are_those_of_compressed_tensors(scheme: quantkit.Quant
     assert rounding is not None
     scale, _ = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
     expected = fake_quantize(x, scale, None, args)
-    torch.testing.assert_close(rounding.rounded(x), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rounding.round_inputs(x), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block"])
@@ -134,7 +134,7 @@ def test_the_gate_runs_what_transformers_runs(model: Path, tmp_path: Path, name:
         model, tmp_path / "made", name, accept_quality_loss=True, source_check=False
     )
     checkpoint, tokens = with_codes(open_checkpoint(made.path)), oracle.random_tokens(30)
-    inputs = measured_inputs(made.manifest, checkpoint, made.path)
+    inputs = read_input_roundings(made.manifest, checkpoint, made.path)
     assert len(inputs) == 14
     expected = oracle.logits(oracle.load(made.path), tokens)[0]
     logits = {}

@@ -16,8 +16,8 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.errors import DestinationError, InterruptedRunError, RequestError
+from quantkit.jobs.output import machine as machine_module
 from quantkit.jobs.quantize import quantize as quantize_job
-from quantkit.jobs.quantize import work as quantize_work
 
 GPTQ: dict[str, Any] = {"samples": 4, "length": 64}
 
@@ -172,7 +172,7 @@ def test_another_machine_differs(
     source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "1.0")
-    monkeypatch.setattr(quantize_work, "kernels_name", lambda _: "other")
+    monkeypatch.setattr(machine_module, "kernels_name", lambda _: "other")
     with pytest.raises(
         DestinationError, match=r"found changed computed_by \(column kernels, torch\)"
     ):

@@ -131,7 +131,7 @@ def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
     assert np.array_equal(floats.load(name).numpy(), expected)
     assert str(schemes(coded)["model.layers.1.mlp.up_proj"]) == "q4_k"
     assert not schemes(floats), "without kernels they are floats"
-    assert verify(solved).same
+    assert verify(solved).is_same
     report = verify(solved, wide)
     assert report.verdict is Verdict.WITHIN_BOUND, report.lines()
 
@@ -375,5 +375,5 @@ def test_the_ways_to_convert_a_file_are_named_from_its_headers_and_work(
     for index, way in enumerate(ways):
         code, _, err = run(capfd, "convert", mixed, tmp_path / f"{index}", *way.split())
         assert code == 0, err
-    assert verify(mixed, tmp_path / "0").same
+    assert verify(mixed, tmp_path / "0").is_same
     assert not schemes(open_checkpoint(tmp_path / "1"))

@@ -169,7 +169,7 @@ def test_a_result_is_verified_alone_and_against_its_source(tmp_path: Path) -> No
             in report.lines()
         )
     copy = quantkit.convert(source, tmp_path / "copy", tensors_only=True).path
-    assert quantkit.verify(copy, source).same
+    assert quantkit.verify(copy, source).is_same
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
     monkeypatch.setattr(opaque, "_block", counted)
     names = [f"model.layers.{i % 61}.mlp.experts.{i}.up_proj.weight" for i in range(100_000)]
     config = opaque.opaque_config({"model_type": "x"}, dict.fromkeys(names, ((8, 8), "bfloat16")))
-    config = opaque.with_roles(config, opaque.named_roles({}, config.tensors or ()))
+    config = opaque.with_roles(config, opaque.infer_roles_by_name({}, config.tensors or ()))
     assert requested == len(names)
     assert config.num_layers == 61
     assert len(parameters(config)) == len(linear_columns(config)) == len(names)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.kernels.cpu_operators import BlockOperands, Blocks
 from quantkit.kernels.library import load_kernels
-from quantkit.tensors.cached_rows import CachedRows, cached_rows
+from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -440,7 +440,7 @@ def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str)
     not in order.
     """
     block = ExampleBlock(FEATURES[name], load_kernels(variant))
-    keys, values = (cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2))
+    keys, values = (to_cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2))
     starts = torch.tensor([[0], [0]])
     for count, prefill in STEPS:
         step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)

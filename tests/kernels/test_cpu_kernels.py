@@ -26,7 +26,7 @@ from quantkit.kernels.dispatch import allowed_backends, select_backend
 from quantkit.kernels.library import load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 from quantkit.model.cache import KVCache
-from quantkit.tensors.cached_rows import cached_rows
+from quantkit.tensors.cached_rows import to_cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -317,7 +317,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 4, True)
     keys, positions = torch.randn(1, 2, 9, 32), torch.tensor([3, 4])
-    codes = cached_rows(keys, torch.int8)
+    codes = to_cached_rows(keys, torch.int8)
     calls = (
         ("linear", (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
         ("linear", (torch.randn(1, 64).bfloat16(), packed, None, 20)),
@@ -365,7 +365,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
     rows = (
         []
         if cached is None
-        else [part for _ in range(4) for part in cached_rows(torch.zeros(2, 2, 9, 16), cached)]
+        else [part for _ in range(4) for part in to_cached_rows(torch.zeros(2, 2, 9, 16), cached)]
     )
     stored = [part for part in rows if part is not None]
     arguments = (x, blocks.number, angles, None, torch.arange(3), None, stored, own)

@@ -262,9 +262,9 @@ def test_a_corrected_choice_is_not_for_the_kernel(monkeypatch: pytest.MonkeyPatc
     model.config = dataclasses.replace(
         model.config, experts=dataclasses.replace(model.config.experts, score_correction=True)
     )
-    from quantkit.model.fused_blocks import fused_blocks
+    from quantkit.model.fused_blocks import fuse_blocks
 
-    assert fused_blocks(model) is None
+    assert fuse_blocks(model) is None
 
 
 @pytest.mark.parametrize("share", [0.15, 5.0])

@@ -18,7 +18,7 @@ from quantkit.architectures.families import config_from_hf
 from quantkit.kernels import cpu
 from quantkit.kernels.library import load_kernels
 from quantkit.model import fused_blocks
-from quantkit.model.attention import masked_attention
+from quantkit.model.attention import attend_with_mask
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.fused_blocks import block_features
@@ -171,7 +171,7 @@ def test_a_kernel_is_passed_by_for_features_that_it_does_not_serve(
     monkeypatch.setattr(fused_blocks, "block_features", lambda config: frozenset({"sandwich"}))
     model = load_model(tmp_path / "quantized", dtype=torch.float32)
     assert model.ops.blocks is None
-    assert model.ops.cached_attention is not masked_attention
+    assert model.ops.cached_attention is not attend_with_mask
     monkeypatch.setattr(cpu, "BLOCK_FEATURES", cpu.BLOCK_FEATURES | {"sandwich"})
     assert load_model(tmp_path / "quantized", dtype=torch.float32).ops.blocks is not None
 

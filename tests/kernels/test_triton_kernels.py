@@ -36,7 +36,7 @@ from quantkit.model.decoder import DecoderOps
 from quantkit.model.install_kernels import _by_kernel
 from quantkit.model.load import load_model
 from quantkit.runtime.captured import greedy_step
-from quantkit.tensors.cached_rows import CachedRows, cached_rows
+from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -489,7 +489,7 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
 ) -> None:
     attention = TritonBackend().operations().cached_attention
     assert attention is not None
-    keys, values = (cached_rows(torch.zeros(1, 2, 300, 64), cached) for _ in range(2))
+    keys, values = (to_cached_rows(torch.zeros(1, 2, 300, 64), cached) for _ in range(2))
     operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), keys, values, torch.tensor([7])
     spans, join = _kernels_seen(lambda *given: attention(*given, None, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]

@@ -23,11 +23,11 @@ from quantkit.kernels.triton_attention import cached_attention, spans_for, tile_
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.model.attention import Scores, masked_attention
+from quantkit.model.attention import Scores, attend_with_mask
 from quantkit.model.linear import float_linear
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
-from quantkit.tensors.cached_rows import CachedRows, cached_rows
+from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.skipif(
 
 def _stored(rows: Tensor, dtype: torch.dtype) -> CachedRows:
     """Rows [B, K, S, Dh] as a cache keeps them."""
-    return cached_rows(rows.to(DEVICE), dtype)
+    return to_cached_rows(rows.to(DEVICE), dtype)
 
 
 def _operands(
@@ -108,8 +108,8 @@ def _require_right(
         rows.double() if keys.scales is not None else _rounded(rows, queries.dtype).double()
         for rows in floats
     ]
-    expected = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1]), *where)
-    terms = masked_attention(
+    expected = attend_with_mask(queries.double(), CachedRows(wide[0]), CachedRows(wide[1]), *where)
+    terms = attend_with_mask(
         queries.double(), CachedRows(wide[0]), CachedRows(wide[1].abs()), *where
     )
     largest = (
@@ -289,7 +289,7 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
         load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name)
         for name in ("triton", "reference")
     )
-    assert model.ops.cached_attention is not masked_attention
+    assert model.ops.cached_attention is not attend_with_mask
     assert model.ops.float_linear is float_linear
     assert model.ops.blocks is None
     logits = []
@@ -350,7 +350,7 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     ) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
-        return masked_attention(
+        return attend_with_mask(
             queries,
             keys,
             values,
@@ -365,7 +365,7 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     )
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
-    assert model.ops.cached_attention is masked_attention
+    assert model.ops.cached_attention is attend_with_mask
     said = (
         "fail on this machine (out of resource)"
         if mistake == "failing"

@@ -31,10 +31,10 @@ from quantkit.kernels.dispatch import allowed_backends
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import install_kernels
-from quantkit.model.attention import cached_attention, masked_attention
+from quantkit.model.attention import attend_with_mask, make_cached_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder, Step
-from quantkit.model.fused_blocks import FusedBlocks, fused_blocks
+from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.load import fill, meta_init
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Recipe
@@ -133,7 +133,7 @@ def _model(text: str, dtype: torch.dtype, **features: Any) -> Decoder:
 
 
 def _blocks(model: Decoder) -> FusedBlocks:
-    blocks = fused_blocks(model)
+    blocks = fuse_blocks(model)
     assert blocks is not None
     return blocks
 
@@ -158,7 +158,7 @@ def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Ten
             x = torch.randn(*positions.shape, config.hidden_size).to(DEVICE, model.dtype)
             step = Step(
                 angles,
-                cached_attention(modules, positions, config.windows, masked_attention, places),
+                make_cached_attention(modules, positions, config.windows, attend_with_mask, places),
             )
             expected = x
             for block in model.model.layers:
@@ -263,7 +263,7 @@ def test_steps_that_they_do_not_serve_run_the_modules() -> None:
 def test_models_that_they_do_not_serve_run_the_modules(
     dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
-    assert fused_blocks(_model("int8", dtype, **features)) is None
+    assert fuse_blocks(_model("int8", dtype, **features)) is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_large_states_and_norms_stay_within_float16() -> None:
         found = _blocks(model)(x.clone(), positions, angles, _cache(model), first=True)
         step = Step(
             angles,
-            cached_attention(_cache(model), positions, model.config.windows, masked_attention),
+            make_cached_attention(_cache(model), positions, model.config.windows, attend_with_mask),
         )
         expected = block(x, step)
     assert found.isfinite().all()

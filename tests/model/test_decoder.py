@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.topology import input_groups
-from quantkit.model.attention import causal_attention
+from quantkit.model.attention import make_causal_attention
 from quantkit.model.decoder import Block, Decoder, Step
 
 SITES = ["attention.in", "attention.out", "mlp.in", "mlp.out"]
@@ -30,7 +30,7 @@ def _block(model: Decoder, layer: int = 1) -> Block:
 
 def _step(model: Decoder) -> Step:
     positions = torch.arange(5)
-    return Step(model.rotary(positions), causal_attention(positions, model.config.windows))
+    return Step(model.rotary(positions), make_causal_attention(positions, model.config.windows))
 
 
 @torch.inference_mode()
@@ -49,7 +49,7 @@ def test_the_stages_of_a_branch_give_the_inputs_of_the_linears_at_its_sites(
     ]
     x, given = torch.randn(2, 5, model.config.hidden_size), {}
     for branch in Block.BRANCHES:
-        given[f"{branch}.in"] = block.normed(branch, x)
+        given[f"{branch}.in"] = block.apply_norm(branch, x)
         given[f"{branch}.out"] = block.inner(branch, x, step)
         x = block.finish(branch, x, given[f"{branch}.out"])
     for hook in hooks:

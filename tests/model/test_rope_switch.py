@@ -22,7 +22,7 @@ from quantkit.evals.harness import Scorer
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import Request, checked_length
+from quantkit.runtime.request import Request, check_total_length
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.slots import SlotTable
 
@@ -206,7 +206,7 @@ def test_a_conversation_goes_on_past_it(
             scheduler.step()
         assert found.tokens == alone(model, request)[0].token_ids
         text = [*text, *found.tokens, *range(7, 7 + requested)]
-        reused.append(scheduler.reused)
+        reused.append(scheduler.num_reused_tokens)
     assert reused == expected
 
 
@@ -215,11 +215,11 @@ def test_prompts_on_two_sides_of_it_share_nothing() -> None:
     table = SlotTable(2, 16, any_prefix=True, windows=False, unscaled=SWITCH, switches=True)
     table.hold(table.take(text[:30]), text[:30], 30)
     table.hold(table.take(text[:50]), text[:50], 50)
-    assert table.best(text[:35]) == (0, 30)
-    assert table.best(text) == (1, 50)
+    assert table.find_longest_prefix(text[:35]) == (0, 30)
+    assert table.find_longest_prefix(text) == (1, 50)
     table.hold(0, text[:10], 10)
-    assert table.best(text[:45]) == (1, 44)
-    assert table.best(text[:40]) == (0, 10)
+    assert table.find_longest_prefix(text[:45]) == (1, 44)
+    assert table.find_longest_prefix(text[:40]) == (0, 10)
 
 
 @pytest.mark.parametrize("drafts", [1, 4])
@@ -247,12 +247,12 @@ def test_a_draft_that_switches_earlier(model: Decoder) -> None:
 
 def test_through_xla_texts_end_at_it(model: Decoder) -> None:
     config = model.config
-    assert checked_length(config, [3] * 30, 10, config.max_unscaled_context) == SWITCH
+    assert check_total_length(config, [3] * 30, 10, config.max_unscaled_context) == SWITCH
     with pytest.raises(
         RequestError,
         match=r"the length at which rotary positions switch \(found 41, expected at most 40\)",
     ):
-        checked_length(config, [3] * 31, 10, config.max_unscaled_context)
+        check_total_length(config, [3] * 31, 10, config.max_unscaled_context)
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])

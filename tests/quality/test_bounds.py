@@ -138,7 +138,7 @@ def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
     assert error("fp8-block") == pytest.approx(error("fp8"), rel=0.02)
     for scheme in ("mxfp4", "nvfp4"):
         assert error("int4-g32") * 0.95 < error(scheme) < error("int4-g128") * 1.05
-    rounded = InputRounding("float").rounded(weight)
+    rounded = InputRounding("float").round_inputs(weight)
     assert ((rounded - weight).norm() / weight.norm()).item() == pytest.approx(
         error("fp8"), rel=0.02
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quantkit.quality.figures import Estimate, mean_estimate, significant, weighted_mean
+from quantkit.quality.figures import Estimate, average_estimates, mean_estimate, significant
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_a_text_too_short_has_no_error() -> None:
 
 
 def test_figures_of_several_texts_are_weighted() -> None:
-    found = weighted_mean([Estimate(1.0, 0.3), Estimate(3.0, 0.4)], [100, 100])
+    found = average_estimates([Estimate(1.0, 0.3), Estimate(3.0, 0.4)], [100, 100])
     assert (found.value, found.error) == (2.0, pytest.approx(0.25))
-    assert weighted_mean([Estimate(1.0, 0.3), Estimate(3.0)], [3, 1]) == Estimate(1.5)
+    assert average_estimates([Estimate(1.0, 0.3), Estimate(3.0)], [3, 1]) == Estimate(1.5)

@@ -29,7 +29,7 @@ from quantkit.data.files import excerpt, gate_texts
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.quality import gate
 from quantkit.quality.bounds import BOUNDS, weight_bound
 from quantkit.quality.figures import Estimate
@@ -259,7 +259,7 @@ def _records(folder: Path) -> dict[str, Any]:
 
 def _importance(folder: Path) -> Callable[[], dict[str, torch.Tensor]]:
     source = open_checkpoint(folder)
-    return partial(input_importance, source, checked_tokenizer(source)[0])
+    return partial(input_importance, source, load_checked_tokenizer(source)[0])
 
 
 def test_rounding_reads_each_weight_once_to_compare_and_to_run_it_and_again_for_its_error(
@@ -298,13 +298,13 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, scheme, method="rtn", accept_quality_loss=True)
     ran: list[int] = []
-    tallies = gate.tallies
+    tallies = gate.collect_tallies
 
     def compared(reference: Any, others: Any, *rest: Any, **options: Any) -> Any:
         ran.append(len(others))
         return tallies(reference, others, *rest, **options)
 
-    monkeypatch.setattr(gate, "tallies", compared)
+    monkeypatch.setattr(gate, "collect_tallies", compared)
     source, result, records = open_checkpoint(demo_model), open_checkpoint(folder), _records(folder)
     short = gate.run_gate(source, result, records, importance=_importance(demo_model))
     monkeypatch.setattr(gate, "is_baseline", lambda *_: False)

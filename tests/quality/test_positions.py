@@ -28,7 +28,7 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.output.writer import Writer
 from quantkit.model import attention
-from quantkit.model.attention import Scores, causal_attention
+from quantkit.model.attention import Scores, make_causal_attention
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare
 from quantkit.quality.position_divergence import divergence_by_position
@@ -119,19 +119,19 @@ def test_pieces_of_attention_are_the_whole(
 ) -> None:
     queries, (keys, values) = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 2, 150, 16)
     positions = torch.arange(150) * 3  # which only have to rise
-    whole = causal_attention(positions, [window])(0, queries, keys, values, scores)
+    whole = make_causal_attention(positions, [window])(0, queries, keys, values, scores)
     monkeypatch.setattr(attention, "MAX_QUERY_ROWS", 64)
     monkeypatch.setattr(attention, "SCORES_BYTES", 2 * 2 * 150 * 4 * 11)
     masks: list[torch.Size] = []
-    mixed = attention._mixed
+    mixed = attention._mix_values
 
     def seen(*arguments: Any) -> torch.Tensor:
         masks.append(arguments[1].shape[2] if arguments[3] is None else arguments[3].numel())
         return mixed(*arguments)
 
-    monkeypatch.setattr(attention, "_mixed", seen)
+    monkeypatch.setattr(attention, "_mix_values", seen)
     for each in (positions, positions.expand(2, -1)):
-        pieces = causal_attention(each, [window])(0, queries, keys, values, scores)
+        pieces = make_causal_attention(each, [window])(0, queries, keys, values, scores)
         torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-6)
     assert max(masks) < 2 * 150 * 25  # no mask of all by all
 
@@ -307,7 +307,7 @@ def test_a_certificate_stops_what_is_broken_far_on(
     assert out.splitlines()[-1] == "verdict: BEYOND THE BOUND of a certificate for long contexts"
     report = quantkit.verify(dst, dst)
     assert not report.ok
-    assert not report.same
+    assert not report.is_same
     assert (
         "**Not within its bound: the result is too far from its source at positions"
         in (dst / "README.md").read_text()

@@ -14,7 +14,7 @@ from quantkit.architectures.topology import head_layers
 from quantkit.base.progress import Progress, Stretches
 from quantkit.calibration.fisher import HEAD_TOKENS, FisherPasses
 from quantkit.formats.detect import open_checkpoint
-from quantkit.quality.measures import Windows, log_loss, tallies
+from quantkit.quality.measures import Windows, collect_tallies, log_loss
 
 Reports = list[tuple[int, int]]
 
@@ -62,7 +62,9 @@ def test_the_head_is_counted_and_reported(
     monkeypatch.setattr("quantkit.quality.measures.head_layers", lambda config: 50)
     reports: Reports = []
     if job == "compare":
-        tallies(source, [source], [_windows(source.config.vocab_size)], progress=_collect(reports))
+        collect_tallies(
+            source, [source], [_windows(source.config.vocab_size)], progress=_collect(reports)
+        )
     else:
         log_loss(source, [_windows(source.config.vocab_size)], progress=_collect(reports))
     _require_rising(reports)

@@ -147,13 +147,13 @@ def test_a_model_card_may_be_edited_and_nothing_else(
     folder = tmp_path / "q"
     quantkit.quantize(demo_model, folder, "int8")
     report = verify(folder)
-    assert (report.same, report.ok, report.edited) == (True, True, {})
+    assert (report.is_same, report.ok, report.edited) == (True, True, {})
     if change == "edited":
         (folder / "README.md").write_text("# Mine\n")
     else:
         (folder / "README.md").unlink()
     report = verify(folder)
-    assert (report.same, report.ok) == (False, True)
+    assert (report.is_same, report.ok) == (False, True)
     assert report.to_json()["edited"] == {"README.md": change}
     words = {
         "edited": "README.md: edited since (not checked)",
@@ -186,18 +186,19 @@ def test_a_model_that_quantkit_did_not_make_is_reported(source: Path, tmp_path: 
 def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> None:
     quantkit.convert(source, tmp_path / "same")
     alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")
-    assert (alone.same, alone.ok, pair.same, pair.ok) == (True, True, True, True)
+    assert (alone.is_same, alone.ok, pair.is_same, pair.ok) == (True, True, True, True)
     for report in (alone, pair):
         with pytest.raises(
-            TypeError, match=r"Report is neither true nor false: use `report\.same` or `report\.ok`"
+            TypeError,
+            match=r"Report is neither true nor false: use `report\.is_same` or `report\.ok`",
         ):
             assert report
         assert json.loads(json.dumps(report.to_json()))["same"] is True
     quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
     rounded = verify(source, tmp_path / "rounded")
-    assert (rounded.same, rounded.ok) == (False, True)
+    assert (rounded.is_same, rounded.ok) == (False, True)
     broken = verify(source, _changed(source, tmp_path / "broken", "model.norm.weight", 1.0))
-    assert (broken.same, broken.ok, broken.to_json()["ok"]) == (False, False, False)
+    assert (broken.is_same, broken.ok, broken.to_json()["ok"]) == (False, False, False)
 
 
 def test_models_of_two_configs_are_not_compared_tensor_by_tensor(

@@ -76,7 +76,7 @@ def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> Non
     assert f"logits, run by {RUN_BY}: equal" in report.lines()
     assert verify(
         hybrid, quantkit.convert(hybrid, tmp_path / "converted", tensors_only=True).path
-    ).same
+    ).is_same
 
 
 def test_logits_beyond_the_bound_are_a_difference(

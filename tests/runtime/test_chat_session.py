@@ -91,14 +91,16 @@ def test_a_turn_computes_only_what_is_new(
         for at, token in enumerate(whole)
         if at == held or whole[:at] + [token] != whole[: at + 1]
     )
-    assert session.reused > 0
-    assert rows == [len(whole) - session.reused, *[1] * 11]
-    assert len(first) <= session.reused <= shared
+    assert session.num_reused_tokens > 0
+    assert rows == [len(whole) - session.num_reused_tokens, *[1] * 11]
+    assert len(first) <= session.num_reused_tokens <= shared
     rows.clear()
-    before = session.reused
+    before = session.num_reused_tokens
     session.reset()
     list(session.ask("The people of the United States?"))
-    assert session.reused - before == len(first) - 1  # what was begun so is still in the cache
+    assert (
+        session.num_reused_tokens - before == len(first) - 1
+    )  # what was begun so is still in the cache
     assert rows[0] == 1
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.kernels.library import load_kernels
-from quantkit.model.attention import masked_attention
+from quantkit.model.attention import attend_with_mask
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -230,7 +230,7 @@ def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> 
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
     attention = load_kernels(variant).cached_attention
     found = attention(queries, *keys, *values, positions, None, 0, size**-0.5)
-    expected = masked_attention(queries, keys, values, positions, None, None)
+    expected = attend_with_mask(queries, keys, values, positions, None, None)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

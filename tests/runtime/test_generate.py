@@ -235,7 +235,7 @@ def test_the_pace_is_of_the_tokens_after_the_first(
     ticks = iter([10.0, *(10 + one for one in arrivals)])
     pace = Pace(at_once=at_once, clock=lambda: next(ticks))
     tokens = list(range(len(arrivals)))
-    assert list(pace.timed(tokens)) == tokens
+    assert list(pace.time_tokens(tokens)) == tokens
     assert pace.line() == line
 
 

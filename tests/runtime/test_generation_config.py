@@ -16,7 +16,7 @@ from virtual_devices import environment, require_torchax
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.runtime.sampling import probabilities
+from quantkit.runtime.sampling import compute_probabilities
 from quantkit.runtime.sampling_params import SamplingParams
 
 
@@ -119,7 +119,7 @@ def test_no_share_of_the_probabilities_is_the_likeliest_token(tmp_path: Path) ->
     _say(tmp_path, do_sample=True, temperature=5.0, top_p=0)
     params = SamplingParams(seed=1, **quantkit.sampling_defaults(tmp_path))
     logits = torch.tensor([[1.0, 3.0, 2.999, 0.0]])
-    assert probabilities(logits, params).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    assert compute_probabilities(logits, params).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime.sampling import Sampler, adjusted, generator_of, probabilities, sample
+from quantkit.runtime.sampling import (
+    Sampler,
+    adjust_logits,
+    compute_probabilities,
+    generator_of,
+    sample,
+)
 from quantkit.runtime.sampling_params import OPTIONS, Option, SamplingParams
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
@@ -101,7 +107,7 @@ def test_tiny_temperatures_take_the_likeliest_too(temperature: float) -> None:
 def test_the_likeliest_are_kept_and_share_what_the_others_had(
     params: SamplingParams, kept: list[int]
 ) -> None:
-    found = probabilities(PROBABILITIES.log().expand(2, -1), params)
+    found = compute_probabilities(PROBABILITIES.log().expand(2, -1), params)
     expected = torch.zeros(5)
     hot = PROBABILITIES ** (1 / params.temperature)
     expected[kept] = hot[kept] / hot[kept].sum()
@@ -131,15 +137,15 @@ def test_a_nucleus_ends_with_the_token_that_exceeds_it() -> None:
     out.
     """
     halves = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    assert probabilities(halves, SamplingParams(1.0, 0.5))[0, 1:].sum() > 0
-    assert probabilities(halves, SamplingParams(1.0, 0.49))[0, 1:].sum() == 0
+    assert compute_probabilities(halves, SamplingParams(1.0, 0.5))[0, 1:].sum() > 0
+    assert compute_probabilities(halves, SamplingParams(1.0, 0.49))[0, 1:].sum() == 0
 
 
 def test_tokens_that_a_text_holds_are_penalized() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0], [2.0, 1.5, -1.0]])
     seen = torch.tensor([[True, False, True], [False, False, False]])
     params = SamplingParams(repetition_penalty=2.0)
-    assert adjusted(logits, params, seen).tolist() == [[1.0, 1.5, -2.0], [2.0, 1.5, -1.0]]
+    assert adjust_logits(logits, params, seen).tolist() == [[1.0, 1.5, -2.0], [2.0, 1.5, -1.0]]
     assert sample(logits, params, torch.Generator(), seen).tolist() == [[1], [0]]
 
 
@@ -147,12 +153,12 @@ def test_new_tokens_are_penalized_once_and_for_each_time() -> None:
     """By OpenAI's formula: the count times one penalty, and the other where it is above zero."""
     logits, counts = torch.tensor([[2.0, 1.5, -1.0]]), torch.tensor([[2.0, 0.0, 1.0]])
     both = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25)
-    assert adjusted(logits, both, counts=counts).tolist() == [[2.0, 1.5, -1.25]]
-    assert adjusted(logits, SamplingParams(frequency_penalty=2.0), counts=counts).tolist() == [
+    assert adjust_logits(logits, both, counts=counts).tolist() == [[2.0, 1.5, -1.25]]
+    assert adjust_logits(logits, SamplingParams(frequency_penalty=2.0), counts=counts).tolist() == [
         [-2.0, 1.5, -3.0]
     ]
     with pytest.raises(RequestError, match="presence_penalty is not supported here"):
-        adjusted(logits, both)
+        adjust_logits(logits, both)
 
 
 def test_a_sampler_counts_new_tokens_alone() -> None:
@@ -168,7 +174,7 @@ def test_a_bias_forbids_and_forces_tokens() -> None:
     assert sample(logits, SamplingParams(logit_bias={0: -100.0}), torch.Generator()).tolist() == [
         [1]
     ]
-    drawn = probabilities(logits, SamplingParams(1.0, logit_bias={2: 100.0}))
+    drawn = compute_probabilities(logits, SamplingParams(1.0, logit_bias={2: 100.0}))
     assert drawn.argmax() == 2
     assert drawn[0, :2].sum() < 1e-30
     assert logits.tolist() == [[2.0, 1.5, -1.0]]
@@ -224,7 +230,7 @@ def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -
         ({}, {0: 1e4, 1: 1e4}, {0: 1e4, 1: -1e4}, dict.fromkeys(range(4), -10000.0)),
     ):
         params = SamplingParams(temperature, top_p, 0, top_k, min_p, penalty, bias)
-        found = probabilities(logits.to(dtype), params, seen)
+        found = compute_probabilities(logits.to(dtype), params, seen)
         assert found.sum() == pytest.approx(1), (logits, params)
         assert (found >= 0).all()
 

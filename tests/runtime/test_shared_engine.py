@@ -56,9 +56,9 @@ def test_conversations_that_take_turns_on_an_engine_have_their_own_text(
     for number, question in enumerate(QUESTIONS):
         found.append(_said(first, question))
         _said(second, f"Tell me of the war and the laws of the nation in the year {number}")
-        assert second.reused == 0
+        assert second.num_reused_tokens == 0
     assert found == expected
-    assert first.reused == 0
+    assert first.num_reused_tokens == 0
 
 
 @pytest.mark.parametrize("other", ["batch", "stream", "warm-up"])
@@ -82,10 +82,10 @@ def test_a_conversation_forgets_what_slots_held_before_another_used_them(
         engine.warm_up()
         monkeypatch.undo()
     found.append(_said(session, QUESTIONS[1]))
-    assert session.reused == 0
+    assert session.num_reused_tokens == 0
     found.append(_said(session, QUESTIONS[2]))
     assert found == expected
-    assert session.reused > 0
+    assert session.num_reused_tokens > 0
 
 
 def test_of_two_that_generate_on_an_engine_the_first_is_reported(loaded: Loaded) -> None:

@@ -90,7 +90,7 @@ def _require_bits(
             _stored(engine, found.slot, stored), _stored(own, 0, stored), strict=True
         ):
             assert torch.equal(ours, theirs)
-    return scheduler.reused
+    return scheduler.num_reused_tokens
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_system_prompt_is_read_once(folders: Path, monkeypatch: pytest.MonkeyP
         request = Request([*system, *[10 + question] * 30], 1)
         assert _run(scheduler, request).tokens == alone(model, request)[0].token_ids
     assert sum(rows) == 530 + 4 * 30
-    assert scheduler.reused == 4 * 500
+    assert scheduler.num_reused_tokens == 4 * 500
 
 
 def test_a_conversation_goes_on_from_the_answer_before(folders: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_conversation_goes_on_from_the_answer_before(folders: Path) -> None:
     scheduler = Scheduler(Engine(model, 300), any_prefix=True)
     text = oracle.random_tokens(40)[0].tolist()
     for turn in range(4):
-        before, found = scheduler.reused, _run(scheduler, Request(text, 20))
-        assert scheduler.reused - before == (0 if turn == 0 else len(text) - 6)
+        before, found = scheduler.num_reused_tokens, _run(scheduler, Request(text, 20))
+        assert scheduler.num_reused_tokens - before == (0 if turn == 0 else len(text) - 6)
         assert found.tokens == alone(model, Request(text, 20))[0].token_ids
         text = [*text, *found.tokens, 7, 8, 9, 10, 11]
 
@@ -245,10 +245,10 @@ def test_slots_are_taken_by_what_they_hold_and_then_in_turn() -> None:
     for slot in (1, 0):
         table.release(slot, [9])
     assert table.take([0, 0, 0, 0, 0, 9, 4]) == 0
-    assert table.best([1, 1, 1, 1, 1, 9, 4]) == (1, 6)
+    assert table.find_longest_prefix([1, 1, 1, 1, 1, 9, 4]) == (1, 6)
     assert table.take([7]) == 1
-    assert table.with_all_of([2] * 5) == 2
-    assert table.with_all_of([2] * 4) is None  # read as part of a longer one
+    assert table.find_whole_prompt([2] * 5) == 2
+    assert table.find_whole_prompt([2] * 4) is None  # read as part of a longer one
 
 
 def test_a_prompt_with_the_same_beginning_leaves_a_slot_to_who_goes_on_there() -> None:
@@ -259,7 +259,7 @@ def test_a_prompt_with_the_same_beginning_leaves_a_slot_to_who_goes_on_there() -
     table.release(slot)
     other = table.take([*conversation[:40], 7, 7])
     assert other != slot
-    assert table.best([*conversation[:40], 7, 7]) == (slot, 40)
+    assert table.find_longest_prefix([*conversation[:40], 7, 7]) == (slot, 40)
     assert table.take([*conversation, 5]) == slot
 
 
@@ -271,13 +271,13 @@ def test_slots_beyond_those_that_run_hold_prompts_that_come_again(folders: Path)
         assert scheduler.slots == 1
         for prompt in prompts:
             _run(scheduler, Request(prompt, 2))
-        assert scheduler.reused == 0
+        assert scheduler.num_reused_tokens == 0
         for prompt in prompts:
             assert (
                 _run(scheduler, Request(prompt, 2)).tokens
                 == alone(model, Request(prompt, 2))[0].token_ids
             )
-        assert (scheduler.reused > 2 * expected / 3) == bool(expected)
+        assert (scheduler.num_reused_tokens > 2 * expected / 3) == bool(expected)
 
 
 def test_one_of_many_samples_waits_for_a_request_that_has_none(folders: Path) -> None:

@@ -30,7 +30,7 @@ from quantkit.runtime.generate_batch import completions
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.lookup import Acceptance, Lookup
 from quantkit.runtime.request import Request
-from quantkit.runtime.sampling import probabilities
+from quantkit.runtime.sampling import compute_probabilities
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.runtime.scheduler import Scheduler
 
@@ -137,8 +137,8 @@ def test_what_repeats_itself_needs_few_steps(
     engine = Engine(model, 200)
     assert list(generate(engine, PROMPT, max_new_tokens=150)) == expected
     saved = before - len(steps)
-    assert saved == engine.accepted > 20
-    assert engine.proposed >= engine.accepted
+    assert saved == engine.num_accepted_tokens > 20
+    assert engine.num_proposed_tokens >= engine.num_accepted_tokens
 
 
 def test_proposals_come_in_the_order_of_the_sequences(
@@ -174,7 +174,7 @@ def test_a_request_may_want_none(models: dict[str, Decoder]) -> None:
     scheduler.add(Request(PROMPT, 60, draft_tokens=0))
     while scheduler.busy:
         scheduler.step()
-    assert engine.proposed == 0
+    assert engine.num_proposed_tokens == 0
 
 
 def test_a_draft_of_a_padded_vocabulary_serves(models: dict[str, Decoder], tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model(
     counts = Counter(
         tuple(one.token_ids[:2]) for one in completions(engine, requests, None, [()] * number)
     )
-    assert number < engine.proposed + 1
-    assert number / 20 < engine.accepted < number
+    assert number < engine.num_proposed_tokens + 1
+    assert number / 20 < engine.num_accepted_tokens < number
     assert counts.keys() <= chances.keys()
     common = {pair: chance * number for pair, chance in chances.items() if chance * number >= 5}
     found = sum((counts[pair] - expected) ** 2 / expected for pair, expected in common.items())
@@ -302,7 +302,9 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model(
 @torch.inference_mode()
 def _chances(model: Decoder, text: list[int], options: SamplingParams) -> dict[int, float]:
     """The probabilities of the tokens that may follow a text."""
-    found = probabilities(model(torch.tensor([text]), torch.arange(len(text)))[:, -1], options)[0]
+    found = compute_probabilities(
+        model(torch.tensor([text]), torch.arange(len(text)))[:, -1], options
+    )[0]
     return {token: float(found[token]) for token in found.nonzero().flatten().tolist()}
 
 
@@ -342,14 +344,14 @@ def test_the_model_as_its_draft_is_right_when_it_draws(models: dict[str, Decoder
     engine = Engine(model, 60, draft=model, draft_tokens=5)
     prompt = [5, 900, 17]  # of which nothing repeats
     list(generate(engine, prompt, max_new_tokens=40, temperature=1.0, seed=3))
-    assert engine.accepted == engine.proposed > 20
+    assert engine.num_accepted_tokens == engine.num_proposed_tokens > 20
 
 
 def test_the_nucleus_holds_for_what_is_drawn() -> None:
     logits = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]]).log()
-    found = probabilities(logits, SamplingParams(1.0, 0.6))
+    found = compute_probabilities(logits, SamplingParams(1.0, 0.6))
     torch.testing.assert_close(found, torch.tensor([[0, 4 / 7, 0, 3 / 7, 0]]))
-    assert probabilities(logits, SamplingParams(0.0)).tolist() == [[0, 1, 0, 0, 0]]
+    assert compute_probabilities(logits, SamplingParams(0.0)).tolist() == [[0, 1, 0, 0, 0]]
 
 
 def test_it_stops_at_an_end_token(

@@ -25,7 +25,7 @@ from openai import OpenAI
 from served import KEY, started
 
 from quantkit.runtime.request import Request
-from quantkit.serve.log import RequestLog, recorded
+from quantkit.serve.log import RequestLog, record_answer
 from quantkit.serve.worker import Delta
 
 ENDLESS: dict[str, Any] = {
@@ -225,7 +225,7 @@ def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(
     error: Exception | None,
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        added = recorded(scope, [Request([1, 2], 4)], {"prompt": "x"}, lambda delta: None)
+        added = record_answer(scope, [Request([1, 2], 4)], {"prompt": "x"}, lambda delta: None)
         await send({"type": "http.response.start", "status": 200})
         added(Delta(0, "a", [5]))
         await send({"type": "http.response.body", "body": b"a", "more_body": True})

@@ -222,7 +222,7 @@ def test_calls_and_results_are_printed_by_the_template(
     ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for family in FAMILIES:
-        prompt = _reader(folder, templates[family]).answered(
+        prompt = _reader(folder, templates[family]).read_request(
             _CHAT, "1", {"messages": talk, "tools": TOOLS}
         )[0]
         as_objects = [{**one} for one in talk]
@@ -319,7 +319,9 @@ def test_what_makes_no_sense_is_refused(
     template: str, body: Any, message: str, folder: Path, templates: dict[str, Path]
 ) -> None:
     with pytest.raises(RequestError) as error:
-        _reader(folder, templates[template]).answered(_CHAT, "1", {"messages": MESSAGES, **body})
+        _reader(folder, templates[template]).read_request(
+            _CHAT, "1", {"messages": MESSAGES, **body}
+        )
     assert message in str(error.value)
 
 

@@ -33,7 +33,9 @@ def quantized(
         spec, weight = source.info(f"{module}.weight"), tensors.pop(f"{module}.weight")
         value = quantize_rtn(weight, scheme, scales)
         value.scale.view(-1)[::3] *= -1
-        stored = method.codec(scheme).stored(replace(spec, scheme=scheme, dtype=DType.of(scales)))
+        stored = method.codec(scheme).list_stored_tensors(
+            replace(spec, scheme=scheme, dtype=DType.of(scales))
+        )
         encoded = method.codec(scheme).encode(value)
         tensors |= {one.name: tensor for one, tensor in zip(stored, encoded, strict=True)}
     settings = method.write_settings(dict.fromkeys(modules, scheme), [*modules, "lm_head"])

@@ -78,7 +78,7 @@ class Late:
         recorder.steps += 1
 
     @property
-    def arrived(self) -> bool:
+    def is_ready(self) -> bool:
         return self._recorder.dice.random() < self._recorder.soon
 
     def read(self) -> list[int]:

@@ -24,7 +24,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.generate_batch import completions, engine_for, generate_batch
 from quantkit.runtime.request import Completion, Request
-from quantkit.runtime.sampling import probabilities
+from quantkit.runtime.sampling import compute_probabilities
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla.engine import CachedBatch, XlaModel, model_on_devices
 from quantkit.xla.programs import Sampling, sample
@@ -238,7 +238,7 @@ def frequencies(weights: list[float], params: SamplingParams) -> tuple[list[floa
     logits = np.log(np.array(weights, np.float32)) if any(weights) else np.zeros(4, np.float32)
     held, count = np.array([False, False, True, False]), 4000
     often = np.array([0, 0, 2, 0], np.int32)
-    expected = probabilities(
+    expected = compute_probabilities(
         torch.from_numpy(logits)[None],
         params,
         torch.from_numpy(held)[None],

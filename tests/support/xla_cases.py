@@ -18,7 +18,7 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.attention import PLAIN, causal_attention
+from quantkit.model.attention import PLAIN, make_causal_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -183,7 +183,7 @@ def attention_error() -> float:
     operands = [torch.randn(shape, generator=draw) for shape in shapes]
     positions, worst = torch.arange(1024), 0.0
     for window in (None, 100):
-        expected = causal_attention(positions, [window])(0, *operands, PLAIN)
+        expected = make_causal_attention(positions, [window])(0, *operands, PLAIN)
         distance = np.arange(1024)[:, None] - np.arange(1024)
         mask = None if window is None else (distance >= 0) & (distance < window)
         mixed = attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)

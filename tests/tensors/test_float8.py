@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
 from quantkit.model.cache_rounding import Fp8Rounding
-from quantkit.tensors.float8 import E4M3_MAX, rounded_to_e4m3
+from quantkit.tensors.float8 import E4M3_MAX, round_to_e4m3
 
 ARGS = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
 
@@ -20,17 +20,17 @@ def test_every_16_bit_number_becomes_what_a_saturating_cast_makes_of_it(dtype: t
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     expected = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     assert expected.isnan().sum() == x.isnan().sum() > 0
-    found = rounded_to_e4m3(x)
+    found = round_to_e4m3(x)
     assert torch.equal(found.nan_to_num(nan=math.pi), expected.nan_to_num(nan=math.pi))
 
 
 def test_all_float8_numbers_stay_and_ties_go_to_even() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].unique()
-    assert torch.equal(rounded_to_e4m3(every), every)
+    assert torch.equal(round_to_e4m3(every), every)
     ties = (every[1:] + every[:-1]) / 2
     for x in (ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)):
-        assert torch.equal(rounded_to_e4m3(x), x.to(torch.float8_e4m3fn).float())
+        assert torch.equal(round_to_e4m3(x), x.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("scale", [0.0123, 1.0, 3e-5])

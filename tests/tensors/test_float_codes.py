@@ -72,14 +72,14 @@ def test_every_float8_is_its_own_code() -> None:
     values = codes.view(torch.float8_e4m3fn).float()
     assert torch.equal(float_codes.values(codes, Codes.E4M3).nan_to_num(), values.nan_to_num())
     kept = values.isfinite()
-    assert torch.equal(float_codes.encoded(values, Codes.E4M3)[kept], codes[kept])
+    assert torch.equal(float_codes.encode_values(values, Codes.E4M3)[kept], codes[kept])
 
 
 def test_every_e2m1_is_its_own_code_and_its_gap_that_to_a_neighbour() -> None:
     codes = torch.arange(16).to(torch.uint8)
     values = float_codes.values(codes, Codes.E2M1)
     assert values.tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    assert torch.equal(float_codes.encoded(values, Codes.E2M1), codes)
+    assert torch.equal(float_codes.encode_values(values, Codes.E2M1), codes)
     positive = values[:8]
     above = torch.cat((positive.diff(), positive.new_full((1,), 2)))
     assert torch.equal(float_codes.gaps(codes[:8], Codes.E2M1), above)
@@ -137,7 +137,7 @@ def test_no_kernel_multiplies_them(name: str) -> None:
 def test_rows_that_groups_do_not_divide_have_another_scheme(
     name: str, columns: int, fitted: str
 ) -> None:
-    assert str(QuantScheme.parse(name).fitted(columns)) == fitted
+    assert str(QuantScheme.parse(name).fit_to_columns(columns)) == fitted
 
 
 @pytest.mark.parametrize(

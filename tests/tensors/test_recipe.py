@@ -49,11 +49,11 @@ def test_what_has_to_be_named_alone_is_named_by_no_pattern_for_others_too(
 ) -> None:
     recipe = _recipe("int4", (pattern, scheme))
     attention = {name for name in COLUMNS if "self_attn" in name}
-    assert recipe.naming(attention, COLUMNS.keys() - attention).overrides == (
+    assert recipe.select_specific_overrides(attention, COLUMNS.keys() - attention).overrides == (
         recipe.overrides if named else ()
     )
     everything = _recipe("int4", ("*", "int8"), ("*.*", "int8"))
-    assert everything.naming(COLUMNS, ()).overrides == ()
+    assert everything.select_specific_overrides(COLUMNS, ()).overrides == ()
 
 
 def test_later_overrides_win() -> None:
@@ -94,9 +94,9 @@ def test_assigned_schemes_are_fitted() -> None:
 
 def test_keeping_wins_over_all_before() -> None:
     recipe = _recipe("int8", ("*.down_proj", "int4")).keeping(["*.down_proj", "*.10.*"])
-    assert recipe.requested("model.layers.0.mlp.down_proj") is None
-    assert recipe.requested("model.layers.10.self_attn.q_proj") is None
-    assert recipe.requested("model.layers.0.self_attn.q_proj") == QuantScheme(8, None)
+    assert recipe.find_scheme("model.layers.0.mlp.down_proj") is None
+    assert recipe.find_scheme("model.layers.10.self_attn.q_proj") is None
+    assert recipe.find_scheme("model.layers.0.self_attn.q_proj") == QuantScheme(8, None)
 
 
 def test_a_recipe_survives_its_file(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_other_bits_are_refused(bits: int) -> None:
     ],
 )
 def test_the_policy_for_rows_that_do_not_fit(requested: str, columns: int, used: str) -> None:
-    fitted = any_scheme(requested).fitted(columns)
+    fitted = any_scheme(requested).fit_to_columns(columns)
     assert str(fitted) == used
     assert fitted.groups(columns) * (fitted.group_size or columns) == columns
 
@@ -163,6 +163,6 @@ def test_the_policy_for_rows_that_do_not_fit(requested: str, columns: int, used:
     st.sampled_from(["int4-g32", "int4-g128", "int4-g64-asym", "int8-g32"]), st.integers(1, 5000)
 )
 def test_a_fitted_scheme_fits_and_stays(text: str, columns: int) -> None:
-    fitted = any_scheme(text).fitted(columns)
+    fitted = any_scheme(text).fit_to_columns(columns)
     assert fitted.groups(columns) >= 1
-    assert fitted.fitted(columns) == fitted
+    assert fitted.fit_to_columns(columns) == fitted

@@ -397,7 +397,7 @@ def test_tokens_of_tokenizer_config_alone_are_compared(
     quantkit.convert(demo_model, tmp_path / "one", to="hf")
     other = oracle.copy(tmp_path / "one", tmp_path / "other")
     assert (other / "tokenizer.json").is_file()
-    assert quantkit.verify(tmp_path / "one", other).same
+    assert quantkit.verify(tmp_path / "one", other).is_same
     oracle.edit_json(other / "tokenizer_config.json", **change)
     report = quantkit.verify(tmp_path / "one", other)
     assert not report.ok
@@ -572,4 +572,4 @@ def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(
         quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")
     (tmp_path / "source" / "tokenizer.model").unlink()
     quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")
-    assert quantkit.verify(tmp_path / "source", tmp_path / "meta").same
+    assert quantkit.verify(tmp_path / "source", tmp_path / "meta").is_same

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.text.contained import contained, quiet_on_failure
+from quantkit.text.contained import convert_library_errors, quiet_on_failure
 from quantkit.text.tokenizer import JsonTokenizer, TiktokenTokenizer, load_tokenizer
 
 Raw = dict[str, Any]
@@ -297,7 +297,7 @@ def test_an_evaluation_holds_the_tokenizer_against_the_embedding(
 
 
 def _fails_noisily(path: Path) -> None:
-    with quiet_on_failure(), contained(path, "broken"):
+    with quiet_on_failure(), convert_library_errors(path, "broken"):
         os.write(2, b"noise\n")
         raise ValueError(5)
 

@@ -12,7 +12,7 @@ import pytest
 from vocabularies import train, train_gemma, write_byte_level
 
 from quantkit.text.chat import template_chat
-from quantkit.text.end_tokens import find_answer_end, listed_end_tokens, tokenizer_eos
+from quantkit.text.end_tokens import find_answer_end, list_end_tokens, tokenizer_eos
 from quantkit.text.export import tokenizer_metadata
 from quantkit.text.gguf_tokenizer import folder_files
 from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
@@ -59,14 +59,14 @@ def test_all_files_that_name_an_end_token_count(byte_level: Path, tmp_path: Path
     assert tokenizer_eos(folder) == eos[0]
     _write(folder / "config.json", {"eos_token_id": [7, 8]})
     _write(folder / "generation_config.json", {"eos_token_id": 8})
-    assert listed_end_tokens(folder) == [7, 8, *eos]
+    assert list_end_tokens(folder) == [7, 8, *eos]
 
 
 def test_an_end_token_that_only_the_tokenizer_names_is_one(
     byte_level: Path, sentencepiece: Path
 ) -> None:
     for folder in (byte_level, sentencepiece):
-        assert listed_end_tokens(folder) == list(load_tokenizer(folder).eos_ids)
+        assert list_end_tokens(folder) == list(load_tokenizer(folder).eos_ids)
 
 
 def test_an_id_that_the_library_ignores_is_no_end_token(byte_level: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_id_that_the_library_ignores_is_no_end_token(byte_level: Path, tmp_pa
     stale = {str(eos - 1): {"content": settings["eos_token"], "special": True}}
     _write(folder / "tokenizer_config.json", {**settings, "added_tokens_decoder": stale})
     assert load_tokenizer(folder).eos_ids == (eos,)
-    assert listed_end_tokens(folder) == [eos]
+    assert list_end_tokens(folder) == [eos]
 
 
 def test_a_token_that_is_spelled_like_an_end_token_is_none(
@@ -236,7 +236,7 @@ def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(
     written.mkdir()
     for name, content in folder_files(metadata, byte_level).items():
         (written / name).write_bytes(content)
-    assert listed_end_tokens(written) == [changed_eos, changed_turn_end]
+    assert list_end_tokens(written) == [changed_eos, changed_turn_end]
     assert load_tokenizer(written).eos_ids == (changed_eos,)
 
 
@@ -256,7 +256,7 @@ def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(
     for name, content in folder_files(metadata, folder).items():
         (written / name).write_bytes(content)
     assert load_tokenizer(written).eos_ids == ()
-    assert listed_end_tokens(written) == [7, 8]
+    assert list_end_tokens(written) == [7, 8]
 
 
 def test_a_note_says_where_llama_cpp_ends_if_nothing_names_an_end_token(

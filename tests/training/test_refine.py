@@ -108,7 +108,7 @@ def test_the_manifest_lists_the_curve_and_each_changed_tensor(refined: Path, int
 
 def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: Path) -> None:
     assert quantkit.verify(refined, floats).verdict is Verdict.WITHIN_BOUND
-    assert quantkit.verify(refined).same
+    assert quantkit.verify(refined).is_same
 
 
 def test_verify_finds_a_trained_norm_that_was_changed_later(
@@ -367,7 +367,7 @@ def test_a_delta_gives_the_same_model(
         all_trained / "model.safetensors"
     ).read_bytes()
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
-    assert quantkit.verify(tmp_path / "dst").same
+    assert quantkit.verify(tmp_path / "dst").is_same
 
 
 def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
         assert made.manifest["modules"] == plain.manifest["modules"]
         assert made.manifest["quality"] == plain.manifest["quality"]
         assert "refine" not in made.manifest
-        assert quantkit.verify(made.path).same
+        assert quantkit.verify(made.path).is_same
         assert quantkit.verify(plain.path, made.path).verdict is Verdict.SAME
         if not suffix:
             assert "--refine" not in (made.path / "README.md").read_text()

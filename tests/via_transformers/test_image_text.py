@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import quantkit
-from quantkit.architectures.families.opaque import named_roles
+from quantkit.architectures.families.opaque import infer_roles_by_name
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
@@ -133,7 +133,7 @@ def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_pa
 def test_other_parts_are_found_by_names_too(kind: str, tiny_image_text_model: Tiny) -> None:
     source = open_checkpoint(tiny_image_text_model(kind), tensors_only=True)
     config, _, _ = with_linears(source.config, source.extra_config, source.path)
-    by_names = named_roles(source.extra_config, config.tensors or ())
+    by_names = infer_roles_by_name(source.extra_config, config.tensors or ())
     roles = {
         one.name: (one.role, by_names.get(one.name, ("",))[0])
         for one in config.tensors or ()

@@ -62,7 +62,7 @@ def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: i
     weight = torch.randn(parameter.shape)
     value, schemes = weight, {}
     if scheme is not None:
-        schemes = {parameter.module: any_scheme(scheme).fitted(parameter.shape[1])}
+        schemes = {parameter.module: any_scheme(scheme).fit_to_columns(parameter.shape[1])}
         value = quantize_rtn(weight, schemes[parameter.module], torch.float16)
         weight = value.dequantize()
     split = DeviceSplit(config, schemes, devices)

@@ -39,8 +39,8 @@ def families() -> dict[str, Family]:
 
 
 def is_known_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face ``config.json`` names a family that the decoder runs, or none at
-    all.
+    """Return whether a Hugging Face ``config.json`` names a family that the decoder runs, or none
+    at all.
     """
     kind = raw.get("model_type")
     if isinstance(kind, str):
@@ -80,7 +80,7 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a Hugging Face ``config.json`` that say all of `config`."""
+    """Return the keys of a Hugging Face ``config.json`` that say all of `config`."""
     family = families()[config.architecture]
     ends = config.eos_token_ids
     return {
@@ -105,9 +105,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
-    """One line for each rotary setting of a config.json that transformers 5 ignores in favour of
-    another value.
+def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
+    """Return one line for each rotary setting of a config.json that transformers 5 ignores in
+    favour of another value.
 
     Readers differ in their order of precedence: what one ignores another uses. Values of the wrong
     type are ignored here; the reader of `raw` refuses them.
@@ -120,10 +120,12 @@ def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     ):
         return list(_by_layer(raw, new, old))
     used, name = (old, _OLD) if old else (new, _NEW)
-    lines = list(_spelled_twice(used, name))
+    lines = list(_compare_type_spellings(used, name))
     for key in (_THETA, _PARTIAL):
-        lines += _differing(raw.get(key), key, used.get(key), f"{name}.{key}")
-    lines += _differing(used.get(_ORIGINAL), f"{name}.{_ORIGINAL}", raw.get(_ORIGINAL), _ORIGINAL)
+        lines += _report_difference(raw.get(key), key, used.get(key), f"{name}.{key}")
+    lines += _report_difference(
+        used.get(_ORIGINAL), f"{name}.{_ORIGINAL}", raw.get(_ORIGINAL), _ORIGINAL
+    )
     if old and new:
         stated = {
             _THETA: raw.get(_THETA),
@@ -131,7 +133,7 @@ def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
             "rope_type": old.get("type"),
             **old,
         }
-        lines += _overridden(new, _NEW, stated)
+        lines += _find_overridden_settings(new, _NEW, stated)
     return lines
 
 
@@ -142,22 +144,22 @@ def _by_layer(
     sliding = _object(new, SLIDING)
     places = {FULL: f"{_NEW}.{FULL}", SLIDING: f"{_NEW}.{SLIDING}"}
     merged = {**full, **old}
-    yield from _overridden(
+    yield from _find_overridden_settings(
         {key: value for key, value in full.items() if key in old}, places[FULL], old
     )
     for settings, name, base in (
         (merged, places[FULL], _THETA),
         (sliding, places[SLIDING], "rope_local_base_freq"),
     ):
-        yield from _spelled_twice(settings, name)
-        yield from _differing(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
+        yield from _compare_type_spellings(settings, name)
+        yield from _report_difference(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
         if settings.get("rope_type", settings.get("type")) in _WITH_ORIGINAL:
             own = settings.get(_ORIGINAL)
             if own is not None:
                 used = f"{name}.{_ORIGINAL}"
             else:
                 used = "max_position_embeddings"
-            yield from _differing(
+            yield from _report_difference(
                 raw.get(_ORIGINAL),
                 _ORIGINAL,
                 raw.get("max_position_embeddings") if own is None else own,
@@ -165,14 +167,16 @@ def _by_layer(
             )
 
 
-def _spelled_twice(settings: Mapping[str, Any], name: str) -> Iterator[str]:
-    yield from _differing(
+def _compare_type_spellings(settings: Mapping[str, Any], name: str) -> Iterator[str]:
+    yield from _report_difference(
         settings.get("type"), f"{name}.type", settings.get("rope_type"), f"{name}.rope_type"
     )
 
 
-def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -> Iterator[str]:
-    """The settings that ``rope_scaling`` states differently, or not at all."""
+def _find_overridden_settings(
+    settings: Mapping[str, Any], name: str, by: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the settings that ``rope_scaling`` states differently, or not at all."""
     for key, value in settings.items():
         if value is not None and by.get(key) != value and key != "type":
             if by.get(key) is not None:
@@ -182,9 +186,9 @@ def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -
             yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
 
 
-def _differing(ignored: Any, where: str, used: Any, place: str) -> Iterator[str]:
+def _report_difference(ignored: Any, ignored_key: str, used: Any, used_key: str) -> Iterator[str]:
     if ignored is not None and used is not None and ignored != used:
-        yield f"{where} {shown(ignored)} is ignored: {place} is {shown(used)}"
+        yield f"{ignored_key} {shown(ignored)} is ignored: {used_key} is {shown(used)}"
 
 
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -122,7 +122,7 @@ class Family:
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
     def read(self, settings: Settings) -> ModelConfig:
-        """The config that a config.json states.
+        """Return the config that a config.json states.
 
         Raises `CheckpointError`, `UnsupportedError`, see `read_config`.
         """
@@ -133,7 +133,7 @@ class Family:
         return read_config(settings, **options)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json in addition to those of all families."""
+        """Return the keys of config.json in addition to those of all families."""
         result: dict[str, Any] = {}
         for keys in self.keys:
             for name, value in keys.write(config).items():
@@ -271,12 +271,12 @@ def read_config(
         bos_token_id=starts[0] if starts else None,
         eos_token_ids=ends,
         **features,
-    ).validated(settings.path)
+    ).validate(settings.path)
 
 
 def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Settings:
-    """The settings of a family that scales positions by default. An empty ``rope_scaling`` is none,
-    as in transformers.
+    """Return the settings of a family that scales positions by default. An empty ``rope_scaling``
+    is none, as in transformers.
     """
     if settings.has("rope_parameters") or settings.values.get("rope_scaling"):
         return settings

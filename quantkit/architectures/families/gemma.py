@@ -22,7 +22,7 @@ _SCALAR = "query_pre_attn_scalar"
 
 
 def _causal_features(settings: Settings) -> dict[str, Any]:
-    """The features of all Gemma models, for `read_config`; raises `UnsupportedError` for
+    """Return the features of all Gemma models, for `read_config`; raises `UnsupportedError` for
     bidirectional attention.
     """
     if settings.flag("use_bidirectional_attention", False):
@@ -42,7 +42,8 @@ def _read_gemma(settings: Settings) -> dict[str, Any]:
         "activation_key": "hidden_activation" if own else "hidden_act",
         "activations": (_ACTIVATION,)
         if own
-        else (_ACTIVATION, "gelu"),  # the published files' name for it
+        # The published files' name for it.
+        else (_ACTIVATION, "gelu"),
         **_causal_features(settings),
     }
 
@@ -145,9 +146,8 @@ _LOCAL = "rope_local_base_freq", 10000.0
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    written: dict[str, Any] = {
-        _ATTENTION_CAP: None
-    }  # no reader caps attention, whatever a config states
+    # No reader caps attention, whatever a config states.
+    written: dict[str, Any] = {_ATTENTION_CAP: None}
     full = [window is None for window in config.windows]
     if not all(full):
         written[_LOCAL[0]] = (config.window_rope or config.rope).theta

@@ -14,10 +14,11 @@ from quantkit.base.json_values import Settings, shown
 from quantkit.errors import CheckpointError
 
 DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
+# Transformers 5 writes some families' under the second name.
 _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
-)  # transformers 5 writes some families' under the second name
+)
 _MAX_MULTIPLIER = 1e6
 
 
@@ -35,7 +36,7 @@ class Keys:
 
 
 def flag(key: str, *fields: str, default: bool = False) -> Keys:
-    """A boolean that determines some fields of `ModelConfig`, which are equal."""
+    """Return a boolean that determines some fields of `ModelConfig`, which are equal."""
     return Keys(
         lambda settings: dict.fromkeys(fields, settings.flag(key, default)),
         lambda config: {key: getattr(config, fields[-1])},
@@ -52,7 +53,7 @@ def number(
     null: float | None,
     inverse: bool = False,
 ) -> Keys:
-    """A number that determines a field of `ModelConfig`.
+    """Return a number that determines a field of `ModelConfig`.
 
     Args:
         default: if the key is absent.
@@ -87,7 +88,7 @@ def experts(
     norm_key: str | None = None,
     **features: Any,
 ) -> Keys:
-    """A mixture of experts.
+    """Return a mixture of experts.
 
     Args:
         count_key: the key to write for the number of experts.
@@ -132,7 +133,7 @@ def experts(
 
 
 def _read_sparse(settings: Settings) -> dict[str, Any]:
-    """Which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
+    """Return which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
     step_key = "decoder_sparse_step"
     dense_key = "mlp_only_layers"
     if settings.has(step_key):
@@ -164,7 +165,7 @@ SPARSE_LAYERS = Keys(
 
 
 def one_window(default: int | None) -> Keys:
-    """A window that all layers have, if there is one; `default` if the key is absent."""
+    """Return a window that all layers have, if there is one; `default` if the key is absent."""
     return Keys(
         lambda settings: {"windows": [sliding_window(settings, default)] * layer_count(settings)},
         lambda config: {"sliding_window": only_window(config)},
@@ -197,14 +198,15 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
     def write(config: ModelConfig) -> dict[str, Any]:
         return {
             "sliding_window": only_window(config) or default,
-            "layer_types": written_layer_types(config),
+            "layer_types": write_layer_types(config),
         }
 
     return Keys(read, write)
 
 
-def switched_windows(
-    read: Callable[[Settings], Sequence[int | None]], more: Callable[[ModelConfig], dict[str, Any]]
+def make_switched_window_keys(
+    read: Callable[[Settings], Sequence[int | None]],
+    write_extra_keys: Callable[[ModelConfig], dict[str, Any]],
 ) -> Keys:
     """Windows that ``use_sliding_window`` enables: `read` returns that of each layer, `more`
     further keys to write.
@@ -212,7 +214,11 @@ def switched_windows(
 
     def write(config: ModelConfig) -> dict[str, Any]:
         window = only_window(config)
-        return {"use_sliding_window": window is not None, "sliding_window": window, **more(config)}
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            **write_extra_keys(config),
+        }
 
     return Keys(lambda settings: {"windows": read(settings)}, write)
 
@@ -220,7 +226,7 @@ def switched_windows(
 def windows_of(
     settings: Settings, windowed: Sequence[bool], window: int | None
 ) -> list[int | None]:
-    """The window of each layer; raises `CheckpointError` if some layers have a window, and
+    """Return the window of each layer; raises `CheckpointError` if some layers have a window, and
     `window` is None.
     """
     if window is None and any(windowed):
@@ -234,19 +240,19 @@ def windows_of(
 
 
 def optional_number(settings: Settings, key: str) -> float | None:
-    """A multiplier or soft cap; absent, null and 0 are None."""
+    """Return a multiplier or soft cap; absent, null and 0 are None."""
     if settings.has(key):
         return settings.number(key, 0, _MAX_MULTIPLIER) or None
     return None
 
 
 def layer_count(settings: Settings) -> int:
-    """The number of layers."""
+    """Return the number of layers."""
     return settings.integer("num_hidden_layers", 1, Limits.layers)
 
 
 def layer_types(settings: Settings, layers: int) -> list[str]:
-    """The kind of attention of each layer; empty if the file does not state it. Raises
+    """Return the kind of attention of each layer; empty if the file does not state it. Raises
     `CheckpointError` if the kinds are unknown, or their number is wrong.
     """
     key = "layer_types"
@@ -264,8 +270,8 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
     return types
 
 
-def written_layer_types(config: ModelConfig) -> list[str]:
-    """The key ``layer_types``."""
+def write_layer_types(config: ModelConfig) -> list[str]:
+    """Return the key ``layer_types``."""
     result: list[str] = []
     for window in config.windows:
         result.append(FULL if window is None else SLIDING)
@@ -273,7 +279,7 @@ def written_layer_types(config: ModelConfig) -> list[str]:
 
 
 def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> int | None:
-    """The window of a config's sliding layers; None if there is none."""
+    """Return the window of a config's sliding layers; None if there is none."""
     if "sliding_window" not in settings.values:
         return default
     if settings.has("sliding_window"):
@@ -282,11 +288,11 @@ def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> 
 
 
 def only_window(config: ModelConfig) -> int | None:
-    """The window of the layers that have one; a family has only one."""
+    """Return the window of the layers that have one; a family has only one."""
     return next((window for window in config.windows if window is not None), None)
 
 
-def _written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
+def _write_layer_ropes(config: ModelConfig) -> dict[str, Any]:
     """``rope_parameters`` of both kinds of layers, which transformers expects even if a model
     has only one kind.
     """
@@ -298,4 +304,4 @@ def _written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-LAYER_ROPES = Keys(write=_written_layer_ropes)
+LAYER_ROPES = Keys(write=_write_layer_ropes)

@@ -48,15 +48,15 @@ _EVERY_WINDOW = keys.one_window(keys.DEFAULT_WINDOW)
 
 
 def _mistral_windows(settings: Settings) -> dict[str, Any]:
-    found = _EVERY_WINDOW.read(settings)
+    result = _EVERY_WINDOW.read(settings)
     if (
         FULL in keys.layer_types(settings, keys.layer_count(settings))
-        and found["windows"][0] is not None
+        and result["windows"][0] is not None
     ):
         raise UnsupportedError(
             "mixed attention layers in a Mistral model are not supported", path=settings.path
         )
-    return found
+    return result
 
 
 _MISTRAL = Family(
@@ -107,7 +107,8 @@ _MIXTRAL = Family(
 )
 
 # Granite 3 (IBM): four multipliers: of embeddings, residual branches, attention scores and logits.
-_BOUNDS = (1e-6, 1e6)  # far beyond what is published
+# Far beyond what is published.
+_BOUNDS = (1e-6, 1e6)
 _MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
     "residual_multiplier": "residual_multiplier",
@@ -168,7 +169,8 @@ def _smollm_windows(settings: Settings) -> list[int | None]:
     enabled = settings.flag("use_sliding_window", False)
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, count)]
     window = keys.sliding_window(settings, None)
-    if not windowed:  # otherwise the flag has no effect, as in transformers
+    # Otherwise the flag has no effect, as in transformers.
+    if not windowed:
         windowed = []
         for rotated in _rotary(settings, count):
             windowed.append(enabled and window is not None and not rotated)
@@ -176,7 +178,9 @@ def _smollm_windows(settings: Settings) -> list[int | None]:
 
 
 def _rotary(settings: Settings, count: int) -> list[bool]:
-    """Whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its name."""
+    """Return whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its
+    name.
+    """
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
@@ -201,8 +205,8 @@ _ROTARY = Keys(
     lambda settings: {"rotary": _rotary(settings, keys.layer_count(settings))},
     lambda config: {"no_rope_layers": [int(layer.rotary) for layer in config.layers]},
 )
-_SMOLLM_WINDOWS = keys.switched_windows(
-    _smollm_windows, lambda config: {"layer_types": keys.written_layer_types(config)}
+_SMOLLM_WINDOWS = keys.make_switched_window_keys(
+    _smollm_windows, lambda config: {"layer_types": keys.write_layer_types(config)}
 )
 _SMOLLM3 = Family(
     "smollm3",
@@ -276,7 +280,8 @@ _PHI3 = Family(
 
 # GLM-4 of 2024 (2406.12793): biases of queries, keys and values; half of each head is rotated, in
 # adjacent pairs. GLM-4 of 2025 (0414) also has norms after attention and feed-forward.
-_PARTIAL = Keys(  # written also if all of a head is rotated
+# Written also if all of a head is rotated.
+_PARTIAL = Keys(
     write=lambda config: {
         "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
     }
@@ -328,16 +333,16 @@ _OLMO_WINDOWS = keys.windows_by_kind(4)
 
 
 def _olmo_windows(settings: Settings) -> dict[str, Any]:
-    """The windows of layers; raises `UnsupportedError` for a rotary base that some readers use for
-    all layers, and transformers for those without a window.
+    """Return the windows of layers; raises `UnsupportedError` for a rotary base that some readers
+    use for all layers, and transformers for those without a window.
     """
-    found = _OLMO_WINDOWS.read(settings)
+    result = _OLMO_WINDOWS.read(settings)
     if settings.has("rope_parameters"):
         kinds = settings.inside("rope_parameters")
     else:
         kinds = settings
     stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
-    ambiguous = any(found["windows"]) and settings.has("rope_theta") and not stated
+    ambiguous = any(result["windows"]) and settings.has("rope_theta") and not stated
     if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:
         raise UnsupportedError(
             "readers differ on the rotary base of layers with a window",
@@ -345,7 +350,7 @@ def _olmo_windows(settings: Settings) -> dict[str, Any]:
             found=f"rope_theta {settings.values['rope_theta']}",
             expected="rope_parameters by kind of layer",
         )
-    return found
+    return result
 
 
 _OLMO3 = replace(

@@ -2,7 +2,7 @@
 are not run.
 
 transformers identifies a linear layer if it knows the model's class, otherwise its name does: see
-`named_roles`.
+`infer_roles_by_name`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ HEADS = frozenset(
 )
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 _ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
-NEVER = frozenset({"dt_proj"})  # not read through its module
+# Not read through its module.
+NEVER = frozenset({"dt_proj"})
 _READ_OUT = ("out_proj", "o_proj")
 _TOWER = re.compile(
     r"(vision|visual|vit|image|video|audio|sound|speech|multi_?modal|mm|sam|patch_merge)(_.*)?|.*_(vision|audio)"
@@ -93,7 +94,8 @@ _TABLE = re.compile(
     r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$",
     re.IGNORECASE,
 )
-_EXTRA = ("mtp", "nextn")  # how the names of modules begin that predict further tokens
+# How the names of modules begin that predict further tokens.
+_EXTRA = ("mtp", "nextn")
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
 _MAX_DIGITS = (
@@ -130,7 +132,8 @@ _STATE_MARKS = frozenset(
         "output_gate",
         "g_norm",
         "g_norm_swish_gate",
-        "gk_proj",  # lightning attention and its like
+        # Lightning attention and its like.
+        "gk_proj",
     }
 )
 """Tensors and modules that are only in modules with a state."""
@@ -149,7 +152,8 @@ _STATE_NAMES = frozenset(
 )
 """Names of such modules within a layer, for files without their marks."""
 
-_NUM_SHORT = 4  # inputs of a convolution over tokens; those over sound have more
+# Inputs of a convolution over tokens; those over sound have more.
+_NUM_SHORT = 4
 _SHORT_FILTERS = frozenset(
     shape for size in range(1, _NUM_SHORT + 1) for shape in ((1, size), (size, 1))
 )
@@ -159,8 +163,9 @@ _SHORT_FILTERS = frozenset(
 def opaque_config(
     raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> ModelConfig:
-    """A model that is described by its tensors, in the order of the output: shape and type of each
-    by name. Of the config.json only the values that `inspect` shows are used, and the float type.
+    """Return a model that is described by its tensors, in the order of the output: shape and type
+    of each by name. Of the config.json only the values that `inspect` shows are used, and the float
+    type.
     """
     text = _language(raw)
     layers: dict[str, int] = {}
@@ -186,7 +191,8 @@ def opaque_config(
         norm_eps=0.0,
         rope=RopeConfig(),
         max_context=_size(text, "max_position_embeddings", "n_positions", "max_target_positions"),
-        tied_embeddings=False,  # each stored tensor is separate
+        # Each stored tensor is separate.
+        tied_embeddings=False,
         dtype=_dtype(raw, text, tensors),
         bos_token_id=None,
         eos_token_ids=(),
@@ -199,8 +205,8 @@ def with_roles(
     roles: Mapping[str, tuple[str, str | None]],
     unstored: tuple[str, ...] | None = None,
 ) -> ModelConfig:
-    """The same model with the roles of its linears' weights: role and alias, see `OpaqueTensor`,
-    by tensor name.
+    """Return the same model with the roles of its linears' weights: role and alias, see
+    `OpaqueTensor`, by tensor name.
     """
     assert config.tensors is not None
     tensors = (
@@ -232,21 +238,21 @@ class Hints:
     def of(cls, raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Hints:
         """From a config.json, and the shapes of all tensors by name."""
         values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
-        experts = frozenset(one for one in values if type(one) is int and one > 1)
+        experts = frozenset(value for value in values if type(value) is int and value > 1)
         multimodal = any(
             isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config")
         )
         return cls(experts, is_tied(raw), multimodal, recurrent_modules(shapes))
 
     def is_recurrent(self, module: str) -> bool:
-        """Whether a linear is in a module that carries a state; vision and audio parts process
-        all tokens at once.
+        """Return whether a linear is in a module that carries a state; vision and audio parts
+        process all tokens at once.
         """
         return is_within(module, self.recurrent) and not self.is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
-        """The role of the weight of a linear, whose `module` is on disk or in readers; None for
-        a plain linear.
+        """Return the role of the weight of a linear, whose `module` is on disk or in readers; None
+        for a plain linear.
         """
         *parents, last = module.split(".")
         routes = (
@@ -271,19 +277,20 @@ class Hints:
         return None
 
     def is_tower(self, module: str) -> bool:
-        """Whether a module is in a part for images or sound, or leads from one to the language
-        model.
+        """Return whether a module is in a part for images or sound, or leads from one to the
+        language model.
         """
         return self.multimodal and any(_TOWER.fullmatch(part) for part in module.split("."))
 
 
-def named_roles(
+def infer_roles_by_name(
     raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]
 ) -> dict[str, tuple[str, str | None]]:
-    """The roles of tensors that follow from their names: of matrices with a name in `LINEARS`, and
-    of those in modules that carry a state. Those of layers that predict further tokens have none.
+    """Return the roles of tensors that follow from their names: of matrices with a name in
+    `LINEARS`, and of those in modules that carry a state. Those of layers that predict further
+    tokens have none.
     """
-    found: dict[str, tuple[str, str | None]] = {}
+    result: dict[str, tuple[str, str | None]] = {}
     hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     for tensor in tensors:
         if not may_be_linear(tensor) or is_extra_layer(tensor.name, raw):
@@ -297,19 +304,20 @@ def named_roles(
         elif role is None and last in HEADS:
             role = "float" if hints.tied else "head"
         if role is not None:
-            found[tensor.name] = (role, None)
-    return found
+            result[tensor.name] = (role, None)
+    return result
 
 
 def may_be_linear(tensor: OpaqueTensor) -> bool:
-    """Whether a tensor has the shape, type and name of a linear's weight."""
+    """Return whether a tensor has the shape, type and name of a linear's weight."""
     matrix = len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.name.endswith(".weight")
     return matrix and tensor.dtype in _FLOAT_TYPES
 
 
-def carried_modules(config: ModelConfig) -> list[str]:
-    """The modules whose weights are copied although they may be linears in some readers, such as
-    layers that predict further tokens, or experts in one tensor; none for a model that runs.
+def list_copied_modules(config: ModelConfig) -> list[str]:
+    """Return the modules whose weights are copied although they may be linears in some readers,
+    such as layers that predict further tokens, or experts in one tensor; none for a model that
+    runs.
     """
     result: list[str] = []
     for tensor in config.tensors or ():
@@ -320,8 +328,8 @@ def carried_modules(config: ModelConfig) -> list[str]:
 
 
 def possible_linears(tensor: OpaqueTensor) -> list[str]:
-    """The linears whose weights a tensor may hold, by the names of their modules in readers: one,
-    or those of all experts.
+    """Return the linears whose weights a tensor may hold, by the names of their modules in readers:
+    one, or those of all experts.
     """
     if may_be_linear(tensor):
         return [tensor.module]
@@ -340,7 +348,7 @@ def possible_linears(tensor: OpaqueTensor) -> list[str]:
 
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
-    """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a
+    """Return whether a tensor is in a layer that predicts further tokens: by its name, or beyond a
     config.json's layers.
     """
     return (
@@ -350,7 +358,7 @@ def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
 
 
 def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
-    """The number of the layer that a tensor is in, if it is beyond those that a config.json
+    """Return the number of the layer that a tensor is in, if it is beyond those that a config.json
     counts.
     """
     count = _num_layers(raw)
@@ -367,13 +375,13 @@ def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
 
 
 def _num_layers(raw: Mapping[str, Any]) -> int:
-    """The number of layers that a config.json states; 0 if it does not."""
+    """Return the number of layers that a config.json states; 0 if it does not."""
     return _size(_language(raw), "num_hidden_layers", "n_layer", "num_layers")
 
 
-def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
-    """How compressed-tensors states that the layers that predict further tokens are not quantized:
-    the names of their linears, and patterns.
+def list_ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
+    """Return how compressed-tensors states that the layers that predict further tokens are not
+    quantized: the names of their linears, and patterns.
 
     Runtimes build some of these modules under names that no tensor has: q, k and v as one linear,
     all experts as one module (vllm#53387, sglang#35797). Unless they are ``mtp.layers``, vLLM
@@ -403,52 +411,57 @@ def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]
     patterns |= dict.fromkeys(rf"re:^(({prefixes})\.)*layers\.{layer}\..*" for layer in layers)
     if layers and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
         patterns[r"re:^model\.decoder\..*"] = None
-    known = [
-        tensor.module for tensor in tensors if tensor.role
-    ]  # a class may have more layers than its config counts
+    # A class may have more layers than its config counts.
+    known = [tensor.module for tensor in tensors if tensor.role]
     return [
         *names,
-        *(one for one in patterns if not any(re.match(one[3:], module) for module in known)),
+        *(
+            pattern
+            for pattern in patterns
+            if not any(re.match(pattern[3:], module) for module in known)
+        ),
     ]
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor is an embedding, a norm, a convolution or a table of positions, by its
-    name.
+    """Return whether a tensor is an embedding, a norm, a convolution or a table of positions, by
+    its name.
     """
     return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
 def is_tied(raw: Mapping[str, Any]) -> bool:
-    """Whether the output head is the embedding, by a config.json."""
+    """Return whether the output head is the embedding, by a config.json."""
     return any(part.get("tie_word_embeddings") is True for part in (raw, _language(raw)))
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config.json of the same model with another float type, in all places that state one."""
-    found: dict[str, Any] = {}
+    """Return a config.json of the same model with another float type, in all places that state
+    one.
+    """
+    result: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, dict):
-            found[key] = with_dtype(value, dtype)
+            result[key] = with_dtype(value, dtype)
         else:
-            found[key] = dtype if key in _DTYPE_KEYS and isinstance(value, str) else value
-    return found
+            result[key] = dtype if key in _DTYPE_KEYS and isinstance(value, str) else value
+    return result
 
 
 def _language(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model, which may be the whole config.json."""
+    """Return the settings of the language model, which may be the whole config.json."""
     return next((raw[key] for key in _LANGUAGE if isinstance(raw.get(key), dict)), raw)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    """The model's architecture in a config.json."""
+    """Return the model's architecture in a config.json."""
     classes = raw.get("architectures")
     names = [raw.get("model_type"), *(classes if isinstance(classes, list) else [])]
     return next((name for name in names if isinstance(name, str) and name), "unknown")
 
 
 def _block(name: str) -> str | None:
-    """The name of the block that a tensor is in: up to its first number."""
+    """Return the name of the block that a tensor is in: up to its first number."""
     parts = name.split(".")
     place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     if place is None:
@@ -457,7 +470,7 @@ def _block(name: str) -> str | None:
 
 
 def _size(values: Mapping[str, Any], *keys: str) -> int:
-    """The first size that exists; 0 if there is none."""
+    """Return the first size that exists; 0 if there is none."""
     found = (values.get(key) for key in keys)
     return next((one for one in found if type(one) is int and 0 <= one <= Limits.context), 0)
 
@@ -467,7 +480,7 @@ def _dtype(
     text: Mapping[str, Any],
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> str:
-    """The float type that a config.json states; otherwise the one of most elements."""
+    """Return the float type that a config.json states; otherwise the one of most elements."""
     for values in (raw, text):
         for key in _DTYPE_KEYS:
             named = values.get(key)
@@ -483,8 +496,8 @@ def _dtype(
 
 
 def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """The names of all modules that carry a state from token to token: linear attention, state
-    spaces and short convolutions.
+    """Return the names of all modules that carry a state from token to token: linear attention,
+    state spaces and short convolutions.
 
     Rounding errors there accumulate in the state: published models with 4 bits in it write garbage
     (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722). `shapes` are those of all tensors,
@@ -493,7 +506,8 @@ def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     found = set()
     for name, shape in shapes.items():
         parts = name.split(".")
-        for index in range(max(0, len(parts) - 2), len(parts)):  # the tensor, and its module
+        # The tensor, and its module.
+        for index in range(max(0, len(parts) - 2), len(parts)):
             if parts[index] in _STATE_MARKS:
                 found.add(".".join(parts[:index]))
         for index, part in enumerate(parts):
@@ -508,14 +522,14 @@ def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 
 def may_change_state(module: str) -> bool:
-    """Whether a linear of such a module may change its state: all but the output projection, which
-    gets what was read from it, so that its errors are not carried to the next token.
+    """Return whether a linear of such a module may change its state: all but the output projection,
+    which gets what was read from it, so that its errors are not carried to the next token.
     """
     return module.rpartition(".")[2] not in _READ_OUT
 
 
 def is_within(module: str, modules: Set[str]) -> bool:
-    """Whether a module is one of some modules, or inside one."""
+    """Return whether a module is one of some modules, or inside one."""
     while module and module not in modules:
         module = module.rpartition(".")[0]
     return bool(module)

@@ -40,10 +40,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     first = next(
         (i for i, window in enumerate(config.windows) if window is not None), config.num_layers
     )
-    return {_MAX_KEY: first, "layer_types": keys.written_layer_types(config)}
+    return {_MAX_KEY: first, "layer_types": keys.write_layer_types(config)}
 
 
-_WINDOWS = keys.switched_windows(_windows, _write)
+_WINDOWS = keys.make_switched_window_keys(_windows, _write)
 _QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -71,9 +71,9 @@ def _moe_windows(settings: Settings) -> list[int | None]:
     return keys.windows_of(settings, windowed, keys.sliding_window(settings) if enabled else None)
 
 
-_MOE_WINDOWS = keys.switched_windows(
+_MOE_WINDOWS = keys.make_switched_window_keys(
     _moe_windows,
-    lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.written_layer_types(config)},
+    lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.write_layer_types(config)},
 )
 _QWEN2_MOE = Family(
     "qwen2_moe",
@@ -126,7 +126,7 @@ _QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     (
         keys.ATTENTION_BIAS,
-        keys.switched_windows(_every_window, lambda config: {}),
+        keys.make_switched_window_keys(_every_window, lambda config: {}),
         keys.experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"),
         keys.SPARSE_LAYERS,
     ),

@@ -27,9 +27,9 @@ from quantkit.formats.codecs.codec import (
     Runtime,
     Schemes,
     exact_scale,
-    unread,
+    make_unread_settings_error,
 )
-from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
+from quantkit.formats.codecs.gptq import claims_by_rows, find_quantized_modules
 from quantkit.formats.codecs.gptq_linear import (
     packs_outputs,
     read_outputs,
@@ -89,15 +89,15 @@ class AwqLinear(GroupedCodec):
         require_tensors(raw, expected)
         if reason := self.misfit(expected.shape):
             problem = f"'{raw.name}' is quantized, but {reason.problem}"
-            raise raw.unsupported(problem, reason.found, reason.expected)
+            raise raw.make_unsupported_error(problem, reason.found, reason.expected)
         scales = scales_dtype(raw)
-        for one in self.parts(raw, expected):
-            raw.require(one, f"{self.scheme} of AWQ")
+        for part in self.parts(raw, expected):
+            raw.require(part, f"{self.scheme} of AWQ")
         zeros = raw.read_bytes(QZEROS)
         scheme = QuantScheme(_BITS, self.scheme.group_size, zeros == _LEVELS_OF_8 * len(zeros))
         return TensorSpec(expected.name, expected.shape, scales, scheme)
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, DType.FLOAT16)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
@@ -116,11 +116,11 @@ class AwqLinear(GroupedCodec):
         else:
             groups = (columns[0] // size, columns[1] // size)
         scale = read_outputs(raw, SCALES, rows, groups)
-        codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpacked)
+        codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpack_codes)
         if spec.scheme.symmetric:
             zero = None
         else:
-            zero = read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
+            zero = read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpack_codes)
         return qtensor.QuantTensor(codes, scale, zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
@@ -149,11 +149,11 @@ class AwqLinear(GroupedCodec):
             zero = value.zero.t()
         else:
             zero = torch.full((groups, rows), 8, dtype=torch.uint8)
-        return [_packed(value.codes.t()), _packed(zero), scale.t().contiguous()]
+        return [_pack_codes(value.codes.t()), _pack_codes(zero), scale.t().contiguous()]
 
     def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
         dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
-        return AWQ.stored(spec, _BITS, self.scheme.group_size, dtypes)
+        return AWQ.list_stored_tensors(spec, _BITS, self.scheme.group_size, dtypes)
 
 
 class Awq(QuantMethod):
@@ -178,17 +178,19 @@ class Awq(QuantMethod):
     ) -> dict[str, AwqLinear]:
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.string(key).lower() != "gemm":
-                raise unread(
+                raise make_unread_settings_error(
                     settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm"
                 )
         bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
-            raise unread(settings, "AWQ of these bits is not read", bits, _BITS)
+            raise make_unread_settings_error(settings, "AWQ of these bits is not read", bits, _BITS)
         size = settings.integer(
             "q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS
         )
         if size > 0 and size % 8:
-            raise unread(settings, "group size is not supported", size, "a multiple of 8")
+            raise make_unread_settings_error(
+                settings, "group size is not supported", size, "a multiple of 8"
+            )
         codec = AwqLinear(
             QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True))
         )
@@ -200,9 +202,9 @@ class Awq(QuantMethod):
             kept += []
         else:
             kept += ["lm_head"]
-        found = quantized_modules(modules, stored, settings)
+        quantized_modules = find_quantized_modules(modules, stored, settings)
         result: dict[str, AwqLinear] = {}
-        for module in found:
+        for module in quantized_modules:
             if stored or not any(name in module for name in kept):
                 result[module] = codec
         return result
@@ -221,7 +223,7 @@ class Awq(QuantMethod):
             )
         floats = [module for module in modules if module not in schemes]
         for module in floats:
-            if other := next((one for one in schemes if module in one), None):
+            if other := next((scheme for scheme in schemes if module in scheme), None):
                 why = f"since '{module}', which is, is a part of its name"
                 raise UnsupportedError(f"AWQ's readers take '{other}' for floats, {why}")
         dynamic: dict[str, Any] = {
@@ -261,14 +263,14 @@ class Awq(QuantMethod):
         return ", ".join(readers)
 
 
-def _unpacked(words: torch.Tensor) -> torch.Tensor:
+def _unpack_codes(words: torch.Tensor) -> torch.Tensor:
     """Codes [N, O] of words [N, O / 8]."""
     count = words.shape[1] * _PER_WORD
     fields = qtensor.unpack_int32(words, _BITS, count).view(len(words), -1, _PER_WORD)
     return fields[..., list(_FIELDS)].view(len(words), count)
 
 
-def _packed(codes: torch.Tensor) -> torch.Tensor:
+def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Words [N, O / 8] of codes [N, O]."""
     fields = codes.reshape(len(codes), -1, _PER_WORD)[..., list(_ORDER)]
     return qtensor.pack_int32(fields.flatten(1), _BITS)

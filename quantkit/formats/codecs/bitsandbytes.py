@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from quantkit.base.json_values import Settings, parsed, shown
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.source import damaged_file
+from quantkit.files.source import make_damaged_file_error
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
-from quantkit.formats.codecs.codec import DAMAGED_FILE, unread
+from quantkit.formats.codecs.codec import DAMAGED_FILE, make_unread_settings_error
 from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -41,7 +41,7 @@ FOUR_BITS = Layout(
     (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())),
     code_types=(DType.UINT8,),
     bits=4,
-    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
+    optional_suffixes=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
     prefixes=("weight.quant_state.",),
 )
 EIGHT_BITS = Layout(
@@ -50,7 +50,7 @@ EIGHT_BITS = Layout(
     (_SCB,),
     code_types=(DType.INT8,),
     bits=8,
-    others=(_FORMAT,),
+    optional_suffixes=(_FORMAT,),
     unpacked=True,
     is_evident=lambda tensors: _SCB in tensors,
 )
@@ -82,7 +82,8 @@ _VALUES = {
     ),
 }
 _CLOSE = 1e-6  # as closely as two programs spell them
-_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
+# 1 / 127, as bitsandbytes spells it.
+_STEP = 7.874015718698502e-3
 
 
 class FourBitWeight(DequantizedTensor):
@@ -121,19 +122,19 @@ class FourBitWeight(DequantizedTensor):
         if absmax is not None and absmax.dtype == DType.UINT8:
             self._nested_block, self._offset = (
                 self._even(state, "nested_blocksize"),
-                self._nested_offset(state),
+                self._read_nested_offset(state),
             )
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
             expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
         self._codes = self._bytes(weight, (math.prod(tensor.shape) + 1) // 2)
-        found = [self._found(stored, suffix, *expected[suffix]) for suffix in expected]
+        found = [self._require_tensor(stored, suffix, *expected[suffix]) for suffix in expected]
         super().__init__(tensor, (weight, *found, stored[weight.name + _STATES[kind]]), homes)
         values = struct.unpack(
             f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP)
         )
         if not all(
-            abs(one - own) <= _CLOSE for one, own in zip(values, _VALUES[kind], strict=True)
+            abs(value - own) <= _CLOSE for value, own in zip(values, _VALUES[kind], strict=True)
         ):
             # bitsandbytes ignores the map
             self._refuse("has a 'quant_map' of other values than its type's", shown(list(values)))
@@ -224,14 +225,14 @@ class FourBitWeight(DequantizedTensor):
             self._refuse(f"has a {key} that is odd", size)
         return size
 
-    def _nested_offset(self, state: Settings) -> float:
+    def _read_nested_offset(self, state: Settings) -> float:
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
             problem = f"tensor '{self._name}' has factors of a type that is not read"
-            raise unread(state, problem, shown(dtype), "float32")
+            raise make_unread_settings_error(state, problem, shown(dtype), "float32")
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def _bytes(self, weight: StoredTensor, expected: int) -> View:
-        """The place of the codes as bytes, whatever type they are stored in."""
+        """Return the place of the codes as bytes, whatever type they are stored in."""
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             problem = f"tensor '{weight.name}' is stored in a layout that is not read"
@@ -244,7 +245,7 @@ class FourBitWeight(DequantizedTensor):
             )
         return View(DType.UINT8, view.start, (expected,), (1,))
 
-    def _found(
+    def _require_tensor(
         self, stored: Mapping[str, StoredTensor], suffix: str, dtypes: tuple[DType, ...], count: int
     ) -> StoredTensor:
         tensor = stored.get(self._name + suffix)
@@ -258,7 +259,7 @@ class FourBitWeight(DequantizedTensor):
         return tensor
 
     def _refuse(self, problem: str, found: object, expected: object = None) -> NoReturn:
-        raise damaged_file(
+        raise make_damaged_file_error(
             f"tensor '{self._name}', in {self.kind}, {problem}", self.path, found, expected
         )
 
@@ -328,7 +329,8 @@ class EightBitWeight(DequantizedTensor):
 def found_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
 ) -> FourBitWeight | EightBitWeight | None:
-    """The weight whose codes a tensor of a folder has; None for floats, and for scales and states.
+    """Return the weight whose codes a tensor of a folder has; None for floats, and for scales and
+    states.
 
     Raises:
         CheckpointError, UnsupportedError: as the weights' classes do; also for codes without

@@ -59,22 +59,22 @@ NO_EMBEDDING = Reason(
 
 def exact_scale(scale: torch.Tensor, dtype: DType) -> torch.Tensor | Reason:
     """Scales in another float type, if it has all of them; every type has NaN and Inf."""
-    found = scale.to(dtype.torch)
-    lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
+    result = scale.to(dtype.torch)
+    lost = ~((result.float() == scale.float()) | (result.isnan() & scale.isnan()))
     if not lost.any():
-        return found
+        return result
     first = f"{scale[lost][0].item():.9g}"
     return Reason(f"a scale is not representable in {dtype}", first, f"{dtype} scales", (dtype,))
 
 
-def unread(
+def make_unread_settings_error(
     settings: Settings,
     problem: str,
     found: object = None,
     expected: object = None,
     hint: str | None = None,
 ) -> UnsupportedError:
-    """The error for settings that quantkit does not read."""
+    """Return the error for settings that quantkit does not read."""
     return UnsupportedError(problem, path=settings.path, found=found, expected=expected, hint=hint)
 
 
@@ -104,39 +104,43 @@ class RawModule:
         if self._notes is not None:
             self._notes.append(f"{self.path}: {text}")
 
-    def damaged(
+    def make_damage_error(
         self, problem: str, found: object = None, expected: object = None, hint: str | None = None
     ) -> CheckpointError:
-        """The error for tensors that are missing, or contradict each other or the settings."""
+        """Return the error for tensors that are missing, or contradict each other or the
+        settings.
+        """
         return CheckpointError(problem, path=self.path, found=found, expected=expected, hint=hint)
 
-    def unsupported(
+    def make_unsupported_error(
         self, problem: str, found: object = None, expected: object = None, hint: str | None = None
     ) -> UnsupportedError:
-        """The error for tensors that quantkit does not read."""
+        """Return the error for tensors that quantkit does not read."""
         return UnsupportedError(problem, path=self.path, found=found, expected=expected, hint=hint)
 
     def find(self, suffix: str) -> StoredTensor | None:
-        """A tensor as the header describes it; None if it is missing."""
+        """Return a tensor as the header describes it; None if it is missing."""
         name = f"{self.name}.{suffix}"
         if name in self._files:
             return self._files[name].tensors[name]
         return None
 
     def metadata(self, suffix: str, key: str) -> str | None:
-        """A value of the metadata in the header of a tensor's file."""
+        """Return a value of the metadata in the header of a tensor's file."""
         name = f"{self.name}.{suffix}"
         if name in self._files:
             return self._files[name].metadata.get(key)
         return None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """A tensor, or a part of it; see `TensorFile.read`."""
+        """Return a tensor, or a part of it; see `TensorFile.read`."""
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
     def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, in order; see `TensorFile.read_bytes`."""
+        """Return the elements of a tensor, or of a part of it, in order; see
+        `TensorFile.read_bytes`.
+        """
         name = f"{self.name}.{suffix}"
         return self._files[name].read_bytes(name, part)
 
@@ -149,7 +153,7 @@ class RawModule:
         else:
             found = None
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
-            raise self.damaged(
+            raise self.make_damage_error(
                 f"tensor '{expected.name}' does not fit scheme {scheme}",
                 "nothing" if found is None else f"{found.dtype} {list(found.shape)}",
                 f"{expected.dtype} {list(expected.shape)}",
@@ -164,7 +168,7 @@ class HoldsCodes(Protocol):
         ...
 
     def encode(self, value: qtensor.QuantTensor) -> Any | Reason:
-        """The stored form, or why there is none that is exact."""
+        """Return the stored form, or why there is none that is exact."""
         ...
 
 
@@ -173,12 +177,12 @@ class ReadCodec(Protocol):
 
     @property
     def scheme(self) -> QuantScheme | None:
-        """The scheme of its codes, as the settings state it; None for floats."""
+        """Return the scheme of its codes, as the settings state it; None for floats."""
         ...
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """The weight of a module, from the headers of its tensors and from the small ones among
-        them (zero points, offsets, group indices): codes of a scheme, or floats.
+        """Return the weight of a module, from the headers of its tensors and from the small ones
+        among them (zero points, offsets, group indices): codes of a scheme, or floats.
 
         Args:
             expected: the weight [O, I] of the architecture, in the model's float type; if the
@@ -191,11 +195,11 @@ class ReadCodec(Protocol):
         ...
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        """The tensors of a weight that was found, with optional ones."""
+        """Return the tensors of a weight that was found, with optional ones."""
         ...
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
-        """The weight, or some of its rows or columns; no more than necessary is read.
+        """Return the weight, or some of its rows or columns; no more than necessary is read.
 
         Raises:
             CheckpointError: if the tensors contradict each other.
@@ -207,12 +211,14 @@ class ReadCodec(Protocol):
 class Codec(ReadCodec, HoldsCodes, Protocol):
     """Reads and writes the weight of one module."""
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        """The tensors that a weight occupies, in the order they are written."""
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
+        """Return the tensors that a weight occupies, in the order they are written."""
         ...
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
-        """The tensors of `stored`, in its order; codes, scales and zero points do not change."""
+        """Return the tensors of `list_stored_tensors`, in its order; codes, scales and zero points
+        do not change.
+        """
         ...
 
 
@@ -240,7 +246,7 @@ class GroupedCodec:
         return cast("torch.Tensor", inside).contiguous()
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        """How many columns are stored together: whole words, and whole groups."""
+        """Return how many columns are stored together: whole words, and whole groups."""
         raise NotImplementedError
 
     def read(
@@ -253,8 +259,8 @@ class GroupedCodec:
     def columns_slice(
         rows: TensorSlice | None, start: int, stop: int, count: int
     ) -> TensorSlice | None:
-        """What to read of a matrix with `count` columns: some rows, or some columns; None for
-        all.
+        """Return what to read of a matrix with `count` columns: some rows, or some columns; None
+        for all.
         """
         if (start, stop) == (0, count):
             return rows
@@ -273,11 +279,11 @@ class ReadAsFloats:
         self._coded: TensorSpec | None = None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        found = self.codec.spec(raw, expected)
-        if found.scheme is None:
-            return found
-        self._coded = found
-        return TensorSpec(found.name, found.shape, expected.dtype, stored_as=str(found.scheme))
+        result = self.codec.spec(raw, expected)
+        if result.scheme is None:
+            return result
+        self._coded = result
+        return TensorSpec(result.name, result.shape, expected.dtype, stored_as=str(result.scheme))
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self.codec.parts(raw, self._coded or spec)
@@ -328,14 +334,14 @@ class CodeFormat:
         )
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-        """The codec of linears in a scheme, or of an embedding."""
+        """Return the codec of linears in a scheme, or of an embedding."""
         return Reason("it is only read")
 
 
 def codec_of(
     codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False
 ) -> HoldsCodes | Reason:
-    """The codec of a format for linears in a scheme, or for an embedding; or why it holds no
+    """Return the codec of a format for linears in a scheme, or for an embedding; or why it holds no
     such codes or scales.
     """
     return codes.other_scales(scheme) or codes.codec(scheme, embedding=embedding)
@@ -363,7 +369,7 @@ class QuantMethod(CodeFormat):
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        """What settings state of each module, whether or not quantkit reads it.
+        """Return what settings state of each module, whether or not quantkit reads it.
 
         Args:
             modules: all that may be quantized.
@@ -375,7 +381,7 @@ class QuantMethod(CodeFormat):
         return Claims()
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        """The name of the method that reads the settings, and the settings in its terms; see
+        """Return the name of the method that reads the settings, and the settings in its terms; see
         `read_settings`.
         """
         return self.name, settings
@@ -383,7 +389,7 @@ class QuantMethod(CodeFormat):
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> Mapping[str, ReadCodec]:
-        """The codec of each module that is quantized.
+        """Return the codec of each module that is quantized.
 
         Args:
             settings: from config.json, or from a file next to it.
@@ -399,7 +405,7 @@ class QuantMethod(CodeFormat):
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """The settings of a folder.
+        """Return the settings of a folder.
 
         Args:
             schemes: of the modules that are quantized.
@@ -422,7 +428,7 @@ class QuantMethod(CodeFormat):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        """The other programs that load a folder, by commas; notes follow a semicolon.
+        """Return the other programs that load a folder, by commas; notes follow a semicolon.
 
         Args:
             schemes: of linear modules; None for floats.

@@ -57,13 +57,13 @@ class SmallFloats(GroupedCodec):
         codes = raw.find(self.layout.codes)
         scale = raw.find(SCALE)
         if codes is None or scale is None:
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
             )
         rows, columns = codes.shape if len(codes.shape) == len(expected.shape) else expected.shape
         shape = rows, columns * 2 if self.scheme.codes is Codes.E2M1 else columns
         if shape[1] % self.scheme.unit:
-            raise raw.unsupported(
+            raise raw.make_unsupported_error(
                 f"group size of '{raw.name}' does not divide its row", self.scheme
             )
         by_scheme = self.scheme.scales in (Scales.POWERS, Scales.NESTED)
@@ -71,7 +71,7 @@ class SmallFloats(GroupedCodec):
             expected.name, shape, expected.dtype if by_scheme else scale.dtype, self.scheme
         )
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         (rows, columns), module = spec.shape, spec.name.removesuffix(".weight")
         groups = self.scheme.groups(columns)
         if self.scheme.codes is Codes.E4M3:
@@ -103,7 +103,7 @@ class SmallFloats(GroupedCodec):
         return result
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return self.stored(spec)
+        return self.list_stored_tensors(spec)
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.unit
@@ -130,7 +130,7 @@ class SmallFloats(GroupedCodec):
         return qtensor.QuantTensor(codes.view(torch.uint8), scale, None, scheme, outer=outer)
 
     def row_scales(self, stored: torch.Tensor, rows: int) -> torch.Tensor:
-        """The scales [O, G] of rows, as `QuantTensor` has them."""
+        """Return the scales [O, G] of rows, as `QuantTensor` has them."""
         if self.scheme.scales is Scales.POWERS:
             return (stored.float() - EXPONENT_BIAS).exp2()
         if self.scheme.scales is Scales.NESTED:
@@ -157,13 +157,16 @@ class SmallFloats(GroupedCodec):
 
 
 def float8_codes(weight: StoredTensor, scale: StoredTensor) -> SmallFloats | None:
-    """The codec of a weight in float8 and its scales; None where these are of other kinds than
-    are written here.
+    """Return the codec of a weight in float8 and its scales; None where these are of other kinds
+    than are written here.
     """
     if weight.dtype != DType.FLOAT8_E4M3FN or scale.dtype not in FLOATS or len(weight.shape) != 2:
         return None
     for codec in (SmallFloats(FP8), SmallFloats(FP8_BLOCK)):
         spec = TensorSpec(weight.name, weight.shape, scale.dtype, codec.scheme)
-        if codec.misfit(weight.shape) is None and codec.stored(spec) == [weight, scale]:
+        if codec.misfit(weight.shape) is None and codec.list_stored_tensors(spec) == [
+            weight,
+            scale,
+        ]:
             return codec
     return None

@@ -16,7 +16,14 @@ from quantkit.base.json_values import Settings, shown
 from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime, Schemes, unread
+from quantkit.formats.codecs.codec import (
+    Codec,
+    QuantMethod,
+    Reason,
+    Runtime,
+    Schemes,
+    make_unread_settings_error,
+)
 from quantkit.formats.codecs.compressed_floats import SmallFloats
 from quantkit.formats.codecs.compressed_weights import (
     FP4,
@@ -53,7 +60,8 @@ _INT = "int-quantized"
 _DENSE = "dense"
 _MIXED = "mixed-precision"
 _OF_BYTES = (_INT, "naive-quantized")
-_OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
+# Read as floats, see `dequantized`.
+_OF_FLOATS = ("float-quantized", "naive-quantized")
 _EXPERTS = r".*\.experts\.\d+\..*"
 # an order that a tensor states; in all others, columns are in the order of the inputs
 _BY_INDEX = "group"
@@ -95,7 +103,7 @@ class CompressedTensors(QuantMethod):
         self.activations = activations
 
     def inputs(self, scheme: QuantScheme) -> InputRounding | None:
-        """How readers round the inputs of linears in a scheme; None if they stay floats."""
+        """Return how readers round the inputs of linears in a scheme; None if they stay floats."""
         return InputRounding.of(self.activations or Activations.of(scheme)[0], scheme)
 
     def claims(
@@ -108,7 +116,7 @@ class CompressedTensors(QuantMethod):
         """As `QuantMethod.claims`; `spelled` returns the names that a module may have in
         settings.
         """
-        groups = stated_groups(settings)
+        groups = read_config_groups(settings)
         modules = list(modules)
         matches = _matches(settings, groups, modules, spelled)
         stated = {name: group_claim(group, settings) for name, group in groups.items()}
@@ -125,7 +133,9 @@ class CompressedTensors(QuantMethod):
         known = {name for module in modules for name in spelled(module)}
         known |= _of_readers(targets, modules)
         unmatched = (
-            one for one in targets if "." in one and not one.startswith("re:") and one not in known
+            target
+            for target in targets
+            if "." in target and not target.startswith("re:") and target not in known
         )
         return Claims(found, True, tuple(unmatched), conflicts)
 
@@ -134,11 +144,11 @@ class CompressedTensors(QuantMethod):
     ) -> dict[str, Codec]:
         """Two groups that match a module equally closely must have the same scheme."""
         if settings.values.get("transform_config"):
-            raise unread(settings, "transforms are not supported")
-        groups = stated_groups(settings)
+            raise make_unread_settings_error(settings, "transforms are not supported")
+        groups = read_config_groups(settings)
         matches = _matches(settings, groups, modules, lambda module: [module])
         codecs = {name: _codec(group, settings) for name, group in groups.items()}
-        found: dict[str, Codec] = {}
+        result: dict[str, Codec] = {}
         for module, names in matches:
             codec = codecs[names[0]]
             if any(codecs[name] != codec for name in names):
@@ -152,16 +162,16 @@ class CompressedTensors(QuantMethod):
                     found=" and ".join(f"{scheme} in '{name}'" for name, scheme in schemes),
                 )
             if codec is not None:
-                found[module] = codec
-        return found
+                result[module] = codec
+        return result
 
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        return _written(schemes, modules, self, every=every)
+        return _build_settings(schemes, modules, self, every=every)
 
     def form(self, scheme: QuantScheme) -> str:
-        """The format of linears in a scheme."""
+        """Return the format of linears in a scheme."""
         if scheme.of_small_floats:
             return SmallFloats(scheme).form
         if scheme == _INT8 and self.activations is Activations.INT8:
@@ -210,8 +220,8 @@ class CompressedTensors(QuantMethod):
         return ", ".join([*transformers, *vllm])
 
     def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
-        """The weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it has
-        some for all.
+        """Return the weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it
+        has some for all.
         """
         for scheme in schemes:
             activations = self.activations or Activations.of(scheme)[0]
@@ -227,8 +237,8 @@ class CompressedTensors(QuantMethod):
         return None
 
     def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
-        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is
-        the head too; with `here_alone`, no form that others load can be written.
+        """Return a note on the readers that do not load a quantized embedding, as tried; if `tied`,
+        it is the head too; with `here_alone`, no form that others load can be written.
         """
         if here_alone:
             if tied:
@@ -287,29 +297,29 @@ class Int8Activations(CompressedTensors):
 
 
 def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
-    """Whether an embedding is among the modules that have a scheme."""
+    """Return whether an embedding is among the modules that have a scheme."""
     return any(scheme is not None and is_embedding(module) for module, scheme in schemes.items())
 
 
 def read_here_alone(
     method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool
 ) -> bool:
-    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding is
-    quantized, and the head is tied to it.
+    """Return whether no other reader of compressed-tensors loads a folder, as tried: its embedding
+    is quantized, and the head is tied to it.
     """
     return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
 
 
 def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
-    """The names in settings that readers may have for modules: they differ from those on disk,
-    which are targets too, in what comes before the layers.
+    """Return the names in settings that readers may have for modules: they differ from those on
+    disk, which are targets too, in what comes before the layers.
     """
     tails = {_in_layers(module) for module in modules if module in targets}
-    return {one for one in targets if _in_layers(one) in tails}
+    return {target for target in targets if _in_layers(target) in tails}
 
 
 def _in_layers(module: str) -> str:
-    """The name of a module from the layers on; all of it outside of them."""
+    """Return the name of a module from the layers on; all of it outside of them."""
     at = module.rfind("layers.", 0, module.rfind("."))
     return module if at < 0 else module[at:]
 
@@ -324,15 +334,15 @@ def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
     return Reason(problem, scheme, f"for activations in {activations}: {', '.join(map(str, able))}")
 
 
-def _written(
+def _build_settings(
     schemes: Schemes, modules: Iterable[str], method: CompressedTensors, *, every: bool
 ) -> dict[str, Any]:
-    """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups
-    list their modules: compressed-tensors warns of targets that follow ``Linear``, older vLLM
-    prefers the class to the names that q, k and v have before it fuses them, and vLLM's output head
-    is no ``Linear``. Experts with one scheme are targeted by a pattern: transformers looks for it,
-    and vLLM has other names for experts. Linears without a scheme are listed under ``ignore``. An
-    embedding has a separate group, without activations to round, and is targeted by its class,
+    """Return a single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise
+    groups list their modules: compressed-tensors warns of targets that follow ``Linear``, older
+    vLLM prefers the class to the names that q, k and v have before it fuses them, and vLLM's output
+    head is no ``Linear``. Experts with one scheme are targeted by a pattern: transformers looks for
+    it, and vLLM has other names for experts. Linears without a scheme are listed under ``ignore``.
+    An embedding has a separate group, without activations to round, and is targeted by its class,
     because vLLM's Llama has no name for it.
     """
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
@@ -391,14 +401,14 @@ def _group(
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None if inputs is None else _stated(inputs),
+        "input_activations": None if inputs is None else _build_input_settings(inputs),
         "output_activations": None,
         "format": form,
     }
 
 
-def _stated(inputs: InputRounding) -> dict[str, Any]:
-    """What settings say of rounded inputs, with scales that are found when a model runs."""
+def _build_input_settings(inputs: InputRounding) -> dict[str, Any]:
+    """Return what settings say of rounded inputs, with scales that are found when a model runs."""
     by_token = {
         "num_bits": 8,
         "type": inputs.type,
@@ -411,11 +421,11 @@ def _stated(inputs: InputRounding) -> dict[str, Any]:
     return {**by_token, "strategy": "group", "group_size": inputs.group_size}
 
 
-def packed_shapes(
+def read_weight_shapes(
     stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of quantized modules, from their tensors; none for a folder in
-    another method.
+    """Return the shapes of the weights of quantized modules, from their tensors; none for a folder
+    in another method.
 
     Args:
         stored, files: a folder's tensors, and their files.
@@ -424,7 +434,7 @@ def packed_shapes(
     settings = raw.get("quantization_config")
     if not isinstance(settings, dict) or settings.get("quant_method") != CompressedTensors.name:
         return {}
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for name in stored:
         module, _, leaf = name.rpartition(".")
         shape = stored.get(f"{module}.{SHAPE}")
@@ -435,24 +445,24 @@ def packed_shapes(
         ):
             rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
-                found[module] = rows, columns
+                result[module] = rows, columns
         elif (
             leaf == FP4.codes
             and stored[name].dtype == DType.UINT8
             and f"{module}.{SCALE}" in stored
         ):
-            found[module] = stored[name].shape[0], 2 * stored[name].shape[-1]
+            result[module] = stored[name].shape[0], 2 * stored[name].shape[-1]
         elif (
             leaf == INT8.codes
             and stored[name].dtype == DType.INT8
             and f"{module}.{SCALE}" in stored
         ):
-            found[module] = stored[name].shape
-    return found
+            result[module] = stored[name].shape
+    return result
 
 
-def stated_groups(settings: Settings) -> dict[str, Settings]:
-    """The groups by name."""
+def read_config_groups(settings: Settings) -> dict[str, Settings]:
+    """Return the groups by name."""
     named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
         problem = f"{settings.name} has too many groups"
@@ -469,8 +479,8 @@ def _matches(
     modules: Iterable[str],
     spelled: Callable[[str], list[str]],
 ) -> list[tuple[str, list[str]]]:
-    """The modules that are not ignored, and the names of the groups whose targets match each of
-    them most closely.
+    """Return the modules that are not ignored, and the names of the groups whose targets match each
+    of them most closely.
 
     Args:
         spelled: the names that a module may have in settings.
@@ -486,20 +496,20 @@ def _matches(
     else:
         ignored_names = []
     ignored = Targets(ignored_names, key=f"{settings.name}.ignore", match_time=match_time)
-    found = []
+    result = []
     for module in modules:
         names = spelled(module)
         if min(map(ignored.closeness, names)) < NO_MATCH:
             continue
-        ranks = {name: min(map(one.closeness, names)) for name, one in targets.items()}
+        ranks = {name: min(map(target.closeness, names)) for name, target in targets.items()}
         closest = min(ranks.values(), default=NO_MATCH)
         if closest < NO_MATCH:
-            found.append((module, [name for name, rank in ranks.items() if rank == closest]))
-    return found
+            result.append((module, [name for name, rank in ranks.items() if rank == closest]))
+    return result
 
 
 def group_claim(group: Settings, settings: Settings) -> Claim | None:
-    """What a group states; None if its weights are not quantized."""
+    """Return what a group states; None if its weights are not quantized."""
     if not group.has("weights"):
         return None
     weights = group.inside("weights")
@@ -518,13 +528,13 @@ def group_claim(group: Settings, settings: Settings) -> Claim | None:
         block=block_size(weights, "block_structure"),
     )
     grouped = weights.values.get("strategy") in ("group", "tensor_group", None)
-    return base.updated(weights, "num_bits", "group_size" if grouped else "")
+    return base.apply_settings(weights, "num_bits", "group_size" if grouped else "")
 
 
 def _codec(
     group: Settings, settings: Settings
 ) -> PackQuantized | IntQuantized | SmallFloats | None:
-    """The codec of a group's modules; None if they are read as floats."""
+    """Return the codec of a group's modules; None if they are read as floats."""
     if group.has("format"):
         layout = group
     else:
@@ -540,7 +550,9 @@ def _codec(
         return _fp4(weights, _FP4_SCHEMES[found])
     if found != _PACK and found not in _OF_BYTES:
         expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)), *_FP4_SCHEMES))
-        raise unread(settings, "this compressed-tensors format is not read", found, expected)
+        raise make_unread_settings_error(
+            settings, "this compressed-tensors format is not read", found, expected
+        )
     form = PackQuantized if found == _PACK else IntQuantized
     return form(
         _scheme(weights),
@@ -550,18 +562,18 @@ def _codec(
 
 
 def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
-    """The codec of weights in e2m1, which have no other form than that of a scheme."""
+    """Return the codec of weights in e2m1, which have no other form than that of a scheme."""
     stated = [weights.values.get(key) for key in ("num_bits", "type", "group_size")]
     expected = [scheme.bits, "float", scheme.group_size]
     if stated != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
-        raise unread(
+        raise make_unread_settings_error(
             weights, "this compressed-tensors scheme is not read", shown(stated), shown(expected)
         )
     return SmallFloats(scheme)
 
 
 def _strategy(weights: Settings) -> str:
-    """The weights that share a scale; by default, this follows from the group size, as in
+    """Return the weights that share a scale; by default, this follows from the group size, as in
     compressed-tensors.
     """
     if weights.has("strategy"):
@@ -576,7 +588,7 @@ def _strategy(weights: Settings) -> str:
 def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
-        raise unread(weights, "this order of columns is not read", shown(order))
+        raise make_unread_settings_error(weights, "this order of columns is not read", shown(order))
     strategy = _strategy(weights)
     bits = weights.integer("num_bits", 1, 64)
     if weights.has("type"):
@@ -589,7 +601,7 @@ def _scheme(weights: Settings) -> QuantScheme:
         or strategy not in _STRATEGIES
         or weights.values.get("dynamic")
     ):
-        raise unread(
+        raise make_unread_settings_error(
             weights,
             "this compressed-tensors scheme is not read",
             f"{kind}{bits} per {strategy}",
@@ -600,5 +612,7 @@ def _scheme(weights: Settings) -> QuantScheme:
     else:
         group_size = None
     if group_size is not None and group_size % 8:
-        raise unread(weights, "group size is not supported", group_size, "a multiple of 8")
+        raise make_unread_settings_error(
+            weights, "group size is not supported", group_size, "a multiple of 8"
+        )
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

@@ -37,7 +37,7 @@ _GROUPS = "weight_g_idx"
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
 
 
-def _packed_shapes(
+def _compute_packed_shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
@@ -86,7 +86,7 @@ PACKED_CODES = Layout(
     zeros=_ZERO,
     floats=(SCALE,),
     integers=(PACKED, SHAPE, _ZERO, _GROUPS),
-    shapes=_packed_shapes,
+    shapes=_compute_packed_shapes,
 )
 FP4 = Layout(
     "packed small floats of compressed-tensors",
@@ -94,7 +94,7 @@ FP4 = Layout(
     (SCALE,),
     code_types=(DType.UINT8,),
     bits=4,
-    others=(GLOBAL_SCALE, "input_global_scale"),
+    optional_suffixes=(GLOBAL_SCALE, "input_global_scale"),
     shapes=_fp4_shapes,
 )
 INT8 = Layout(
@@ -132,17 +132,19 @@ class CompressedLinear(GroupedCodec):
         scale = raw.find(SCALE)
         scheme = self.scheme
         if found is None or scale is None:
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
             )
         if scale.dtype not in FLOATS:
-            raise raw.damaged(f"the scales of '{raw.name}' are no floats", scale.dtype)
+            raise raw.make_damage_error(f"the scales of '{raw.name}' are no floats", scale.dtype)
         shape = (found.shape[0] if found.shape else expected.shape[0], expected.shape[1])
         if shape[1] % (scheme.group_size or 1):
-            raise raw.unsupported(f"group size of '{raw.name}' does not divide its row", scheme)
+            raise raw.make_unsupported_error(
+                f"group size of '{raw.name}' does not divide its row", scheme
+            )
         zero = raw.find(_ZERO)
         if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the config calls '{raw.name}' symmetric, but it has zero points",
                 f"{zero.dtype} {list(zero.shape)}",
             )
@@ -152,7 +154,7 @@ class CompressedLinear(GroupedCodec):
             expected.name, shape, expected.dtype, None, "compressed-tensors with act-order"
         )
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         dtypes = {self.layout.codes: self.code_type, SCALE: spec.dtype}
         if self.layout is PACKED_CODES:
             dtypes |= {SHAPE: DType.INT64}
@@ -162,11 +164,13 @@ class CompressedLinear(GroupedCodec):
             dtypes |= {}
         else:
             dtypes |= {_ZERO: self.code_type}
-        return self.layout.stored(spec, self.scheme.bits, self.scheme.group_size, dtypes)
+        return self.layout.list_stored_tensors(
+            spec, self.scheme.bits, self.scheme.group_size, dtypes
+        )
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         """In one of the forms that are read."""
-        stored = self.stored(spec)
+        stored = self.list_stored_tensors(spec)
         found = []
         if self.one_scale:
             shapes = [(1,), (1, 1), ()]
@@ -213,12 +217,12 @@ class CompressedLinear(GroupedCodec):
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
     ) -> torch.Tensor:
         """Zero points [R, G] in bytes."""
-        return self.whole_rows(self.unsigned(raw, raw.read(_ZERO)), spec, rows)
+        return self.whole_rows(self.to_unsigned(raw, raw.read(_ZERO)), spec, rows)
 
     def whole_rows(
         self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None
     ) -> torch.Tensor:
-        """One value for each group [O, G] of some rows; a single value is repeated."""
+        """Return one value for each group [O, G] of some rows; a single value is repeated."""
         rows = spec.shape[0]
         groups = self.scheme.groups(spec.shape[1])
         if value.numel() == 1:
@@ -227,7 +231,7 @@ class CompressedLinear(GroupedCodec):
             found = value.reshape(rows, groups)
         return (found if part is None else part.of(found)).contiguous()
 
-    def unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
+    def to_unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
         """Unsigned codes or zero points from signed ones; any outside the scheme raises
         `CheckpointError`.
         """
@@ -236,17 +240,17 @@ class CompressedLinear(GroupedCodec):
         half = self.scheme.levels // 2
         if signed.numel() and not -half <= int(signed.min()) <= int(signed.max()) < half:
             found = f"{int(signed.min())} to {int(signed.max())}"
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"'{raw.name}' has codes outside its scheme", found, f"{-half} to {half - 1}"
             )
         return (signed + half).view(torch.uint8)
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
-        """Whether groups are of adjacent columns, by a tensor if there is one."""
+        """Return whether groups are of adjacent columns, by a tensor if there is one."""
         index = raw.find(_GROUPS)
         groups = self.scheme.groups(columns)
         if index is None and self.by_index:
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is"
                 " missing",
                 hint=DAMAGED_FILE,
@@ -259,7 +263,7 @@ class CompressedLinear(GroupedCodec):
         if found == (-1,) * columns:  # made, and never filled
             return True
         if not found or min(found) < 0 or max(found) >= groups:
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"tensor '{raw.name}.{_GROUPS}' does not say the group of each column",
                 f"{index.dtype} {list(index.shape)}",
                 f"[{columns}], each below {groups}",
@@ -275,7 +279,7 @@ class CompressedLinear(GroupedCodec):
         zero: torch.Tensor | None,
         start: int,
     ) -> torch.Tensor:
-        """The floats of columns from `start` on, each with the scale and zero point of its
+        """Return the floats of columns from `start` on, each with the scale and zero point of its
         group.
         """
         index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
@@ -302,7 +306,7 @@ class PackQuantized(CompressedLinear):
     ) -> torch.Tensor:
         (first, last), bits = columns, self.scheme.bits
         if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape)
             )
         part = self.columns_slice(
@@ -315,7 +319,7 @@ class PackQuantized(CompressedLinear):
     ) -> torch.Tensor:
         stored = raw.read(_ZERO)
         if DType.of(stored.dtype) == DType.INT8:
-            return self.whole_rows(self.unsigned(raw, stored), spec, rows)
+            return self.whole_rows(self.to_unsigned(raw, stored), spec, rows)
         zero = qtensor.unpack_int32(stored.t(), self.scheme.bits, spec.shape[0]).t()
         return (zero if rows is None else rows.of(zero)).contiguous()
 
@@ -345,7 +349,7 @@ class IntQuantized(CompressedLinear):
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> torch.Tensor:
-        return self.unsigned(
+        return self.to_unsigned(
             raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1]))
         )
 

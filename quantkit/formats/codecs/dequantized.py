@@ -62,7 +62,8 @@ METHODS = (
 )
 """The methods whose weights are all read as floats."""
 _NAMES = frozenset(method.name for method in METHODS)
-_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # settings that apply to all linears except the head
+# Settings that apply to all linears except the head.
+_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")
 _ALSO = "compressed-tensors"  # of which some formats are read so
 _OF_ACTIVATIONS = (
     "input_scale",
@@ -74,13 +75,14 @@ _OF_ACTIVATIONS = (
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 
 
-def dequantized(
+def replace_quantized_tensors(
     stored: Mapping[str, StoredTensor],
     homes: Mapping[str, TensorFile],
     settings: Settings | None,
     dtype: DType,
 ) -> tuple[dict[str, StoredTensor], dict[str, TensorFile], list[str]]:
-    """A folder's tensors, with floats in place of weights in small floats or bitsandbytes' codes.
+    """Return a folder's tensors, with floats in place of weights in small floats or bitsandbytes'
+    codes.
 
     Args:
         stored, homes: the tensors as they are stored, and their files.
@@ -243,7 +245,7 @@ def _weight(
     *,
     by_columns: bool,
 ) -> Float8Weight | Mxfp4Weight | None:
-    """The weight of a tensor and its scales; None if it has none.
+    """Return the weight of a tensor and its scales; None if it has none.
 
     Args:
         by_columns: whether stacked matrices are transposed [E, I, O], with a scale for each output.
@@ -261,7 +263,7 @@ def _weight(
 
 
 def method_in(settings: Settings) -> str | None:
-    """The method of quantization that settings state; None if they do not."""
+    """Return the method of quantization that settings state; None if they do not."""
     if settings.has("quant_method"):
         return settings.string("quant_method")
     old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
@@ -271,7 +273,7 @@ def method_in(settings: Settings) -> str | None:
 
 
 def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The groups of compressed-tensors that quantize weights, and what they say of these."""
+    """Yield the groups of compressed-tensors that quantize weights, and what they say of these."""
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
@@ -279,7 +281,7 @@ def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Ma
 
 
 def _rounds_activations(settings: Settings) -> bool:
-    """Whether integer weights are multiplied by quantized activations."""
+    """Return whether integer weights are multiplied by quantized activations."""
     return any(
         weights.get("type", "int") == "int"
         and (group.get("input_activations") or group.get("output_activations"))
@@ -288,6 +290,6 @@ def _rounds_activations(settings: Settings) -> bool:
 
 
 def by_small_floats(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of a quantization say that weights are in small floats."""
+    """Return whether settings of a quantization say that weights are in small floats."""
     floats = any(weights.get("type") == "float" for _, weights in _groups(settings))
     return floats or settings.get("quant_method") in _NAMES

@@ -59,7 +59,8 @@ NOT_READ = frozenset(
 """Types that no published weights have: for activations, integers, and one that gguf cannot
 convert to floats.
 """
-CHUNK_ELEMENTS = 1 << 21  # weights that are turned to floats at a time
+# Weights that are turned to floats at a time.
+CHUNK_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ class BlockType:
         )
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        return self.unsupported(self.scheme, shape[-1])
+        return self.explain_unsupported(self.scheme, shape[-1])
 
     def encode(self, value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-        """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are
-        none.
+        """Return the blocks [O, N] uint8 of a weight, with the same codes and scales; or why there
+        are none.
         """
-        if (reason := self.unsupported(value.scheme, value.shape[1])) is not None:
+        if (reason := self.explain_unsupported(value.scheme, value.shape[1])) is not None:
             return reason
         rows, columns = value.shape
         if self.layout is not None and value.block_scales is not None:
@@ -137,7 +138,7 @@ class BlockType:
             data = low | high << 4
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
-    def unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
+    def explain_unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
         """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None
         if they can.
         """
@@ -177,7 +178,9 @@ _BY_SCHEME = {kind.scheme: kind for kind in CODED_TYPES.values() if kind.layout 
 
 
 def block_type(scheme: QuantScheme) -> BlockType:
-    """The type with the scales of a scheme and codes of its bits; Q4_0 or Q8_0 if there is none."""
+    """Return the type with the scales of a scheme and codes of its bits; Q4_0 or Q8_0 if there
+    is none.
+    """
     return _BY_SCHEME.get(scheme, Q4_0 if scheme.bits == 4 else Q8_0)
 
 
@@ -192,7 +195,7 @@ class GgmlBlocks(CodeFormat):
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)
-        return kind.unsupported(scheme) or kind
+        return kind.explain_unsupported(scheme) or kind
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ class GgmlRows:
     dtype: DType
 
     def decode(self, raw: object, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
-        """The weight [O, I], or some of its rows or columns, of which no other rows are read.
+        """Return the weight [O, I], or some of its rows or columns, of which no other rows are
+        read.
 
         Raises:
             RequestError: for codes of columns that cut a group; see `QuantTensor.columns`.
@@ -232,32 +236,35 @@ class GgmlRows:
             left = start - first * self.type.block
             right = stop - first * self.type.block
         if not self.coded:
-            return self._floats(view, part, left, right)
-        found = CODED_TYPES[self.type].decode(self.file.read_view(view, part))
+            return self._decode_columns(view, part, left, right)
+        result = CODED_TYPES[self.type].decode(self.file.read_view(view, part))
         if (left, right) == (0, columns):
-            return found
-        return found.columns(left, right)
+            return result
+        return result.columns(left, right)
 
-    def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> torch.Tensor:
+    def _decode_columns(
+        self, view: View, rows: TensorSlice | None, first_column: int, end_column: int
+    ) -> torch.Tensor:
         """Floats of some columns, computed in float32 for a few rows at a time and rounded once."""
         rows = rows or TensorSlice(0, ((0, view.shape[0]),))
-        target = self.dtype.empty((rows.size, right - left))
+        target = self.dtype.empty((rows.size, end_column - first_column))
         columns = view.shape[1] // self.type.block_bytes * self.type.block
         for start, stop in qtensor.row_chunks(rows.size, columns, CHUNK_ELEMENTS):
             raw = self.file.read_view(view, rows.rows(start, stop))
-            target[start:stop] = dequantized(raw, self.type)[:, left:right]
+            target[start:stop] = dequantize_rows(raw, self.type)[:, first_column:end_column]
         return target
 
     def of_expert(self, expert: int) -> GgmlRows:
-        """The rows of one expert out of bytes [E, O, N]."""
+        """Return the rows of one expert out of bytes [E, O, N]."""
         return replace(self, view=self.view.at(expert))
 
 
-def dequantized(rows: torch.Tensor, kind: GgmlType) -> torch.Tensor:
+def dequantize_rows(rows: torch.Tensor, kind: GgmlType) -> torch.Tensor:
     """Rows of blocks, bytes [O, N], in float32, computed by the gguf package."""
     import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(all="ignore"):  # later checks find what is not finite
+    # Later checks find what is not finite.
+    with np.errstate(all="ignore"):
         return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind.value]))

@@ -60,7 +60,7 @@ def _halves(data: Tensor) -> Tensor:
     )  # floats need aligned bytes
 
 
-def _negated(values: Tensor) -> Tensor:
+def _negate(values: Tensor) -> Tensor:
     """Float16 with the other sign; NaN too."""
     return (values.contiguous().view(torch.int16) ^ -(1 << 15)).view(torch.float16)
 
@@ -114,7 +114,7 @@ def _small(scheme: QuantScheme) -> BlockLayout:
     def pack(codes: Tensor, scales: BlockScales) -> Tensor:
         found = [_bytes(scales.scale)]
         if scales.minimum is not None:
-            found.append(_bytes(_negated(scales.minimum)))
+            found.append(_bytes(_negate(scales.minimum)))
         if fifth:
             found.append(_bits(codes >> 4))
         return torch.cat((*found, _nibbles(codes & 0xF, size)), 1)
@@ -124,7 +124,7 @@ def _small(scheme: QuantScheme) -> BlockLayout:
         rest = data[:, _HALF:]
         minimum = None
         if not scheme.symmetric:
-            minimum = _negated(_halves(rest[:, :_HALF]))
+            minimum = _negate(_halves(rest[:, :_HALF]))
             rest = rest[:, _HALF:]
         codes = _from_nibbles(rest[:, -size:], size)
         if fifth:

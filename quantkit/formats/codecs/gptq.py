@@ -26,7 +26,7 @@ from quantkit.formats.codecs.codec import (
     Reason,
     Runtime,
     Schemes,
-    unread,
+    make_unread_settings_error,
 )
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
@@ -36,7 +36,8 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
 
-_FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # the last differs only for 3 bits and others
+# The last differs only for 3 bits and others.
+_FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 # that are compared with each module; names are looked up, there may be one for each module
 _MAX_PATTERNS = 4096
@@ -51,7 +52,8 @@ _PACKINGS = {
 """Methods and layouts by AutoRound's names."""
 _AS_GPTQ = "export the model with the format auto_round:auto_gptq"
 _FLOAT_BITS = 16
-_PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")  # what only patterns of modules have, not names
+# What only patterns of modules have, not names.
+_PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")
 
 
 class Gptq(QuantMethod):
@@ -74,14 +76,14 @@ class Gptq(QuantMethod):
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, Codec]:
-        version = _stated_version(settings)
+        version = _read_zero_point_version(settings)
         base = _linear(
             Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size")
         )
         overrides = Overrides(settings, base)
         read = [claim and _linear(claim, own) for claim, own in overrides.claims]
         found: dict[str, Claim] = {}
-        for module in quantized_modules(modules, stored, settings):
+        for module in find_quantized_modules(modules, stored, settings):
             place = overrides.find(module)
             claim = base if place is None else read[place]
             claim = claim or (base if stored else None)
@@ -99,9 +101,9 @@ class Gptq(QuantMethod):
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """The most common bits and group size apply to the folder; other modules, and linears
-        without a scheme, are listed under ``dynamic``. A folder has one version of zero points, so
-        schemes are all symmetric, or none.
+        """Return the most common bits and group size apply to the folder; other modules, and
+        linears without a scheme, are listed under ``dynamic``. A folder has one version of zero
+        points, so schemes are all symmetric, or none.
         """
         (common, _), *others = Counter(schemes.values()).most_common()
         if other := next(
@@ -159,10 +161,11 @@ class Gptq(QuantMethod):
         return ", ".join(readers)
 
 
-def quantized_modules(
+def find_quantized_modules(
     modules: Iterable[str], stored: Collection[str], settings: Settings
 ) -> list[str]:
-    """The modules whose tensors show that they are quantized; all of them if there are no tensors.
+    """Return the modules whose tensors show that they are quantized; all of them if there are no
+    tensors.
 
     Raises:
         UnsupportedError: if their inputs are rotated at run time.
@@ -171,21 +174,23 @@ def quantized_modules(
     if rotation := settings.values.get("rotation"):
         problem = "models whose activations are rotated at run time are not read"
         hint = "quantize the float model without rotation"
-        raise unread(settings, problem, f"rotation {shown(rotation)}", hint=hint)
+        raise make_unread_settings_error(
+            settings, problem, f"rotation {shown(rotation)}", hint=hint
+        )
     if not stored:
         return list(modules)
-    found = []
+    result = []
     for module in modules:
         if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES):
-            found.append(module)
-    if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
+            result.append(module)
+    if not result and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         problem = (
             f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is"
             " quantized"
         )
         hint = f"if these are floats, take {settings.name} out of the config"
         raise CheckpointError(problem, path=settings.path, hint=hint)
-    return found
+    return result
 
 
 def claims_by_rows(
@@ -212,17 +217,21 @@ def claims_by_rows(
 
 
 def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
-    """What settings of GPTQ or AWQ state of the modules that no pattern names."""
+    """Return what settings of GPTQ or AWQ state of the modules that no pattern names."""
     by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
     bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
     bits, size = (
         None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128))
     )
-    return Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
+    return Claim(layout, bits, size, symmetric, by_index).apply_settings(
+        settings, bits_key, size_key
+    )
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
-    """The programs that quantized a folder, as GPTQModel lists them, without their versions."""
+    """Return the programs that quantized a folder, as GPTQModel lists them, without their
+    versions.
+    """
     meta = settings.get("meta")
     if isinstance(meta, dict):
         found = meta.get("quantizer")
@@ -235,36 +244,40 @@ def writers(settings: Mapping[str, Any]) -> set[str]:
     return result
 
 
-def _stated_version(settings: Settings) -> int | None:
-    """The version of zero points that settings state; None if they do not."""
+def _read_zero_point_version(settings: Settings) -> int | None:
+    """Return the version of zero points that settings state; None if they do not."""
     problem = "this layout of GPTQ is not read"
     for key in ("checkpoint_format", "format"):
         if settings.has(key):
             stated = settings.string(key).lower()
             if stated not in _FORMATS:
                 hint = "export the model with the format gptq"
-                raise unread(settings, problem, shown(stated), " or ".join(_FORMATS), hint)
+                raise make_unread_settings_error(
+                    settings, problem, shown(stated), " or ".join(_FORMATS), hint
+                )
             return _FORMATS[stated]
     if settings.flag("is_marlin_format", False):
-        raise unread(settings, problem, "marlin", "gptq")
+        raise make_unread_settings_error(settings, problem, "marlin", "gptq")
     return None
 
 
 def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
-    """What settings, or an override in them, state of modules, if quantkit reads it; `claim` is
-    the default.
+    """Return what settings, or an override in them, state of modules, if quantkit reads it; `claim`
+    is the default.
     """
     for key in required:
         settings.need(key)
     if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
-        raise unread(settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL)
-    claim = claim.updated(settings)
+        raise make_unread_settings_error(
+            settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL
+        )
+    claim = claim.apply_settings(settings)
     if settings.has("pack_dtype") and (words := settings.string("pack_dtype")) != "int32":
-        raise unread(
+        raise make_unread_settings_error(
             settings, "codes are packed into other words than are read", shown(words), "int32"
         )
     if settings.values.get("adapter"):
-        raise unread(settings, "adapters next to codes are not read")
+        raise make_unread_settings_error(settings, "adapters next to codes are not read")
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
@@ -290,7 +303,7 @@ class Overrides:
         dynamic = settings.inside("dynamic")
         match_time = MatchTime(settings.path)
         patterns = [key.removeprefix("+:").removeprefix("-:") for key in dynamic.values]
-        names = [_escaped_name(pattern) for pattern in patterns]
+        names = [_extract_exact_name(pattern) for pattern in patterns]
         if names.count(None) > _MAX_PATTERNS:
             problem = f"{dynamic.name} has too many patterns"
             expected = f"at most {_MAX_PATTERNS}"
@@ -311,10 +324,10 @@ class Overrides:
             else:
                 own = dynamic.inside(key)
                 symmetric = own.flag("sym", base.symmetric is not False)
-                self.claims.append((replace(base.updated(own), symmetric=symmetric), own))
+                self.claims.append((replace(base.apply_settings(own), symmetric=symmetric), own))
 
     def find(self, module: str) -> int | None:
-        """The place of the first pattern that matches a module; None if none does."""
+        """Return the place of the first pattern that matches a module; None if none does."""
         named = self._names.get(module)
         for place, targets in self._patterns:
             if named is not None and named < place:
@@ -324,15 +337,15 @@ class Overrides:
         return named
 
     def claim(self, module: str, base: Claim) -> Claim | None:
-        """What holds for a module; None if it is not quantized."""
+        """Return what holds for a module; None if it is not quantized."""
         place = self.find(module)
         if place is None:
             return base
         return self.claims[place][0]
 
 
-def _escaped_name(pattern: str) -> str | None:
-    """The only name that a pattern matches; None if it may match several."""
+def _extract_exact_name(pattern: str) -> str | None:
+    """Return the only name that a pattern matches; None if it may match several."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
@@ -351,7 +364,7 @@ class AutoRound(QuantMethod):
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
         packing = settings.string("packing_format")
         if packing not in _PACKINGS:
-            raise unread(
+            raise make_unread_settings_error(
                 settings,
                 "this packing of AutoRound is not read",
                 shown(packing),
@@ -360,7 +373,7 @@ class AutoRound(QuantMethod):
             )
         _require_weights_only(settings)
         if settings.values.get("rotation_config"):
-            raise unread(settings, "rotated weights of AutoRound are not read")
+            raise make_unread_settings_error(settings, "rotated weights of AutoRound are not read")
         method, layout = _PACKINGS[packing]
         said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
         names = dict[str, dict[str, Any]]()
@@ -381,7 +394,9 @@ class AutoRound(QuantMethod):
                 if method == "awq" and any(own[name] != said[name] for name in own):
                     problem = "AWQ of several schemes is not read"
                     found = f"{shown(key)}: {shown(own)}"
-                    raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
+                    raise make_unread_settings_error(
+                        settings, problem, found, "one scheme", _AS_GPTQ
+                    )
             if _PATTERN.search(key):
                 patterns[f"{sign}:.*(?:{key})"] = own
             else:
@@ -396,9 +411,9 @@ class AutoRound(QuantMethod):
 
 def _require_weights_only(settings: Settings) -> None:
     if settings.has("data_type") and (kind := settings.string("data_type")) != "int":
-        raise unread(
+        raise make_unread_settings_error(
             settings, "AutoRound's weights are of a type that is not read", shown(kind), "int"
         )
     if settings.has("act_bits") and (bits := settings.integer("act_bits", 1, 32)) < _FLOAT_BITS:
         problem = "AutoRound's activations of few bits are not read"
-        raise unread(settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits")
+        raise make_unread_settings_error(settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits")

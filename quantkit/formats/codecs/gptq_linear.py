@@ -31,7 +31,7 @@ from quantkit.formats.codecs.gptq_zeros import (
     Packed,
     Version,
     ones,
-    zero_points,
+    unpack_zero_points,
 )
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -96,7 +96,7 @@ class GptqLinear(GroupedCodec):
         require_tensors(raw, expected)
         for tensor in self.parts(raw, expected):
             raw.require(tensor, self.scheme)
-        packed = self._packed(expected.shape)
+        packed = self._compute_packing(expected.shape)
         ordered = self._in_order(raw, packed)
         assert self.version is not None, "only codecs that write have none"
         symmetric = self.version.symmetric(raw)
@@ -113,7 +113,7 @@ class GptqLinear(GroupedCodec):
         scheme = QuantScheme(self.bits, None if one else unit, symmetric)
         return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, DType.FLOAT16, indexed=True)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
@@ -129,7 +129,7 @@ class GptqLinear(GroupedCodec):
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        packed = self._packed(spec.shape)
+        packed = self._compute_packing(spec.shape)
         (first, last) = columns
         inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
         words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
@@ -165,7 +165,7 @@ class GptqLinear(GroupedCodec):
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         if (reason := self.misfit(value.shape)) is not None:
             return reason
-        packed = self._packed(value.shape)
+        packed = self._compute_packing(value.shape)
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale
@@ -179,7 +179,7 @@ class GptqLinear(GroupedCodec):
         g_idx = torch.arange(packed.columns, dtype=torch.int32) // packed.group_size
         return [qweight, qzeros, scale.t().contiguous(), g_idx]
 
-    def _packed(self, shape: tuple[int, ...]) -> Packed:
+    def _compute_packing(self, shape: tuple[int, ...]) -> Packed:
         rows, columns = shape
         return Packed(self.bits, rows, columns, min(self.group_size or columns, columns))
 
@@ -189,10 +189,10 @@ class GptqLinear(GroupedCodec):
             dtypes |= {G_IDX: DType.INT32}
         else:
             dtypes |= {}
-        return GPTQ.stored(spec, self.bits, self.group_size, dtypes)
+        return GPTQ.list_stored_tensors(spec, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
-        """Whether groups are of adjacent inputs."""
+        """Return whether groups are of adjacent inputs."""
         if raw.find(G_IDX) is None:
             return True
         found = raw.read_bytes(G_IDX)
@@ -202,13 +202,13 @@ class GptqLinear(GroupedCodec):
         groups = [group for (group,) in struct.iter_unpack("<i", found)]
         if (stray := next((g for g in groups if not 0 <= g < packed.groups), None)) is not None:
             problem = f"tensor '{raw.name}.{G_IDX}' names a group that does not exist"
-            raise raw.damaged(problem, stray, f"0 to {packed.groups - 1}")
+            raise raw.make_damage_error(problem, stray, f"0 to {packed.groups - 1}")
         return False
 
     def _zeros(
         self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]
     ) -> torch.Tensor:
-        """The zero points [O, G] of some groups."""
+        """Return the zero points [O, G] of some groups."""
         if self.version is None:
             version = 2
         else:
@@ -219,7 +219,7 @@ class GptqLinear(GroupedCodec):
                 count = packed.rows
             else:
                 count = words.shape[1] * packed.per_word
-            return zero_points(words, self.bits, count, version)
+            return unpack_zero_points(words, self.bits, count, version)
 
         return read_outputs(raw, QZEROS, rows, groups, packed.per_word, unpack)
 
@@ -232,7 +232,7 @@ class GptqLinear(GroupedCodec):
         rows: TensorSlice | None,
         start: int,
     ) -> torch.Tensor:
-        """The weights of columns from `start` on, computed in float32 and rounded once."""
+        """Return the weights of columns from `start` on, computed in float32 and rounded once."""
         stop = start + codes.shape[1]
         group = torch.arange(start, stop) // packed.group_size
         if raw.find(G_IDX) is not None:
@@ -256,8 +256,8 @@ def read_outputs(
     per_word: int = 1,
     unpack: Callable[[torch.Tensor], torch.Tensor] = lambda words: words,
 ) -> torch.Tensor:
-    """The transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into
-    words.
+    """Return the transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed
+    into words.
 
     Args:
         rows: some outputs; None for all.
@@ -278,8 +278,8 @@ def read_outputs(
 
 
 def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether codes are packed along the outputs, as in AWQ: they have the width of their zero
-    points.
+    """Return whether codes are packed along the outputs, as in AWQ: they have the width of their
+    zero points.
     """
     codes = tensors[QWEIGHT]
     zeros = tensors.get(QZEROS)
@@ -291,18 +291,20 @@ def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
     missing.
     """
     if len(expected.shape) != 2 or 0 in expected.shape:
-        raise raw.unsupported(f"'{raw.name}' is no matrix, and has codes", list(expected.shape))
+        raise raw.make_unsupported_error(
+            f"'{raw.name}' is no matrix, and has codes", list(expected.shape)
+        )
     if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
         problem = f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing"
-        raise raw.damaged(problem, hint=DAMAGED_FILE)
+        raise raw.make_damage_error(problem, hint=DAMAGED_FILE)
 
 
 def scales_dtype(raw: RawModule) -> DType:
-    """The float type of a module's scales; any other raises `UnsupportedError`."""
+    """Return the float type of a module's scales; any other raises `UnsupportedError`."""
     found = raw.find(SCALES)
     assert found is not None
     if found.dtype not in FLOATS:
-        raise raw.unsupported(
+        raise raw.make_unsupported_error(
             f"tensor '{found.name}' holds no floats", found.dtype, " or ".join(FLOATS)
         )
     return found.dtype

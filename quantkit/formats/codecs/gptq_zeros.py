@@ -31,10 +31,12 @@ _MODULES = 12
 _INPUTS = 512  # of a module; more for longer groups
 _MAX_INPUTS = 4096
 _AT_ONCE = 128
-_MIN_OFFSETS = 6  # to estimate a standard error
+# To estimate a standard error.
+_MIN_OFFSETS = 6
 _ERRORS = 4  # standard errors
 _OF_MEDIAN = (
-    1.86  # standard error of a median, times the root of the count, in median absolute deviations
+    # Standard error of a median, times the root of the count, in median absolute deviations.
+    1.86
 )
 _OWN_MEAN = (
     1 / 512
@@ -67,36 +69,36 @@ class Packed:
 
 
 def ones(bits: int) -> int:
-    """A word with 1 in each of its fields."""
+    """Return a word with 1 in each of its fields."""
     return 0xFFFFFFFF // ((1 << bits) - 1)
 
 
-def zero_points(words: torch.Tensor, bits: int, count: int, version: int) -> torch.Tensor:
-    """The zero points [..., count] uint8 that words [..., W] int32 hold."""
+def unpack_zero_points(words: torch.Tensor, bits: int, count: int, version: int) -> torch.Tensor:
+    """Return the zero points [..., count] uint8 that words [..., W] int32 hold."""
     return qtensor.unpack_int32(words + ones(bits) if version == 1 else words, bits, count)
 
 
-def _constant(raw: RawModule, packed: Packed) -> int | None:
-    """The value of all stored zero points of a module; None if they differ."""
+def _find_constant(raw: RawModule, packed: Packed) -> int | None:
+    """Return the value of all stored zero points of a module; None if they differ."""
     data = raw.read_bytes(QZEROS)
     if data:
         field = data[0] & (2**packed.bits - 1)
     else:
         field = 0
     if packed.rows % packed.per_word:
-        return field if bool((_stored_fields(raw, packed) == field).all()) else None
+        return field if bool((_read_stored_zeros(raw, packed) == field).all()) else None
     word = (field * ones(packed.bits)).to_bytes(4, "little")
     return field if data == word * (len(data) // 4) else None
 
 
-def _stored_fields(raw: RawModule, packed: Packed) -> torch.Tensor:
-    """The stored value for each group and output [G, O], uint8."""
-    return zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
+def _read_stored_zeros(raw: RawModule, packed: Packed) -> torch.Tensor:
+    """Return the stored value for each group and output [G, O], uint8."""
+    return unpack_zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
 
 
-def _require_whole(raw: RawModule, packed: Packed) -> bool:
-    """Whether a zero point borrows from the next output's; see `Version.require_whole`."""
-    full = _stored_fields(raw, packed) == 2**packed.bits - 1
+def _check_borrowing(raw: RawModule, packed: Packed) -> bool:
+    """Return whether a zero point borrows from the next output's; see `Version.require_whole`."""
+    full = _read_stored_zeros(raw, packed) == 2**packed.bits - 1
     if not full.any():
         return False
     padding = -packed.rows % packed.per_word
@@ -109,7 +111,7 @@ def _require_whole(raw: RawModule, packed: Packed) -> bool:
     destroyed = followed & (words | ~from_first).all(-1)
     if destroyed.any() and not (followed & ~destroyed).any():
         group, word = destroyed.nonzero()[0].tolist()
-        raise raw.unsupported(
+        raise raw.make_unsupported_error(
             f"the zero points of '{raw.name}' were destroyed when they were packed: a zero point of"
             " 0 has become -1 and filled the word, as AutoGPTQ does",
             f"{int(destroyed.sum())} such words, the first for group {group} of output"
@@ -131,7 +133,10 @@ class Version:
     """The version of all zero points of a folder."""
 
     def __init__(
-        self, stated: int | None, modules: Mapping[str, Stated], writers: Collection[str] = ()
+        self,
+        config_version: int | None,
+        modules: Mapping[str, Stated],
+        writers: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -139,23 +144,23 @@ class Version:
             modules: the folder's quantized modules.
             writers: the programs that quantized it, as the settings list them.
         """
-        self._stated = stated
+        self._config_version = config_version
         self._modules = modules
         self._writers = writers
-        self._found: int | None = None
+        self._version: int | None = None
         self._borrow_noted = False
         self._constants: dict[str, int | None] = {}
         self._halfway: set[str] | None = None
 
     def of(self, raw: RawModule) -> int:
         """1 or 2, from any module of the folder; different ones raise `CheckpointError`."""
-        if self._found is None:
-            self._found = self._decided(raw)
-        return self._found
+        if self._version is None:
+            self._version = self._determine_version(raw)
+        return self._version
 
     def symmetric(self, raw: RawModule) -> bool:
-        """Whether a module's zero points are those of a symmetric scheme, if the settings say so or
-        all modules are symmetric.
+        """Return whether a module's zero points are those of a symmetric scheme, if the settings
+        say so or all modules are symmetric.
         """
         version = self.of(raw)
         if self._halfway is None:
@@ -175,7 +180,7 @@ class Version:
         Raises:
             UnsupportedError: if every -1 that was packed fills all fields above it.
         """
-        borrows = self.of(raw) == 1 and _require_whole(raw, packed)
+        borrows = self.of(raw) == 1 and _check_borrowing(raw, packed)
         if not borrows or "gptqmodel" in self._writers or self._borrow_noted:
             return
         self._borrow_noted = True
@@ -185,13 +190,13 @@ class Version:
             " separately, it is 1 less, which is not detectable"
         )
 
-    def _decided(self, raw: RawModule) -> int:
+    def _determine_version(self, raw: RawModule) -> int:
         there = {}
-        for name, stated in self._modules.items():
+        for name, module in self._modules.items():
             other = raw.other(name)
-            if (packed := _packed(other, stated)) is not None:
+            if (packed := _infer_packing(other, module)) is not None:
                 there[name] = packed
-                self._constants[name] = _constant(other, packed)
+                self._constants[name] = _find_constant(other, packed)
         inferred = self._of_constants(
             raw, [name for name in there if self._modules[name].symmetric]
         )
@@ -201,27 +206,27 @@ class Version:
             except CheckpointError:
                 if WRITER not in self._writers:
                     raise
-        if self._stated is None:
-            found = inferred or self._of_constants(raw, list(there)) or 1
-            if found != 1:
+        if self._config_version is None:
+            result = inferred or self._of_constants(raw, list(there)) or 1
+            if result != 1:
                 unknown = "its settings do not say of which of GPTQ's versions zero points are"
-                raw.note(f"{unknown}; they are of version {found}, and are read so")
-            return found
-        if inferred in (None, self._stated):
-            return self._stated
+                raw.note(f"{unknown}; they are of version {result}, and are read so")
+            return result
+        if inferred in (None, self._config_version):
+            return self._config_version
         assert inferred is not None
-        lies = f"its settings say that zero points are of GPTQ's version {self._stated}, "
+        lies = f"its settings say that zero points are of GPTQ's version {self._config_version}, "
         if WRITER in self._writers:
             raw.note(
                 f"{lies}and are read so, as {WRITER} wrote them, but its codes fit version"
                 f" {inferred}"
             )
-            return self._stated
+            return self._config_version
         raw.note(f"{lies}but they are of version {inferred}, and are read so")
         return inferred
 
     def _of_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
-        """The version of symmetric modules; None if not all are symmetric."""
+        """Return the version of symmetric modules; None if not all are symmetric."""
         versions: dict[int | None, str] = {}
         for name in names:
             half = 2 ** (self._modules[name].bits - 1)
@@ -236,15 +241,17 @@ class Version:
 
 def _disagree(raw: RawModule, name: str) -> CheckpointError:
     problem = f"the zero points of '{name}' have another GPTQ version than others of the folder"
-    return raw.damaged(problem, "version 1", "one version", "there are files of two models")
+    return raw.make_damage_error(
+        problem, "version 1", "one version", "there are files of two models"
+    )
 
 
 def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
-    """The version that the codes of some modules show together; None if it is too uncertain. If
-    most modules show one, and not all the same, it raises `CheckpointError`.
+    """Return the version that the codes of some modules show together; None if it is too uncertain.
+    If most modules show one, and not all the same, it raises `CheckpointError`.
     """
     sampled = list(modules)[:: math.ceil(len(modules) / _MODULES) or 1]
-    offsets = [_offsets(raw.other(name), modules[name]) for name in sampled]
+    offsets = [_measure_offsets(raw.other(name), modules[name]) for name in sampled]
     own = {
         name: one
         for name, offset in zip(sampled, offsets, strict=True)
@@ -258,7 +265,9 @@ def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
 
 
 def _together(offsets: Sequence[_Offset]) -> _Offset:
-    """The median of mean offsets, which single unusual modules do not change, and its error."""
+    """Return the median of mean offsets, which single unusual modules do not change, and its
+    error.
+    """
     means = [mean for mean, _ in offsets]
     middle = statistics.median(means)
     if len(means) < _MIN_OFFSETS:
@@ -268,9 +277,9 @@ def _together(offsets: Sequence[_Offset]) -> _Offset:
 
 
 def _nearest(offsets: Sequence[_Offset]) -> int | None:
-    """The version for which codes are near zero points, if they are not for the other; None if it
-    is too uncertain, by the mean offset of codes from zero points with version 1, and with version
-    2.
+    """Return the version for which codes are near zero points, if they are not for the other; None
+    if it is too uncertain, by the mean offset of codes from zero points with version 1, and with
+    version 2.
     """
     (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
     sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
@@ -281,8 +290,8 @@ def _nearest(offsets: Sequence[_Offset]) -> int | None:
     return None
 
 
-def _packed(raw: RawModule, stated: Stated) -> Packed | None:
-    """The packing of a module, from its headers; None if they contradict each other."""
+def _infer_packing(raw: RawModule, module_settings: Stated) -> Packed | None:
+    """Return the packing of a module, from its headers; None if they contradict each other."""
     found = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)]
     g_idx = raw.find(G_IDX)
     shapes = []
@@ -293,14 +302,19 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
     if len(shapes) < 3 or any(one.dtype != DType.INT32 for one in words_of):
         return None
     (words, rows), zeros, scales = shapes
-    columns = words * 32 // stated.bits
+    columns = words * 32 // module_settings.bits
     if g_idx is not None:
         if len(g_idx.shape) != 1:
             return None
         columns = g_idx.shape[0]
-    elif stated.group_size is not None:
-        columns = min(columns, scales[0] * stated.group_size)
-    packed = Packed(stated.bits, rows, columns, min(stated.group_size or columns, columns) or 1)
+    elif module_settings.group_size is not None:
+        columns = min(columns, scales[0] * module_settings.group_size)
+    packed = Packed(
+        module_settings.bits,
+        rows,
+        columns,
+        min(module_settings.group_size or columns, columns) or 1,
+    )
     fits = scales == (packed.groups, rows) and zeros == (
         packed.groups,
         math.ceil(rows / packed.per_word),
@@ -310,9 +324,9 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
     return None
 
 
-def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
-    """The mean of codes minus zero points for some inputs, with version 1 and with 2, and its
-    standard error.
+def _measure_offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
+    """Return the mean of codes minus zero points for some inputs, with version 1 and with 2, and
+    its standard error.
     """
     from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -321,7 +335,8 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     if raw.find(G_IDX) is not None:
         group = raw.read(G_IDX)[:inputs].long().clamp(0, packed.groups - 1)
     elif inputs == packed.columns > packed.per_word:
-        inputs -= packed.per_word  # the number of codes in the last word is not known here
+        # The number of codes in the last word is not known here.
+        inputs -= packed.per_word
     totals = torch.zeros(packed.rows, packed.groups)
     counts = torch.zeros(packed.groups)
     for start in range(0, inputs, _AT_ONCE):
@@ -333,17 +348,16 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0
-    stored = _stored_fields(raw, packed).t()[:, there]
-    inner = (stored > 0) & (
-        stored < 2**packed.bits - 1
-    )  # other groups may have weights of one sign
+    stored = _read_stored_zeros(raw, packed).t()[:, there]
+    # Other groups may have weights of one sign.
+    inner = (stored > 0) & (stored < 2**packed.bits - 1)
     means = totals[:, there] / counts[there]
     weights = (counts[there] * inner).flatten().double()
     if not inner.any():
         return [(math.inf, math.inf)] * 2
-    found = []
+    result = []
     for version in (1, 2):
-        zeros = zero_points(raw.read(QZEROS), packed.bits, packed.rows, version).t().float()
+        zeros = unpack_zero_points(raw.read(QZEROS), packed.bits, packed.rows, version).t().float()
         offsets = (means - zeros[:, there]).flatten().double()
         mean = float((offsets * weights).sum() / weights.sum())
         spread = float(((offsets - mean).square() * weights).sum() / weights.sum())
@@ -351,5 +365,5 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
             error = math.sqrt(spread / (len(offsets) - 1))
         else:
             error = math.inf
-        found.append((mean, max(error, 2**packed.bits * _OWN_MEAN)))
-    return found
+        result.append((mean, max(error, 2**packed.bits * _OWN_MEAN)))
+    return result

@@ -74,7 +74,7 @@ class Layout:
     bits: int | None = None
     packed_outputs: str = ""
     zeros: str = ""
-    others: tuple[str, ...] = ()
+    optional_suffixes: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     excluded: str = ""
     joint: str = "."
@@ -87,13 +87,20 @@ class Layout:
 
     @functools.cached_property
     def suffixes(self) -> set[str]:
-        """All that its tensors may have."""
-        also = (one for names in self.also for one in names)
-        return {self.codes, *self.scales, *self.floats, *self.integers, *self.others, *also}
+        """Return all that its tensors may have."""
+        also = (name for names in self.also for name in names)
+        return {
+            self.codes,
+            *self.scales,
+            *self.floats,
+            *self.integers,
+            *self.optional_suffixes,
+            *also,
+        }
 
     def matches(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether tensors, by suffix, have its codes; scales are enough if no other layout has
-        scales of that name.
+        """Return whether tensors, by suffix, have its codes; scales are enough if no other layout
+        has scales of that name.
         """
         codes = tensors.get(self.codes)
         if codes is None:
@@ -102,11 +109,11 @@ class Layout:
             not self.code_types or codes.dtype in self.code_types
         )
 
-    def stored(
+    def list_stored_tensors(
         self, spec: TensorSpec, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
     ) -> list[StoredTensor]:
-        """The tensors of a weight [O, I] as they are written, in the order of their suffixes in
-        `dtypes`.
+        """Return the tensors of a weight [O, I] as they are written, in the order of their suffixes
+        in `dtypes`.
         """
         rows, columns = spec.shape
         module = spec.name.removesuffix(".weight")
@@ -139,7 +146,7 @@ class Claim:
     activations: bool = False
     block: tuple[int, int] | None = None
 
-    def updated(
+    def apply_settings(
         self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size"
     ) -> Claim:
         """This claim with the bits and the group size that settings state, if they do; -1 and 0
@@ -155,7 +162,7 @@ class Claim:
 
 
 def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, as settings state them; None if they do not.
+    """Return the rows and columns that share a scale, as settings state them; None if they do not.
     Anything but a list of two positive integers raises `CheckpointError`.
     """
     if not settings.has(key):
@@ -203,27 +210,27 @@ class Description:
 
     @property
     def title(self) -> str:
-        """Its layout for messages."""
+        """Return its layout for messages."""
         if self.layout is not None:
             return self.layout.title
         return "scales alone"
 
     @property
     def scale(self) -> StoredTensor | None:
-        """The tensor of its scales."""
+        """Return the tensor of its scales."""
         suffixes = () if self.layout is None else self.layout.scales
         return next((self.tensors[suffix] for suffix in suffixes if suffix in self.tensors), None)
 
     @property
     def codes(self) -> StoredTensor | None:
-        """The tensor of its codes."""
+        """Return the tensor of its codes."""
         if self.layout is None:
             return None
         return self.tensors.get(self.layout.codes)
 
     @property
-    def unpacked_shape(self) -> Shape | None:
-        """The shape of a weight whose codes are stored one by one; None of packed ones."""
+    def plain_code_shape(self) -> Shape | None:
+        """Return the shape of a weight whose codes are stored one by one; None of packed ones."""
         codes = self.codes
         if codes is not None and self.layout is not None and self.layout.unpacked:
             return codes.shape
@@ -237,7 +244,7 @@ class Description:
                 return None
             return self.layout.bits
         parts = [self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)]
-        shapes = [one.shape for one in parts if one is not None and len(one.shape) > 1]
+        shapes = [part.shape for part in parts if part is not None and len(part.shape) > 1]
         if len(shapes) < len(parts):
             return None
         outputs = shapes[1][-1]
@@ -248,7 +255,7 @@ class Description:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal where modules are fused: layout, bits, number of groups, zero
+        """Return what must be equal where modules are fused: layout, bits, number of groups, zero
         points.
         """
         scale = self.scale
@@ -261,7 +268,7 @@ class Description:
 
     @property
     def scheme(self) -> str:
-        """Its signature for messages."""
+        """Return its signature for messages."""
         bits, groups = self.signature[1:3]
         of_bits = f", {bits} bits" if bits else ""
         if groups:
@@ -272,7 +279,7 @@ class Description:
 
     @property
     def foreign(self) -> list[str]:
-        """The suffixes of tensors that other layouts have, and its own does not."""
+        """Return the suffixes of tensors that other layouts have, and its own does not."""
         if self.layout is None:
             return []
         known = self.layout.suffixes
@@ -284,11 +291,11 @@ class Description:
         return result
 
     def tensor_name(self, suffix: str) -> str:
-        """The whole name of a tensor, whether or not it is there."""
+        """Return the whole name of a tensor, whether or not it is there."""
         return f"{self.module}{'.' if self.layout is None else self.layout.joint}{suffix}"
 
     def missing(self, claim: Claim | None) -> list[str]:
-        """The suffixes of tensors that the layout needs and the module lacks."""
+        """Return the suffixes of tensors that the layout needs and the module lacks."""
         if self.layout is None:
             return ["weight" if claim is None or claim.layout is None else claim.layout.codes]
         asymmetric = claim is not None and claim.symmetric is False
@@ -301,8 +308,8 @@ class Description:
         return result
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
-        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what
-        they should hold, in any of the layouts that are known.
+        """Yield the suffixes of tensors that hold integers instead of floats, or the reverse, and
+        what they should hold, in any of the layouts that are known.
         """
         if self.layout is None or not self.layout.floats:
             return
@@ -315,8 +322,8 @@ class Description:
                 yield suffix, "floats"
 
     def wrong_shapes(self, shape: Shape, claim: Claim) -> Iterator[tuple[str, Shape]]:
-        """The suffixes of tensors whose shape is not that of a weight [O, I], and the shape that
-        they should have.
+        """Yield the suffixes of tensors whose shape is not that of a weight [O, I], and the shape
+        that they should have.
         """
         if self.layout is None or claim.bits is None or claim.bits > _MAX_SHAPED_BITS:
             return
@@ -328,5 +335,5 @@ class Description:
 
 
 def words(count: int, bits: int) -> int:
-    """The words of 32 bits that codes fill."""
+    """Return the words of 32 bits that codes fill."""
     return math.ceil(count * bits / 32)

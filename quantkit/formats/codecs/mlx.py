@@ -29,7 +29,7 @@ from quantkit.formats.codecs.codec import (
     Runtime,
     Schemes,
     Weight,
-    unread,
+    make_unread_settings_error,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -114,11 +114,11 @@ class Affine(GroupedCodec):
             stored_as = f"MLX with {bits} bits"
         return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=stored_as)
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         assert spec.scheme is not None, "floats have no codec"
         module = spec.name.removesuffix(_CODES)
         *rows, columns = spec.shape
-        group_size = _written_group_size(spec.scheme, columns)
+        group_size = _choose_group_size(spec.scheme, columns)
         if isinstance(group_size, Reason):
             raise group_size.error(spec.name, Mlx.name)
         groups = (*rows, columns // group_size)
@@ -150,7 +150,7 @@ class Affine(GroupedCodec):
         )
         groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
         scale = raw.read(_SCALES, groups).flatten(0, -2)
-        codes = _unpacked(packed.flatten(0, -2), bits, last - first)
+        codes = _unpack_codes(packed.flatten(0, -2), bits, last - first)
         if scheme is None:
             floats = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
             return floats.view(*packed.shape[:-1], -1)
@@ -165,21 +165,23 @@ class Affine(GroupedCodec):
         if not scheme.symmetric:
             zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
             if zero is None:
-                raise raw.damaged(f"the offsets of '{raw.name}' have changed since it was opened")
+                raise raw.make_damage_error(
+                    f"the offsets of '{raw.name}' have changed since it was opened"
+                )
             zero = zero[:, ::repeats].contiguous()
         return qtensor.QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         assert self.scheme is not None, "what is written has a scheme"
-        found = _written_group_size(self.scheme, shape[-1])
-        if isinstance(found, Reason):
-            return found
+        group_size = _choose_group_size(self.scheme, shape[-1])
+        if isinstance(group_size, Reason):
+            return group_size
         return None
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         scheme = value.scheme
         columns = value.shape[1]
-        group_size = _written_group_size(scheme, columns)
+        group_size = _choose_group_size(scheme, columns)
         if isinstance(group_size, Reason):
             return group_size
         scale = value.scale
@@ -202,7 +204,9 @@ class Affine(GroupedCodec):
         found = {leaf: raw.find(leaf) for leaf in _LEAVES}
         if missing := [leaf for leaf, tensor in found.items() if tensor is None]:
             expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
-            raise raw.damaged(f"tensor '{raw.name}.{missing[0]}' is missing", expected=expected)
+            raise raw.make_damage_error(
+                f"tensor '{raw.name}.{missing[0]}' is missing", expected=expected
+            )
         codes, scales, biases = (tensor for tensor in found.values() if tensor is not None)
         *rows, columns = shape
         groups, width = ((one.shape or (0,))[-1] for one in (scales, codes))
@@ -217,7 +221,7 @@ class Affine(GroupedCodec):
             and width * 32 in [columns * bits for bits in _BITS]
         )
         if not fitting:
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' do not fit together as MLX's",
                 ", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
                 f"codes, scales and biases of {list(shape)}",
@@ -228,7 +232,7 @@ class Affine(GroupedCodec):
             found_layout, stated_layout = (
                 f"{bits} bits in groups of {size}" for bits, size in (layout, stated)
             )
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' disagree with the config", found_layout, stated_layout
             )
         return layout
@@ -247,7 +251,7 @@ class Mlx(QuantMethod):
     schemes = tuple(QuantScheme(bits, size) for bits in _READ_BITS for size in (32, 64, 128))
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        """The tensors decide; settings give some modules a scheme by their names."""
+        """Return the tensors decide; settings give some modules a scheme by their names."""
         own = {key: value for key, value in settings.values.items() if key not in _KEYS}
         found = {}
         for module in coded:
@@ -260,7 +264,7 @@ class Mlx(QuantMethod):
                     layout = MLX
                 else:
                     layout = None
-                found[module] = Claim(layout, symmetric=False).updated(stated)
+                found[module] = Claim(layout, symmetric=False).apply_settings(stated)
         missing = (
             key for key, value in own.items() if isinstance(value, Mapping) and key not in coded
         )
@@ -272,7 +276,7 @@ class Mlx(QuantMethod):
         _require_affine(settings)
         settings.integer("bits", 1, 32)
         settings.integer("group_size", 1, MAX_COLUMNS)
-        found: dict[str, Affine] = {}
+        result: dict[str, Affine] = {}
         for module in modules:
             own = settings.values.get(module)
             quantized = f"{module}.{_SCALES}" in stored
@@ -299,24 +303,24 @@ class Mlx(QuantMethod):
                     found=f"a tensor '{module}.{_SCALES}'" if quantized else "no scales",
                 )
             if quantized:
-                found[module] = codec
+                result[module] = codec
         for name in stored:
             module, _, leaf = name.rpartition(".")
-            if leaf == _SCALES and module not in found and f"{module}.{_BIASES}" in stored:
+            if leaf == _SCALES and module not in result and f"{module}.{_BIASES}" in stored:
                 problem = (
                     f"'{module}' is quantized by MLX, and is no module of an architecture that is"
                     " read so"
                 )
-                raise unread(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
-        return found
+                raise make_unread_settings_error(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
+        return result
 
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """The layout of most modules comes first; other modules are listed by name."""
+        """Return the layout of most modules comes first; other modules are listed by name."""
         layouts = {}
         for module, scheme in schemes.items():
-            group_size = _written_group_size(scheme, modules[module])
+            group_size = _choose_group_size(scheme, modules[module])
             if isinstance(group_size, Reason):
                 raise group_size.error(f"{module}.weight", self.name)
             layouts[module] = {"group_size": group_size, "bits": scheme.bits, "mode": _AFFINE}
@@ -326,7 +330,7 @@ class Mlx(QuantMethod):
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
         if scheme.group_size is not None and isinstance(
-            none := _written_group_size(scheme, 0), Reason
+            none := _choose_group_size(scheme, 0), Reason
         ):
             return none
         minima = scheme.scales is Scales.BLOCKS and not scheme.symmetric
@@ -355,11 +359,11 @@ def _require_affine(settings: Settings) -> None:
         mode = _AFFINE
     if mode != _AFFINE:
         problem = f"{settings.name} names a mode of MLX that is not read"
-        raise unread(settings, problem, shown(mode), _AFFINE, FLOAT_MODEL)
+        raise make_unread_settings_error(settings, problem, shown(mode), _AFFINE, FLOAT_MODEL)
 
 
-def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
-    """The largest group size of MLX that divides a scheme's groups, or its rows."""
+def _choose_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
+    """Return the largest group size of MLX that divides a scheme's groups, or its rows."""
     size = scheme.group_size or columns
     for group_size in _GROUP_SIZES:
         if not size % group_size:
@@ -372,7 +376,7 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
 
 
 def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-    """The offsets [O, G] of a weight with zero points, in the type of its scales, which must
+    """Return the offsets [O, G] of a weight with zero points, in the type of its scales, which must
     hold them exactly.
     """
     scale = value.scale
@@ -382,9 +386,8 @@ def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
         zero = value.zero
     offset = (scale.double() * -zero.double()).to(scale.dtype)
     rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-    lost = ~scale.isfinite() | (
-        (scale == 0) & (zero != value.scheme.levels // 2)
-    )  # which an offset cannot express
+    # Which an offset cannot express.
+    lost = ~scale.isfinite() | ((scale == 0) & (zero != value.scheme.levels // 2))
     if (wrong := rounded | lost).any():
         step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
         dtype = DType.of(scale.dtype)
@@ -395,7 +398,7 @@ def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
     return offset
 
 
-def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+def _unpack_codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Codes [R, C] uint8 of words [R, W] uint32: a stream of bits, the least significant first."""
     words = words.view(torch.int32)
     if bits in (4, 8):
@@ -413,7 +416,7 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def zero_points(
     scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: int = 0
 ) -> torch.Tensor | None:
-    """The zero points, uint8 in the shape of the scales; None if a group has none.
+    """Return the zero points, uint8 in the shape of the scales; None if a group has none.
 
     A group whose scale and offset are zero gets the middle code.
 
@@ -436,8 +439,8 @@ def zero_points(
 def scheme_of(
     raw: RawModule, scales: str, offsets: str, bits: int, group_size: int, origin: int = 0
 ) -> QuantScheme | None:
-    """The scheme of codes with such groups; None if some offset is not an integer multiple of its
-    scale.
+    """Return the scheme of codes with such groups; None if some offset is not an integer multiple
+    of its scale.
 
     Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in
     groups.
@@ -463,7 +466,7 @@ def scheme_of(
 def affine(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: DType, origin: int = 0
 ) -> torch.Tensor:
-    """The weights [R, C] of such groups, in float32 and then rounded once.
+    """Return the weights [R, C] of such groups, in float32 and then rounded once.
 
     Args:
         codes: [R, C] uint8.

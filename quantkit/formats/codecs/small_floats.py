@@ -89,11 +89,11 @@ class DequantizedTensor(TensorFile):
 
     @property
     def nbytes(self) -> int:
-        """The size on disk, with the scales."""
+        """Return the size on disk, with the scales."""
         return sum(part.nbytes for part in self.parts)
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
-        """The floats, or a part of them."""
+        """Return the floats, or a part of them."""
         raise NotImplementedError
 
     def _read(self, stored: StoredTensor, part: TensorSlice | None = None) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _grid(
     *,
     by_columns: bool,
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The shape [..., R, C] of the scales, and the rows and columns that share one."""
+    """Return the shape [..., R, C] of the scales, and the rows and columns that share one."""
     *lead, rows, columns = weight.shape
     if by_columns:
         if scale.dtype in _SCALES and scale.shape in ((*lead, 1, columns), (*lead, columns, 1)):
@@ -212,7 +212,7 @@ def _grid(
 
 
 def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> torch.Tensor:
-    """The indices of a part of a tensor along an axis."""
+    """Return the indices of a part of a tensor along an axis."""
     if part is None or part.axis != len(shape) + axis:
         return torch.arange(shape[axis])
     return torch.cat([torch.arange(start, stop) for start, stop in part.ranges])

@@ -49,7 +49,8 @@ _SUFFIXES = {suffix for layout in LAYOUTS for suffix in layout.suffixes}
 _MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
 _GLUED = tuple(suffix for layout in LAYOUTS if not layout.joint for suffix in layout.suffixes)
 _PREFIXES = tuple(prefix for layout in LAYOUTS for prefix in layout.prefixes)
-_IN_BYTES = (DType.UINT8, DType.INT8)  # what tensors with these suffixes hold
+# What tensors with these suffixes hold.
+_IN_BYTES = (DType.UINT8, DType.INT8)
 _CODE_TYPES = {
     dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types
 }
@@ -69,9 +70,9 @@ _NOT_READ = {"W_q": "HQQ"}
 
 
 def describe_modules(
-    stored: Mapping[str, StoredTensor], method: QuantMethod | None, *, named: bool
+    stored: Mapping[str, StoredTensor], method: QuantMethod | None, *, has_method: bool
 ) -> dict[str, Description]:
-    """What lies on disk for each module whose weight is stored as codes.
+    """Return what lies on disk for each module whose weight is stored as codes.
 
     Args:
         stored: the tensors of a folder.
@@ -92,7 +93,7 @@ def describe_modules(
             tensors.setdefault(name, {})[_WEIGHT] = tensor
     stated = () if method is None else method.layouts
     candidates = sorted(LAYOUTS, key=lambda layout: (layout not in stated, layout.codes == _WEIGHT))
-    found = {}
+    result = {}
     for module, own in tensors.items():
         if (
             weight := stored.get(f"{module}.{_WEIGHT}")
@@ -100,27 +101,27 @@ def describe_modules(
             own[_WEIGHT] = weight
         layout = next(
             (
-                one
-                for one in candidates
-                if one.matches(own) and (one in stated or one.is_evident(own))
+                candidate
+                for candidate in candidates
+                if candidate.matches(own) and (candidate in stated or candidate.is_evident(own))
             ),
             None,
         )
         if layout is None and len(stated) == 1 and stated[0].suffixes & set(own):
             layout = stated[0]
-        if layout is not None or named:
-            found[module] = Description(module, layout, own)
-    return found
+        if layout is not None or has_method:
+            result[module] = Description(module, layout, own)
+    return result
 
 
-def quantized_as(name: str) -> str | None:
-    """The methods of quantization to which a tensor of such a name belongs, for messages; None
-    if to none.
+def describe_tensor_methods(name: str) -> str | None:
+    """Return the methods of quantization to which a tensor of such a name belongs, for messages;
+    None if to none.
     """
     _, suffix = _split(name)
     methods = []
     for method in METHODS.values():
-        if any(suffix in one.suffixes for one in method.layouts):
+        if any(suffix in layout.suffixes for layout in method.layouts):
             methods.append(method.name)
     if suffix and suffix not in _AMBIGUOUS and methods:
         return " or ".join(methods)
@@ -128,7 +129,7 @@ def quantized_as(name: str) -> str | None:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The module of a tensor, and the suffix of its layout; an empty suffix if no layout has
+    """Return the module of a tensor, and the suffix of its layout; an empty suffix if no layout has
     such a tensor.
     """
     parts = name.split(".")

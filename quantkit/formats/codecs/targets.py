@@ -51,12 +51,12 @@ class Targets:
 
 
 def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
-    """The modules that settings do not leave in floats, by names or parts of them."""
+    """Return the modules that settings do not leave in floats, by names or parts of them."""
     skipped = []
     for key in _SKIPPED:
         if settings.has(key):
-            for one in settings.strings(key):
-                skipped.append(one)
+            for string in settings.strings(key):
+                skipped.append(string)
     result: list[str] = []
     for module in modules:
         if not any(name in module for name in skipped):
@@ -65,12 +65,14 @@ def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
 
 
 def is_head(module: str) -> bool:
-    """Whether a module is the output head."""
+    """Return whether a module is the output head."""
     return module.rpartition(".")[2] in _HEADS
 
 
 def spellings(module: str) -> list[str]:
-    """A module's name as configs may spell it: with and without the prefix before the layers."""
+    """Return a module's name as configs may spell it: with and without the prefix before the
+    layers.
+    """
     nested = "language_model.model."
     inner = "model.language_model."
     prefixes = (("", ""), ("model.", ""), (nested, inner), ("", "model."), (inner, nested))

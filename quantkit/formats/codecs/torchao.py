@@ -53,7 +53,8 @@ def _problem(raw: RawModule, shape: Shape) -> str | None:
     try:
         _Weight.of(raw, shape)
     except UnsupportedError:
-        return None  # a class of tensors that others may read
+        # A class of tensors that others may read.
+        return None
     except CheckpointError as error:
         return f"{error.problem}: found {error.found}, expected {error.expected}"
     return None
@@ -121,7 +122,8 @@ class _Weight:
     rows: int
     columns: int
     group_size: int
-    by_row: bool  # whether each row has separate scales
+    # Whether each row has separate scales.
+    by_row: bool
 
     @property
     def middle(self) -> int:
@@ -141,17 +143,17 @@ class _Weight:
         text = raw.metadata(_CODES, name)
         if text is None:
             problem = f"the header does not describe '{raw.name}.{_CODES}'"
-            raise raw.damaged(problem, expected=f"torchao's metadata under '{name}'")
+            raise raw.make_damage_error(problem, expected=f"torchao's metadata under '{name}'")
         described = Settings(parsed(text, raw.path), raw.path, name)
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
             problem = f"'{raw.name}' is a tensor of torchao that is not read"
-            raise raw.unsupported(
+            raise raw.make_unsupported_error(
                 problem, shown(kind), f"{_INT8}, {_INTX} or {_INT4}, which are plain", FLOAT_MODEL
             )
         for leaf in _OF_ACTIVATIONS:
             if raw.find(leaf) is not None:
-                raise raw.unsupported(
+                raise raw.make_unsupported_error(
                     "scales of activations are not supported", f"'{raw.name}.{leaf}'"
                 )
         data = described.inside("_data")
@@ -190,7 +192,7 @@ class _Weight:
         )
         if not fitting or scale is None:
             found = (one for one in (codes, scale, zero) if one is not None)
-            raise raw.damaged(
+            raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' do not fit together as an {kind}",
                 ", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
                 f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
@@ -198,7 +200,7 @@ class _Weight:
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 
     def scheme(self) -> QuantScheme | None:
-        """The scheme of its codes; None if offsets are not multiples of scales."""
+        """Return the scheme of its codes; None if offsets are not multiples of scales."""
         if self.kind == _INT4:
             return scheme_of(self.raw, _SCALE, _ZERO, self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
@@ -220,7 +222,9 @@ class _Weight:
             return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
         codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle  # modulo 256
         if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
-            raise self.raw.damaged(f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4")
+            raise self.raw.make_damage_error(
+                f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4"
+            )
         return codes
 
     def groups(self, leaf: str, rows: TensorSlice | None) -> torch.Tensor:
@@ -230,7 +234,7 @@ class _Weight:
             return torch.zeros(count, self.columns // self.group_size, dtype=torch.int8)
         if self.kind == _INT4:
             ranges = ((0, self.rows),) if rows is None else rows.ranges
-            pieces = [self.raw.read(leaf, TensorSlice(1, (one,))) for one in ranges]
+            pieces = [self.raw.read(leaf, TensorSlice(1, (range_,))) for range_ in ranges]
             return torch.cat(pieces, 1).t().contiguous()
         if self.by_row:
             return self.raw.read(leaf, rows)
@@ -246,7 +250,7 @@ class _Weight:
             wide = zero.double() + self.middle
             if bool(((wide == wide.round()) & (wide >= 0) & (wide < 1 << self.bits)).all()):
                 return wide.to(torch.uint8)
-        raise self.raw.unsupported(f"zero points of '{self.raw.name}' are not codes")
+        raise self.raw.make_unsupported_error(f"zero points of '{self.raw.name}' are not codes")
 
 
 class TorchAo(QuantMethod):

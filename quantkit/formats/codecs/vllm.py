@@ -22,13 +22,17 @@ from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, group_claim, stated_groups
+from quantkit.formats.codecs.compressed_tensors import (
+    CompressedTensors,
+    group_claim,
+    read_config_groups,
+)
 from quantkit.formats.codecs.gptq import Gptq, Overrides, base_claim
 from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
 from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
-from quantkit.formats.codecs.vllm_settings import refused_settings
+from quantkit.formats.codecs.vllm_settings import iter_refused_settings
 
 Shape = tuple[int, ...]
 # to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are
@@ -85,8 +89,8 @@ class VllmProblem:
     """
 
     rule: str
-    where: str
-    what: str
+    location: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Linears:
         coded: Collection[str],
         raw: Mapping[str, Any],
     ) -> Linears:
-        """The linears of a model with the config.json `raw`; embeddings are left out."""
+        """Return the linears of a model with the config.json `raw`; embeddings are left out."""
         if not isinstance(settings, Settings):
             settings = Settings(settings, "config.json", "quantization_config")
         shapes = {module: shape for module, shape in shapes.items() if not is_embedding(module)}
@@ -132,8 +136,8 @@ class Linears:
         )
 
     def compare(self) -> Iterator[tuple[VllmModule, list[Claim | None], _Found]]:
-        """Each module of vLLM, what the settings say of its parts, and what vLLM finds for it;
-        nothing for a method whose lookup is not known here.
+        """Yield each module of vLLM, what the settings say of its parts, and what vLLM finds for
+        it; nothing for a method whose lookup is not known here.
         """
         lookup = _lookup(self)
         if lookup is None:
@@ -143,7 +147,8 @@ class Linears:
             self.method, Gptq | Awq
         ):  # whose settings need not name what is stored as floats
             claims = {part: claim for part, claim in claims.items() if part in self.coded}
-        else:  # no reader but vLLM quantizes routers: whatever the settings state, they mean floats
+        else:
+            # No reader but vLLM quantizes routers: whatever the settings state, they mean floats.
             claims = {
                 part: claim
                 for part, claim in claims.items()
@@ -165,12 +170,12 @@ def vllm_problems(linears: Linears) -> list[VllmProblem]:
     """
     settings = linears.settings
     problems = []
-    for rule, what in refused_settings(settings.values):
+    for rule, what in iter_refused_settings(settings.values):
         problems.append(VllmProblem(rule, settings.name, what))
     of_modules = []
     try:
         for module, stated, found in linears.compare():
-            problem = _problem(linears, module, stated, found)
+            problem = _find_problem(linears, module, stated, found)
             if problem is not None:
                 of_modules.append(problem)
     except CheckpointError:
@@ -185,13 +190,13 @@ def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
     first = problems[0]
     more = len(problems) - 1
     others = f", and {more} more" if more else ""
-    return f"vLLM 0.32 does not load it: '{first.where}' has {first.what}{others}"
+    return f"vLLM 0.32 does not load it: '{first.location}' has {first.description}{others}"
 
 
-def stored_linears(
+def find_linear_shapes(
     stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None], model_type: str
 ) -> dict[str, Shape | None]:
-    """The shapes of all modules of a folder that vLLM may build as quantized linears.
+    """Return the shapes of all modules of a folder that vLLM may build as quantized linears.
 
     Tables are not among them, nor most routers: settings need not name them, and vLLM does not
     quantize them.
@@ -214,29 +219,31 @@ def stored_linears(
 
 
 def _is_router(name: str) -> bool:
-    """Whether a module or tensor is a router, or in one."""
+    """Return whether a module or tensor is a router, or in one."""
     return not ROUTERS.isdisjoint(name.split("."))
 
 
-def _problem(
-    linears: Linears, module: VllmModule, stated: Sequence[Claim | None], found: _Found
+def _find_problem(
+    linears: Linears, module: VllmModule, part_claims: Sequence[Claim | None], vllm_claim: _Found
 ) -> VllmProblem | None:
-    other = next((index for index, claim in enumerate(stated) if claim != stated[0]), None)
+    other = next(
+        (index for index, claim in enumerate(part_claims) if claim != part_claims[0]), None
+    )
     if other is not None:
         first, second = (
-            f"{_last(module.parts[index])}: {_describe(stated[index])}" for index in (0, other)
+            f"{_last(module.parts[index])}: {_describe(part_claims[index])}" for index in (0, other)
         )
         if module.is_experts:
             rule = "expert-schemes"
         else:
             rule = "fused-schemes"
         return VllmProblem(rule, module.name, f"{first}; {second}")
-    claim = stated[0]
-    if found != claim:
-        if isinstance(found, _Split):
+    claim = part_claims[0]
+    if vllm_claim != claim:
+        if isinstance(vllm_claim, _Split):
             by_settings = "different things"
         else:
-            by_settings = _describe(found)
+            by_settings = _describe(vllm_claim)
         what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
         return VllmProblem("vllm-names", module.name, what)
     unread = _UNREAD.get(linears.model_type)
@@ -279,9 +286,8 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
     for claim, names in lacking.items():
         patterns = _patterns(names, modules)
         if isinstance(linears.method, CompressedTensors):
-            patterns = [
-                pattern.replace("experts$", r"experts\..*") for pattern in patterns
-            ]  # not looked up as a whole
+            # Not looked up as a whole.
+            patterns = [pattern.replace("experts$", r"experts\..*") for pattern in patterns]
             _add_to_groups(
                 settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns]
             )
@@ -303,13 +309,16 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
 
 
 def _add_to_groups(
-    settings: dict[str, Any], stated: Settings, claim: Claim | None, patterns: Iterable[str]
+    settings: dict[str, Any],
+    source_settings: Settings,
+    claim: Claim | None,
+    patterns: Iterable[str],
 ) -> None:
     if claim is None:
         settings["ignore"] = [*settings["ignore"], *patterns]
         return
-    for name, group in stated_groups(stated).items():
-        if group_claim(group, stated) == claim:
+    for name, group in read_config_groups(source_settings).items():
+        if group_claim(group, source_settings) == claim:
             settings["config_groups"][name]["targets"] += patterns
             return
 
@@ -367,7 +376,7 @@ class _CompressedTensorsLookup:
         self._ignored = _Listed(ignored, linears, match_time, "ignore")
         self._groups: list[tuple[_Listed, Claim | None]] = []
         self._of_class: _Found = None
-        for group in reversed(stated_groups(settings).values()):
+        for group in reversed(read_config_groups(settings).values()):
             targets = group.strings("targets")
             claim = group_claim(group, settings)
             self._groups.insert(0, (_Listed(targets, linears, match_time, "targets"), claim))
@@ -396,7 +405,8 @@ class _CompressedTensorsLookup:
         found = [self._find_target(shard) for shard in shards]
         claims = [claim for claim in found if not isinstance(claim, _Unnamed)]
         if claims and len(claims) == len(shards):
-            return claims[0]  # vLLM does not compare those of the others
+            # vLLM does not compare those of the others.
+            return claims[0]
         return of_class
 
     def _find_target(self, name: str) -> Claim | _Unnamed | None:
@@ -477,13 +487,13 @@ def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLo
 
 
 def _place(part: str) -> int:
-    """The place of a linear among those that it is fused with."""
+    """Return the place of a linear among those that it is fused with."""
     return _PLACES.get(_last(part), 0)
 
 
 def _first_expert(module: VllmModule) -> list[str]:
-    """The names of the linears of the first expert of a layer, by which vLLM looks for settings
-    of all.
+    """Return the names of the linears of the first expert of a layer, by which vLLM looks for
+    settings of all.
     """
     within = []
     for part in module.parts:

@@ -28,9 +28,8 @@ _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in part
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NUMBER_OR_SIGN = re.compile(r"(?<![^.])(?:\d+|[*+])(?![^.])")
 _MAX_DIGITS = 9
-_LAYER = re.compile(
-    r".*?\blayers\.(\d{1,9})\."
-)  # Python refuses to parse numbers of thousands of digits
+# Python refuses to parse numbers of thousands of digits.
+_LAYER = re.compile(r".*?\blayers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,24 @@ class VllmNames:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> VllmNames:
-        """The names of the architecture of a config.json."""
+        """Return the names of the architecture of a config.json."""
         return cls.of_table(_table().get(str(raw.get("model_type")), {}))
 
     @classmethod
-    def of_table(cls, stated: Mapping[str, Any]) -> VllmNames:
-        """The names by the rows of a `model_type` in the table."""
-        listed = {fused: tuple(parts) for fused, parts in stated.get("listed", {}).items()}
-        unlisted, floats = (frozenset(stated.get(key, ())) for key in ("unlisted", "floats"))
-        return cls(stated.get("mapped", {}), stated.get("modules", {}), unlisted, listed, floats)
+    def of_table(cls, table: Mapping[str, Any]) -> VllmNames:
+        """Return the names by the rows of a `model_type` in the table."""
+        listed = {fused: tuple(parts) for fused, parts in table.get("listed", {}).items()}
+        unlisted, floats = (frozenset(table.get(key, ())) for key in ("unlisted", "floats"))
+        return cls(table.get("mapped", {}), table.get("modules", {}), unlisted, listed, floats)
 
     def map_setting(self, name: str) -> str:
-        """A name in settings as vLLM compares it; patterns and classes stay as they are."""
+        """Return a name in settings as vLLM compares it; patterns and classes stay as they are."""
         if "." not in name or name.startswith("re:"):
             return name
         return _fill(_replace_beginning(_template(name), self.mapped) or _template(name), name)
 
     def group(self, linears: Iterable[str]) -> list[VllmModule]:
-        """The modules of vLLM that hold some linears on disk, in the order of these."""
+        """Return the modules of vLLM that hold some linears on disk, in the order of these."""
         ordered = dict.fromkeys(linears)
         layers = 1 + max(
             (int(match[1]) for name in ordered if (match := _LAYER.match(name))), default=-1
@@ -99,7 +98,7 @@ class VllmNames:
         parts: dict[str, list[str]] = {}
         for linear in ordered:
             parts.setdefault(self._name(linear, ordered, layers), []).append(linear)
-        return [self._module(name, tuple(held)) for name, held in parts.items()]
+        return [self._module(name, tuple(part)) for name, part in parts.items()]
 
     def _module(self, name: str, parts: tuple[str, ...]) -> VllmModule:
         is_experts = any(expert_bank(part) is not None for part in parts)
@@ -107,8 +106,8 @@ class VllmNames:
         return VllmModule(name, parts, self._shards(name), is_experts=is_experts, is_float=is_float)
 
     def _name(self, linear: str, linears: Mapping[str, None], layers: int) -> str:
-        """The name of the module that holds a linear; the last part of a name that the table has
-        whole stays.
+        """Return the name of the module that holds a linear; the last part of a name that the table
+        has whole stays.
         """
         template = _template(linear)
         if template in self.modules:
@@ -142,7 +141,7 @@ class VllmNames:
 
 @functools.cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    """What differs for each `model_type`."""
+    """Return what differs for each `model_type`."""
     return tomllib.loads(files(__package__).joinpath("vllm_modules.toml").read_text("utf-8"))
 
 
@@ -151,8 +150,8 @@ def _template(name: str) -> str:
 
 
 def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | None:
-    """A template with its longest beginning that has a replacement replaced; None if none has
-    one.
+    """Return a template with its longest beginning that has a replacement replaced; None if none
+    has one.
     """
     beginning = template
     while beginning:
@@ -165,8 +164,8 @@ def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | 
 
 
 def _fill(template: str, name: str, layers: int = 0) -> str:
-    """A template with the numbers of a name; those in place of ``+`` count on from the number of
-    layers.
+    """Return a template with the numbers of a name; those in place of ``+`` count on from the
+    number of layers.
 
     A name may have these signs too, as globs in settings do; they stay.
     """

@@ -16,8 +16,10 @@ _REQUIRED = {
 _CACHE_STRATEGIES = ("tensor", "attn_head")
 
 
-def refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each reason for which vLLM refuses some settings: the doctor's rule, and what was found."""
+def iter_refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each reason for which vLLM refuses some settings: the doctor's rule, and what was
+    found.
+    """
     method = str(settings.get("quant_method")).lower()
     for keys in _REQUIRED.get(method, ()):
         if not any(key in settings for key in keys):
@@ -34,8 +36,8 @@ def refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _act_order(settings: Mapping[str, Any]) -> str | None:
-    """Where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM does
-    not look at ``static_groups``, nor at whether a pattern matches anything.
+    """Return where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM
+    does not look at ``static_groups``, nor at whether a pattern matches anything.
     """
     base_order = settings.get("desc_act")
     base_size = settings.get("group_size")

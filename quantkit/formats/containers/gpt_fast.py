@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, joined_tensors
+from quantkit.architectures.disk import DiskTensor, build_disk_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
@@ -100,7 +100,9 @@ class GptFastCheckpoint:
         self._config_file = SourceFile(config_path)
         self.notes = list(self._file.notes)
         self._stored = {
-            name: one for name, one in self._file.tensors.items() if not is_derived_buffer(name)
+            name: tensor
+            for name, tensor in self._file.tensors.items()
+            if not is_derived_buffer(name)
         }
         self.config = self._read_config(raw, config_path)
         owned = set(config_to_hf(self.config)) | NOT_CARRIED
@@ -120,7 +122,7 @@ class GptFastCheckpoint:
     def layout(self) -> str:
         return f"{self.format} ({self._file.path.name})"
 
-    def stored_bytes(self, name: str) -> int:
+    def count_stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
         scales = self._stored.get(_scales_of(tensor.name))
         size = self._stored[tensor.name].nbytes + (0 if scales is None else scales.nbytes)
@@ -141,7 +143,7 @@ class GptFastCheckpoint:
         return [self._file.source, self._config_file]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """One tensor, or a part of it, in canonical layout."""
+        """Return one tensor, or a part of it, in canonical layout."""
         tensor, place = self._places[name]
         spec = self._specs[tensor.name]
         if spec.scheme is None:
@@ -152,7 +154,9 @@ class GptFastCheckpoint:
         )
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
-        """The config of the download, with the float type of the file; the head may be untied."""
+        """Return the config of the download, with the float type of the file; the head may be
+        untied.
+        """
         config = config_from_hf(raw, path)
         embedding = self._stored.get(_EMBEDDING)
         head = self._stored.get(_HEAD)
@@ -174,7 +178,9 @@ class GptFastCheckpoint:
 
     def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
         """Every tensor on disk, with int8 weights and their scales as one tensor."""
-        found = {name: TensorSpec(name, one.shape, one.dtype) for name, one in self._stored.items()}
+        result = {
+            name: TensorSpec(name, one.shape, one.dtype) for name, one in self._stored.items()
+        }
         for name, weight in self._stored.items():
             scales = self._stored.get(_scales_of(name))
             if scales is None or name not in tensors or tensors[name].linear is None:
@@ -191,9 +197,9 @@ class GptFastCheckpoint:
                 raise CheckpointError(
                     problem, path=self._file.path, found=stated, expected="one per row of int8"
                 )
-            found[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
-            del found[scales.name]
-        return found
+            result[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
+            del result[scales.name]
+        return result
 
 
 class _Int8Rows:
@@ -206,11 +212,11 @@ class _Int8Rows:
 
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
-    """The tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no
+    """Return the tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no
     name for one.
     """
 
-    def held(parameter: Parameter) -> tuple[str, None]:
+    def locate_parameter(parameter: Parameter) -> tuple[str, None]:
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
             problem = "gpt-fast has no name for a tensor of this model"
@@ -219,7 +225,7 @@ def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
         return f"{module.format(layer=parameter.layer)}.weight", None
 
     disk_tensors: dict[str, DiskTensor] = {}
-    for tensor in joined_tensors(config, held, interleaved=True):
+    for tensor in build_disk_tensors(config, locate_parameter, interleaved=True):
         disk_tensors[tensor.name] = tensor
     return disk_tensors
 

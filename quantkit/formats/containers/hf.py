@@ -11,7 +11,11 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
-from quantkit.architectures.families.opaque import carried_modules, ignored_extra_layers, with_dtype
+from quantkit.architectures.families.opaque import (
+    list_copied_modules,
+    list_ignored_extra_layers,
+    with_dtype,
+)
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
@@ -55,7 +59,7 @@ class HuggingFace(Container):
             return weight_kinds(path)
         return []
 
-    def indexed(self, path: Path, kind: str) -> bool:
+    def has_index(self, path: Path, kind: str) -> bool:
         return index_path(path, kind).is_file()
 
     def open(
@@ -79,7 +83,7 @@ class HuggingFace(Container):
     def schemes(
         self, raw: Mapping[str, Any], config: ModelConfig, path: Path
     ) -> dict[str, QuantScheme]:
-        """The scheme of every module that a config.json quantizes; weights are not needed.
+        """Return the scheme of every module that a config.json quantizes; weights are not needed.
 
         Raises:
             CheckpointError, UnsupportedError: see `read_codecs`.
@@ -88,7 +92,8 @@ class HuggingFace(Container):
         for parameter in parameters(config):
             if parameter.expert is not None:
                 experts.add(parameter.module)
-        apart = disk_tensors(config, experts)  # each expert has its own modules
+        # Each expert has its own modules.
+        apart = disk_tensors(config, experts)
         tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}
         _, codecs = read_codecs(raw, tensors, path, self.methods)
         schemes: dict[str, QuantScheme] = {}
@@ -105,7 +110,7 @@ class HuggingFace(Container):
         return parameters_as_written(config, quantized, joins_experts=joins)
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
-        scales = () if output.kv_cache is None else output.kv_cache.stored()
+        scales = () if output.kv_cache is None else output.kv_cache.read_tensors()
         method = output.method or self.native
         return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, scales)
 
@@ -128,7 +133,7 @@ class HuggingFace(Container):
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **settings_files}
         files.update(present(text_folder(source.path), side_names(source)))
         if source.format != self.name:
-            files.update(_exported_tokenizer(text_folder(source.path)))
+            files.update(_export_tokenizer(text_folder(source.path)))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
             files.setdefault(
                 "generation_config.json",
@@ -139,13 +144,13 @@ class HuggingFace(Container):
     def vllm_problems(
         self, source: Checkpoint, schemes: Mapping[str, QuantScheme], method: QuantMethod | None
     ) -> list[VllmProblem]:
-        """What vLLM could not load of a folder with these schemes, given by canonical names of
-        modules.
+        """Return what vLLM could not load of a folder with these schemes, given by canonical names
+        of modules.
         """
         raw = _config(source, source.config)
         return vllm_problems(_settings(schemes, source.config, method or self.native, raw))
 
-    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+    def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         names = side_names(source)
         if source.config.runnable:
             return (*names, ADDITIONAL_TEMPLATES)
@@ -175,15 +180,16 @@ def _settings(
     method: QuantMethod,
     raw: Mapping[str, Any],
 ) -> Linears:
-    """The linears of a folder with these schemes, and the settings that state them, for vLLM
+    """Return the linears of a folder with these schemes, and the settings that state them, for vLLM
     too.
     """
     on_disk, shapes = _on_disk(schemes, config, method)
     if isinstance(method, CompressedTensors):
-        extra = ignored_extra_layers(config.tensors or (), raw)
+        extra = list_ignored_extra_layers(config.tensors or (), raw)
     else:
         extra = []
-    apart = set(extra)  # or experts there would keep the model's from sharing a target
+    # Or experts there would keep the model's from sharing a target.
+    apart = set(extra)
     shapes = {module: shape for module, shape in shapes.items() if module not in apart}
     inputs = {}
     for module, shape in shapes.items():
@@ -199,8 +205,9 @@ def _settings(
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:
-    """The schemes by the names of modules on disk, and the shapes of all linears, with a tied head
-    and routers, None if unknown; a module with another name for readers is listed by both.
+    """Return the schemes by the names of modules on disk, and the shapes of all linears, with a
+    tied head and routers, None if unknown; a module with another name for readers is listed by
+    both.
     """
     untied = replace(config, tied_embeddings=False)
     every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
@@ -216,7 +223,7 @@ def _on_disk(
         tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None
     }
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
-    found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
+    found |= dict.fromkeys((*(config.unstored or ()), *list_copied_modules(config)))
     if (
         config.tensors is not None
     ):  # readers may have a module for each linear of experts that are one tensor here
@@ -235,8 +242,8 @@ def _on_disk(
     return quantized, {module: shapes.get(module) for module in found}
 
 
-def _exported_tokenizer(folder: Path) -> dict[str, bytes]:
-    """A tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the
+def _export_tokenizer(folder: Path) -> dict[str, bytes]:
+    """Return a tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the
     settings with which transformers reads the original.
     """
     path = folder / "tokenizer.model"

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
-from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
+from quantkit.architectures.families import config_from_hf, config_to_hf, list_ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_embedding
 from quantkit.architectures.text_part import (
@@ -40,18 +40,22 @@ from quantkit.formats.codecs.codec import (
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
-    packed_shapes,
     read_here_alone,
+    read_weight_shapes,
 )
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
-from quantkit.formats.codecs.dequantized import by_small_floats, dequantized, narrow_float64
+from quantkit.formats.codecs.dequantized import (
+    by_small_floats,
+    narrow_float64,
+    replace_quantized_tensors,
+)
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
 from quantkit.formats.codecs.vllm import (
     Linears,
     VllmProblem,
     describe_problems,
-    stored_linears,
+    find_linear_shapes,
     vllm_problems,
 )
 from quantkit.formats.containers.hf_files import read_headers
@@ -101,8 +105,8 @@ class HFCheckpoint:
         self.notes: list[str] = []
         self._requested_floats = floats_as
         self._config_path = path / "config.json"
-        stated = read_settings(self._config_path)
-        raw = settings_in(stated, None if tensors_only else path)
+        settings = read_settings(self._config_path)
+        raw = settings_in(settings, None if tensors_only else path)
         self._stated_config: Mapping[str, Any] = raw
         self._text: TextNames | None = None
         self._settings = [SourceFile(self._config_path)]
@@ -113,14 +117,17 @@ class HFCheckpoint:
         self.extra_config: Mapping[str, Any]
         if tensors_only:
             self._read_headers(kind, derived=True)
-            self._take_tensors(raw, stated)
+            self._take_tensors(raw, settings)
         else:
             if text_part and text_family(raw) is not None:
                 raw = self._take_text_part(raw, kind)
             self.config = config_from_hf(raw, self._config_path)
             if self._text is not None:
-                self.config = replace(self.config, media_tokens=media_tokens(stated))
-            self.notes += [f"{self._config_path}: {one}" for one in ignored_rope_settings(raw)]
+                self.config = replace(self.config, media_tokens=media_tokens(settings))
+            self.notes += [
+                f"{self._config_path}: {ignored_rope_setting}"
+                for ignored_rope_setting in list_ignored_rope_settings(raw)
+            ]
             owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             if self._text is None:
@@ -169,7 +176,7 @@ class HFCheckpoint:
         self._place(tensors.values())
 
     def _found_tensors(self) -> list[DiskTensor]:
-        """The tensors that the folder should hold, by their names on disk."""
+        """Return the tensors that the folder should hold, by their names on disk."""
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         if (text := self._text) is None:
             return found_tensors(self.config, shapes, self.path)
@@ -193,7 +200,7 @@ class HFCheckpoint:
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def with_codes(self) -> HFCheckpoint:
-        """The same with all codes of compressed-tensors and of MLX read as such; see
+        """Return the same with all codes of compressed-tensors and of MLX read as such; see
         `Container.with_codes`.
         """
         if isinstance(self._method, CompressedTensors):
@@ -205,25 +212,25 @@ class HFCheckpoint:
                     coded[name] = replace(own, minima=True)
         else:
             return self
-        found = copy.copy(self)
-        found._codecs, found._home = dict(self._codecs), dict(self._home)
-        found._disk_specs = dict(self._disk_specs)
+        result = copy.copy(self)
+        result._codecs, result._home = dict(self._codecs), dict(self._home)
+        result._disk_specs = dict(self._disk_specs)
         for tensor, _ in self._places.values():
             if (codec := coded.get(tensor.name)) is not None:
                 parts = codec.parts(self._raw(tensor), self._disk_specs[tensor.name])
-                found._home.update({part.name: self._files[part.name] for part in parts})
-                found._codecs[tensor.name] = codec
+                result._home.update({part.name: self._files[part.name] for part in parts})
+                result._codecs[tensor.name] = codec
                 expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
-                found._disk_specs[tensor.name] = codec.spec(found._raw(tensor), expected)
+                result._disk_specs[tensor.name] = codec.spec(result._raw(tensor), expected)
         no_more = set(self._float_notes(self._disk_specs)) - set(
-            self._float_notes(found._disk_specs)
+            self._float_notes(result._disk_specs)
         )
-        found.notes = [note for note in self.notes if note not in no_more]
-        return found
+        result.notes = [note for note in self.notes if note not in no_more]
+        return result
 
     def small_floats(self) -> Iterator[tuple[str, SmallFloats]]:
-        """The codecs of weights that are stored in small floats and read as floats, by name on
-        disk.
+        """Yield the codecs of weights that are stored in small floats and read as floats, by name
+        on disk.
         """
         for name, codec in self._codecs.items():
             if isinstance(codec, ReadAsFloats) and isinstance(codec.codec, SmallFloats):
@@ -265,7 +272,7 @@ class HFCheckpoint:
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """One tensor, or a part of it."""
+        """Return one tensor, or a part of it."""
         tensor, place = self._places[name]
         home = self._home.get(tensor.name)
         codec = self._codecs.get(tensor.name) or (
@@ -284,7 +291,7 @@ class HFCheckpoint:
             return None
         return self._method.name
 
-    def stored_bytes(self, name: str) -> int:
+    def count_stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
         codec = self._codecs.get(tensor.name)
         spec = self._disk_specs[tensor.name]
@@ -311,7 +318,7 @@ class HFCheckpoint:
             for tensor, _ in self._places.values()
             if tensor.quantizable or tensor.name in coded._codecs
         )
-        found = {one.module: coded._disk_specs[one.name].scheme for one in linears}
+        found = {linear.module: coded._disk_specs[linear.name].scheme for linear in linears}
         if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
             return "quantkit"
         if problem is None:
@@ -325,25 +332,25 @@ class HFCheckpoint:
         return ", ".join(filter(None, ("quantkit", others))) + own_note + note
 
     def _vllm_problems(self) -> list[VllmProblem]:
-        """What vLLM does not load of the linears."""
+        """Return what vLLM does not load of the linears."""
         assert self._method is not None
         coded = {}
         for name, codec in self._codecs.items():
             if codec.scheme is not None:
                 coded[name.removesuffix(".weight")] = self._disk_specs[name].shape
         config = self._stated_config
-        shapes = stored_linears(self._stored, coded, str(config.get("model_type")))
+        shapes = find_linear_shapes(self._stored, coded, str(config.get("model_type")))
         return vllm_problems(
             Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
         )
 
     @property
     def _floats_as(self) -> DType:
-        """The type of weights that are read as floats and stored otherwise."""
+        """Return the type of weights that are read as floats and stored otherwise."""
         return self._requested_floats or DType(self.config.dtype)
 
     def _float_notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """A note for each kind of codes that are read as floats."""
+        """Return a note for each kind of codes that are read as floats."""
         kinds = Counter(
             specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None
         )
@@ -358,8 +365,8 @@ class HFCheckpoint:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
-        """Whether a codec may decode a tensor: a linear's weight, or one that is not stored as
-        floats, such as all experts, an embedding or a router.
+        """Return whether a codec may decode a tensor: a linear's weight, or one that is not stored
+        as floats, such as all experts, an embedding or a router.
         """
         found = self._stored.get(tensor.name)
         if not self.config.runnable:
@@ -372,20 +379,20 @@ class HFCheckpoint:
             )
         return found.dtype not in FLOATS
 
-    def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    def _take_tensors(self, raw: Mapping[str, Any], original_config: Mapping[str, Any]) -> None:
         """Accept all tensors as the model's: floats, those that codecs may decode, and others;
         `stated` is the config.json as it is, `raw` what `settings_in` makes of it.
         """
         self.config = opaque_config(
             raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}
         )
-        settings = self._stated_settings(raw)
+        settings = self._read_quantization_settings(raw)
         if settings is not None and states_scheme(
             settings
         ):  # in other folders such names mean anything
             self._take_kv_cache(raw)
         self._dequantize(raw)
-        shapes = packed_shapes(self._stored, self._files, raw)
+        shapes = read_weight_shapes(self._stored, self._files, raw)
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
@@ -395,27 +402,29 @@ class HFCheckpoint:
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         if shapes:
-            self.extra_config = stated
+            self.extra_config = original_config
         else:
-            self.extra_config = without_settings(stated)
+            self.extra_config = without_settings(original_config)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
         self.kv_cache = take_kv_cache(
-            self._stored, self._files, self._stated_settings(raw), self.config, self.path
+            self._stored, self._files, self._read_quantization_settings(raw), self.config, self.path
         )
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: {self.kv_cache.note(run_here=self.config.runnable)}")
 
-    def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
-        """The settings of a quantization in a config, see `settings_in`, if there are any."""
+    def _read_quantization_settings(self, raw: Mapping[str, Any]) -> Settings | None:
+        """Return the settings of a quantization in a config, see `settings_in`, if there are
+        any.
+        """
         stated = raw.get(SETTINGS)
         if isinstance(stated, dict):
             return Settings(stated, self._config_path, SETTINGS)
         return None
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
-        settings = self._stated_settings(raw)
-        self._stored, self._home, notes = dequantized(
+        settings = self._read_quantization_settings(raw)
+        self._stored, self._home, notes = replace_quantized_tensors(
             self._stored, self._files, settings, self._floats_as
         )
         self.notes += [f"{self.path}: {note}" for note in notes]
@@ -440,11 +449,11 @@ class HFCheckpoint:
         """Open all files of weights; `derived` is whether to include buffers that the config
         determines.
         """
-        found = read_headers(self.path, kind, derived=derived)
-        self._stored = found.tensors
-        self._files = found.files
-        self._settings = [*found.settings, *self._settings]
-        self.notes += found.notes
+        headers = read_headers(self.path, kind, derived=derived)
+        self._stored = headers.tensors
+        self._files = headers.files
+        self._settings = [*headers.settings, *self._settings]
+        self.notes += headers.notes
 
     def _take_head_for_embedding(self) -> None:
         """Read a tied model's embedding from its head if only the head is stored, as transformers

@@ -17,7 +17,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguou
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason, Weight
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import decode, read_floats
-from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of
 from quantkit.formats.kv_scales import is_scale
 from quantkit.tensors.late import torch
 from quantkit.tensors.scheme import TILE, QuantScheme, Scales
@@ -63,9 +63,9 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in
                 scheme or float type.
         """
-        units = _written(planned, config, method)
+        units = _plan_units(planned, config, method)
         sizes = [unit.nbytes for unit in units]
-        super().__init__(planned, units, sizes, file_numbers(sizes, shard_bytes))
+        super().__init__(planned, units, sizes, assign_file_numbers(sizes, shard_bytes))
         self._method = method.name
         self._extra_tensors = extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
@@ -75,14 +75,14 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         ]
         if count == 1:
             self._names = ["model.safetensors"]
-        self._headers = [build_header(self._listed(shard)) for shard in range(count)]
+        self._headers = [build_header(self._list_shard_tensors(shard)) for shard in range(count)]
 
     @property
     def rearranges(self) -> bool:
         return not all(unit.tensor.whole for unit in self._units)
 
     @property
-    def joined_bytes(self) -> int:
+    def max_buffered_bytes(self) -> int:
         joined = (unit for unit in self._units if len(unit.tensor.places) > 1)
         parts = (self.planned[unit.first : unit.first + unit.at_once] for unit in joined)
         return max(
@@ -107,7 +107,8 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             start += stored.nbytes
         place = unit.tensor.places[index - unit.first]
         source = SourceFile(folder / self._names[shard])
-        if unit.codec is None:  # some of a stacked tensor may not be there yet
+        # Some of a stacked tensor may not be there yet.
+        if unit.codec is None:
             return read_floats(
                 TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None
             )
@@ -124,23 +125,23 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             return {}
         weight_map = {}
         for shard, name in enumerate(self._names):
-            for stored in self._listed(shard):
+            for stored in self._list_shard_tensors(shard):
                 weight_map[stored.name] = name
         index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
-    def _listed(self, shard: int) -> list[StoredTensor]:
+    def _list_shard_tensors(self, shard: int) -> list[StoredTensor]:
         units = zip(self._units, self._shard_of, strict=True)
-        found = []
+        result = []
         for unit, number in units:
             if number == shard:
                 for stored in unit.stored:
-                    found.append(stored)
+                    result.append(stored)
         if shard == len(self._names) - 1:
-            return found + [stored for stored, _ in self._extra_tensors]
-        return found
+            return result + [stored for stored, _ in self._extra_tensors]
+        return result
 
-    def _encoded(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
+    def _encode_unit(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
         if isinstance(value, torch.Tensor):
             (stored,) = unit.stored
             if unit.tensor.stacked is None:
@@ -158,15 +159,15 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
 
 def _cut_tile(tensor: DiskTensor, scheme: QuantScheme) -> Place | None:
-    """The first part of a tensor whose rows share a scale with those of the next part; None if
-    none do.
+    """Return the first part of a tensor whose rows share a scale with those of the next part; None
+    if none do.
     """
     if scheme.scales is not Scales.TILES:
         return None
     return next((place for place in tensor.places[:-1] if place.shape[0] % TILE), None)
 
 
-def _written(
+def _plan_units(
     planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod
 ) -> list[_Written]:
     names = {spec.name for spec in planned}
@@ -177,7 +178,7 @@ def _written(
     known = [one for one in tensors if one.parts[0] in names]
     scales = [spec for spec in planned if config.runnable and is_scale(spec.name)]
     known += [DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)) for spec in scales]
-    found = []
+    result = []
     for tensor, first, spec in units_of(planned, known):
         embedding = is_embedding(spec.name.removesuffix(".weight"))
         if spec.scheme is None:
@@ -195,11 +196,11 @@ def _written(
         if codec is None:
             stored = [StoredTensor(spec.name, spec.dtype, spec.shape)]
         else:
-            stored = codec.stored(spec)
+            stored = codec.list_stored_tensors(spec)
         by_expert = tensor.stacked is not None and codec is None
         if by_expert:
             at_once = len(tensor.parts) // tensor.shape[0]
         else:
             at_once = len(tensor.parts)
-        found.append(_Written(tensor, first, spec, at_once, codec, stored))
-    return found
+        result.append(_Written(tensor, first, spec, at_once, codec, stored))
+    return result

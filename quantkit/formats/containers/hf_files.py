@@ -13,17 +13,17 @@ from quantkit.architectures.names import is_derived_buffer
 from quantkit.base.json_values import read_json
 from quantkit.errors import CheckpointError
 from quantkit.files import pth_io, safetensors_io
-from quantkit.files.source import SourceFile, damaged_file
+from quantkit.files.source import SourceFile, make_damaged_file_error
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 
 def weight_kinds(folder: Path) -> list[str]:
-    """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
+    """Return the sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
     result: list[str] = []
     for kind in _STEMS:
-        if index_path(folder, kind).is_file() or _unindexed(folder, kind):
+        if index_path(folder, kind).is_file() or _find_weight_files(folder, kind):
             result.append(kind)
     return result
 
@@ -54,15 +54,15 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     Raises:
         CheckpointError: if files are missing or damaged, or contradict the index.
     """
-    found = Headers()
+    result = Headers()
     index = index_path(folder, kind)
     if index.is_file():
         listed = _weight_map(index)
-        found.settings.append(SourceFile(index))
+        result.settings.append(SourceFile(index))
         paths = sorted({folder / file for file in listed.values()})
     else:
         listed = None
-        paths = _unindexed(folder, kind)
+        paths = _find_weight_files(folder, kind)
         _require_all_parts(paths)
     copies: list[tuple[str, TensorFile]] = []
     for path in paths:
@@ -70,7 +70,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
             file = safetensors_io.open_file(path)
         else:
             file = pth_io.open_file(path)
-        found.notes += file.notes
+        result.notes += file.notes
         for name, tensor in file.tensors.items():
             if listed is not None and listed.get(name, path.name) != path.name:
                 if derived or not is_derived_buffer(name):
@@ -80,29 +80,29 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
                 if derived or not is_derived_buffer(name):
                     raise _stale_index(index, name, path, "nothing")
                 continue
-            if name in found.tensors:
-                other = f"also in {found.files[name].path.name}"
+            if name in result.tensors:
+                other = f"also in {result.files[name].path.name}"
                 raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
-            found.tensors[name] = tensor
-            found.files[name] = file
-    found.notes += _check_copies(copies, found.files, index)
+            result.tensors[name] = tensor
+            result.files[name] = file
+    result.notes += _check_copies(copies, result.files, index)
     for name, home in (listed or {}).items():
-        if name not in found.tensors:
+        if name not in result.tensors:
             expected = f"as {index.name} says"
             hint = "the index is stale or the shard is another model's"
             raise CheckpointError(
                 f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint
             )
-    stray = {p.name for p in _unindexed(folder, kind)} - {p.name for p in paths}
+    stray = {p.name for p in _find_weight_files(folder, kind)} - {p.name for p in paths}
     if stray:
-        found.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
-        _require_same_weights(folder / f"{_STEMS[kind]}.{kind}", kind, found, index)
-    for name in [name for name in found.tensors if not derived and is_derived_buffer(name)]:
-        del found.tensors[name]
-        del found.files[name]
-    if not found.tensors:
+        result.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
+        _require_same_weights(folder / f"{_STEMS[kind]}.{kind}", kind, result, index)
+    for name in [name for name in result.tensors if not derived and is_derived_buffer(name)]:
+        del result.tensors[name]
+        del result.files[name]
+    if not result.tensors:
         raise CheckpointError("holds no tensors", path=folder)
-    return found
+    return result
 
 
 def _check_copies(
@@ -153,7 +153,8 @@ def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path
         else:
             file = pth_io.open_file(single)
     except CheckpointError:
-        return  # an interrupted download, which no reader loads
+        # An interrupted download, which no reader loads.
+        return
     for name in file.tensors:
         home = headers.files.get(name)
         if home is not None and not same_tensor(home, name, file, name):
@@ -175,11 +176,11 @@ def _stale_index(index: Path, name: str, path: Path, home: str) -> CheckpointErr
 
 
 def index_path(folder: Path, kind: str) -> Path:
-    """The path of the index of a sharded set of weights."""
+    """Return the path of the index of a sharded set of weights."""
     return folder / f"{_STEMS[kind]}.{kind}.index.json"
 
 
-def _unindexed(folder: Path, kind: str) -> list[Path]:
+def _find_weight_files(folder: Path, kind: str) -> list[Path]:
     """Weight files by name: a single one, or parts ``-00001-of-00002``."""
     pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
     return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
@@ -201,7 +202,9 @@ def _require_all_parts(paths: list[Path]) -> None:
             name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
             if name not in present:
                 found = f"{len(present)} of {int(total)} parts"
-                raise damaged_file("the weight file is missing", paths[0].with_name(name), found)
+                raise make_damaged_file_error(
+                    "the weight file is missing", paths[0].with_name(name), found
+                )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

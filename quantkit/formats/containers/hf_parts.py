@@ -19,8 +19,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 def read_floats(
     file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None
 ) -> torch.Tensor:
-    """A canonical tensor, or a part of it, from one that is stored as floats at a view; no other
-    rows are read.
+    """Return a canonical tensor, or a part of it, from one that is stored as floats at a view; no
+    other rows are read.
     """
     if tensor.whole:
         return file.read_view(view, part)
@@ -28,7 +28,7 @@ def read_floats(
         view = view.at(place.expert)
         assert tensor.stacked is not None
         if tensor.stacked.transposed:
-            view = view.transposed()
+            view = view.transpose()
     view = view.every(place.first, place.step, place.shape[0])
     if place.head_order is None:
         return file.read_view(view, part)
@@ -53,9 +53,9 @@ def decode(
     place: Place,
     part: TensorSlice | None,
 ) -> Weight:
-    """A canonical tensor, or a part of it, from one that a codec decodes, which has this spec on
-    disk; of a stacked one only the expert is decoded, floats [1, O, I], or [1, I, O] if they are
-    transposed, or codes [O, I].
+    """Return a canonical tensor, or a part of it, from one that a codec decodes, which has this
+    spec on disk; of a stacked one only the expert is decoded, floats [1, O, I], or [1, I, O] if
+    they are transposed, or codes [O, I].
     """
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
@@ -86,14 +86,14 @@ def decode(
         shifted = tuple((place.first + start, place.first + stop) for start, stop in ranges)
         value = codec.decode(raw, spec, TensorSlice(0, shifted))
     if place.head_order is not None:
-        value = reordered(value, place.head_order)
+        value = reorder_rows(value, place.head_order)
     if inside is None:
         return value
     return inside.of_weight(value)
 
 
-def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
-    """A tensor on disk, or one expert of it, from its parts in order.
+def assemble_tensor(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
+    """Return a tensor on disk, or one expert of it, from its parts in order.
 
     Raises:
         ValueError: if the parts differ in scheme or float type.
@@ -105,14 +105,14 @@ def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
         parts.append(
             value
             if order is None
-            else reordered(value, sorted(range(len(order)), key=order.__getitem__))
+            else reorder_rows(value, sorted(range(len(order)), key=order.__getitem__))
         )
     if len(parts) == 1 and tensor.stacked is None:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, qtensor.QuantTensor)]
     floats = [part for part in parts if not isinstance(part, qtensor.QuantTensor)]
     if quantized:
-        if floats or (joined := qtensor.stacked(quantized)) is None:
+        if floats or (joined := qtensor.concatenate_if_uniform(quantized)) is None:
             raise ValueError(f"{tensor.name}: its parts are quantized differently")
         return joined
     if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
@@ -127,14 +127,14 @@ def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
 
 
 def share(size: int, tensor: DiskTensor, place: Place) -> int:
-    """The bytes of a part of a tensor; the shares of all parts add up to its size."""
+    """Return the bytes of a part of a tensor; the shares of all parts add up to its size."""
     elements = math.prod(tensor.shape)
     if place is tensor.places[0]:
         return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
     return size * math.prod(place.shape) // elements
 
 
-def reordered(value: Weight, order: Sequence[int]) -> Weight:
+def reorder_rows(value: Weight, order: Sequence[int]) -> Weight:
     """Rows in another order within each head."""
     if not isinstance(value, qtensor.QuantTensor):
         return _in_order(value, order)
@@ -149,7 +149,9 @@ def _in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 def _whole_heads(
     part: TensorSlice | None, head: int
 ) -> tuple[TensorSlice | None, TensorSlice | None]:
-    """The complete heads that contain a part of rows, and the part of these; None for all rows."""
+    """Return the complete heads that contain a part of rows, and the part of these; None for all
+    rows.
+    """
     if (
         part is None
         or part.axis == 1

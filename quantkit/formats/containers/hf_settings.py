@@ -31,7 +31,8 @@ def read_codecs(
     methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
 ) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:
-    """The method of quantization in a config.json, and the codec of each module; none for floats.
+    """Return the method of quantization in a config.json, and the codec of each module; none for
+    floats.
 
     Args:
         raw: see `settings_in`.
@@ -87,16 +88,15 @@ def read_codecs(
     if methods[name].read_as_floats:
         return None, {}
     codecs = methods[name].read_settings(settings, modules, stored)
-    form = methods.get(
-        str(settings.values.get("format"))
-    )  # a format of this method with its own name
+    # A format of this method with its own name.
+    form = methods.get(str(settings.values.get("format")))
     named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
     return form if form is not None and named else methods[name], codecs
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A config.json with the settings of a quantization, which may come from a part of it, MLX's
-    key, or another file in the folder; a `CheckpointError` if that is damaged.
+    """Return a config.json with the settings of a quantization, which may come from a part of it,
+    MLX's key, or another file in the folder; a `CheckpointError` if that is damaged.
     """
     if isinstance(named := raw.get(_MLX_SETTINGS), dict):
         return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
@@ -105,7 +105,8 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     for name, method in SETTINGS_FILES.items() if found is None else ():
         if folder is not None and (path := folder / name).is_file():
             settings = read_json(path)
-            inner = settings.get(_MLX_SETTINGS)  # Model Optimizer has them in a part of the file
+            # Model Optimizer has them in a part of the file.
+            inner = settings.get(_MLX_SETTINGS)
             return {
                 **raw,
                 SETTINGS: {
@@ -117,7 +118,7 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of the same model in floats."""
+    """Return a config.json of the same model in floats."""
     result: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in (SETTINGS, _MLX_SETTINGS):

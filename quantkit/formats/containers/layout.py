@@ -13,7 +13,7 @@ from quantkit.architectures.disk import DiskTensor
 from quantkit.errors import UnsupportedError
 from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.container import Chunk, Encoder
-from quantkit.formats.containers.hf_parts import assembled
+from quantkit.formats.containers.hf_parts import assemble_tensor
 from quantkit.tensors.spec import TensorSpec
 
 
@@ -57,7 +57,8 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         self._units = units
         self._shard_of = numbers
         self._names: list[str] = []
-        self._offsets: list[int] = []  # after the header of the file
+        # After the header of the file.
+        self._offsets: list[int] = []
         for index, number in enumerate(numbers):
             same_file = index > 0 and numbers[index - 1] == number
             self._offsets.append(self._offsets[-1] + sizes[index - 1] if same_file else 0)
@@ -65,11 +66,11 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         for number, unit in enumerate(units):
             for part in range(len(unit.tensor.places)):
                 self._of_part[unit.first + part].append(number)
-        self._held: list[Weight] = []
+        self._pending_parts: list[Weight] = []
 
     @property
     def holds(self) -> bool:
-        return bool(self._held)
+        return bool(self._pending_parts)
 
     def files(self) -> Sequence[str]:
         return self._names
@@ -80,15 +81,15 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
         for number in self._of_part[index]:
             unit = self._units[number]
-            self._held.append(value)
+            self._pending_parts.append(value)
             put = index - unit.first + 1
             if put % unit.at_once == 0:
-                joined = assembled(unit.tensor, self._held)
-                self._held = []
-                yield from self._appended(number, put - unit.at_once, joined)
+                joined = assemble_tensor(unit.tensor, self._pending_parts)
+                self._pending_parts = []
+                yield from self._iter_chunks(number, put - unit.at_once, joined)
 
-    def _appended(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
-        """What a tensor on disk, or an expert of one, appends: before the first of a file its
+    def _iter_chunks(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
+        """Yield what a tensor on disk, or an expert of one, appends: before the first of a file its
         header.
 
         Args:
@@ -97,19 +98,19 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         shard = self._shard_of[number]
         if part == 0 and (number == 0 or self._shard_of[number - 1] != shard):
             yield self._names[shard], self._headers[shard]
-        for data in self._encoded(self._units[number], part, value):
+        for data in self._encode_unit(self._units[number], part, value):
             yield self._names[shard], data
 
     @abstractmethod
-    def _encoded(self, unit: _Unit, part: int, value: Weight) -> Iterator[bytes | memoryview]:
-        """The bytes of a tensor on disk, or of an expert of one; see `_appended`."""
+    def _encode_unit(self, unit: _Unit, part: int, value: Weight) -> Iterator[bytes | memoryview]:
+        """Return the bytes of a tensor on disk, or of an expert of one; see `_iter_chunks`."""
 
 
 def units_of(
     planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]
 ) -> list[tuple[DiskTensor, int, TensorSpec]]:
-    """The tensors on disk that planned tensors make up, with the index of their first part, and
-    their name on disk, shape and type, in the order of the plan.
+    """Return the tensors on disk that planned tensors make up, with the index of their first part,
+    and their name on disk, shape and type, in the order of the plan.
 
     Raises:
         UnsupportedError: if the parts of one differ in scheme or float type.
@@ -147,21 +148,21 @@ def units_of(
     return sorted(found, key=lambda unit: unit[1])
 
 
-def file_numbers(
-    sizes: Iterable[int], max_bytes: int, *, first: int = 0, others: int = 0
+def assign_file_numbers(
+    sizes: Iterable[int], max_bytes: int, *, first_overhead: int = 0, overhead: int = 0
 ) -> list[int]:
-    """The number of the file that each tensor goes to, if files are filled in order.
+    """Return the number of the file that each tensor goes to, if files are filled in order.
 
     Args:
         first, others: bytes of the first file, and of each other one, besides its tensors.
     """
     numbers: list[int] = []
     number = 0
-    filled = first
+    filled = first_overhead
     for size in sizes:
         if numbers and filled + size > max_bytes:
             number = number + 1
-            filled = others
+            filled = overhead
         numbers.append(number)
         filled += size
     return numbers

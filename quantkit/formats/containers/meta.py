@@ -15,14 +15,18 @@ from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.disk import parameters_as_written
-from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta, config_to_meta
+from quantkit.architectures.meta_params import (
+    config_from_meta,
+    config_to_meta,
+    find_assumed_rope_factor,
+)
 from quantkit.architectures.names import META, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.base.json_values import Settings, read_settings
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
-from quantkit.files.source import SourceFile, damaged_file
+from quantkit.files.source import SourceFile, make_damaged_file_error
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import Checkpoint, raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
@@ -108,7 +112,7 @@ class Meta(Container):
         files.update(present(folder, names + LICENSES))
         return with_templates(files, output.templates, in_settings=not original.is_file())
 
-    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+    def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         return (*TOKENIZER_FILES, ADDITIONAL_TEMPLATES, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
@@ -119,7 +123,7 @@ class Meta(Container):
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The ``consolidated.NN.pth`` files of a folder in order."""
+    """Return the ``consolidated.NN.pth`` files of a folder in order."""
     return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
 
 
@@ -153,7 +157,7 @@ class MetaCheckpoint:
         self.config = self._read_config(params, params_path)
         self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
-        if (factor := assumed_rope_factor(params, self.config)) is not None:
+        if (factor := find_assumed_rope_factor(params, self.config)) is not None:
             note = "does not say rope_scaling_factor"
             version = "3.1" if factor == 8 else "3.2"
             self.notes.append(
@@ -164,7 +168,7 @@ class MetaCheckpoint:
     def layout(self) -> str:
         return f"{self.format} ({len(self._paths)} shards)"
 
-    def stored_bytes(self, name: str) -> int:
+    def count_stored_bytes(self, name: str) -> int:
         spec = self.info(name)
         return StoredTensor(name, spec.dtype, spec.shape).nbytes
 
@@ -182,8 +186,8 @@ class MetaCheckpoint:
         return [*(shard.source for shard in self._shards), self._params]
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of
-        rotary rows must be of complete heads.
+        """Return one tensor, or a part of it, joined from its shards, in canonical layout; a part
+        of rotary rows must be of complete heads.
 
         Raises:
             CheckpointError: if copies of a tensor in several shards differ.
@@ -226,7 +230,9 @@ class MetaCheckpoint:
         return joined
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
-        """The names of the weights, which all shards have in the same shape and float type."""
+        """Return the names of the weights, which all shards have in the same shape and float
+        type.
+        """
         first = shards[0]
         weights = {name for name in shards[0] if not is_derived_buffer(name)}
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
@@ -248,7 +254,7 @@ class MetaCheckpoint:
         return weights
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
-        """The architecture, from params.json and the shapes."""
+        """Return the architecture, from params.json and the shapes."""
         count = len(self._paths)
         for needed in (_EMBEDDING, _QUERY, _GATE):
             if needed not in self._weights:
@@ -293,13 +299,14 @@ class MetaCheckpoint:
             params_path,
             vocab_size=rows,
             intermediate_size=feed_forward * count,
-            tied_embeddings=self._tied(),
+            tied_embeddings=self._is_tied(),
             dtype=dtype.value,
         )
         try:
             tokenizer = load_tokenizer(self.path)
         except CheckpointError:
-            return config  # reported when a tokenizer is needed
+            # Reported when a tokenizer is needed.
+            return config
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:
@@ -318,8 +325,8 @@ class MetaCheckpoint:
             )
         return shape
 
-    def _tied(self) -> bool:
-        """Whether the output projection is absent or a copy of the embedding."""
+    def _is_tied(self) -> bool:
+        """Return whether the output projection is absent or a copy of the embedding."""
         if _HEAD not in self._weights:
             return True
         if self.embedding_axis == 0:
@@ -352,13 +359,15 @@ class MetaCheckpoint:
         for name, parameter in known.items():
             if name in self._weights:
                 found[parameter.name] = TensorSpec(
-                    parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype
+                    parameter.name,
+                    self._compute_joined_shape(parameter, name),
+                    self._stored[name].dtype,
                 )
         require_tensors(
             found, {name: one.shape for name, one in self._parameters.items()}, self.path
         )
 
-    def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
+    def _compute_joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
         joined = list(self._stored[name].shape)
         if parameter.split_axis is not None and len(joined) == 2:
             axis = self._axis(parameter)
@@ -371,13 +380,13 @@ class MetaCheckpoint:
         return parameter.split_axis or 0
 
     def _copies(self, parameter: Parameter) -> int:
-        """The number of consecutive shards with the same piece."""
+        """Return the number of consecutive shards with the same piece."""
         if parameter.split_axis is None:
             return len(self._shards)
         return self._replicas(parameter)
 
     def _replicas(self, parameter: Parameter) -> int:
-        """The number of shards with the same KV head; more than one only if each shard has a
+        """Return the number of shards with the same KV head; more than one only if each shard has a
         single KV head.
         """
         if parameter.dims[0] != "kv":
@@ -399,16 +408,16 @@ def meta_name(parameter: Parameter) -> str:
 def _overlaps(
     pieces: list[list[TensorFile]], size: int, part: TensorSlice
 ) -> list[tuple[list[TensorFile], TensorSlice | None]]:
-    """The pieces, of equal size along the part's axis, that a part overlaps, and the overlap of
-    each.
+    """Return the pieces, of equal size along the part's axis, that a part overlaps, and the overlap
+    of each.
     """
-    found: list[tuple[list[TensorFile], TensorSlice | None]] = []
+    result: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
             low = max(start - index * size, 0)
             high = min(stop - index * size, size)
-            found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
-    return found
+            result.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
+    return result
 
 
 def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
@@ -437,7 +446,7 @@ def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
         if number != expected:
             missing = f"consolidated.{expected:02d}.pth"
             found = f"{len(paths)} shards up to {paths[-1].name}"
-            raise damaged_file("the weight file is missing", folder / missing, found)
+            raise make_damaged_file_error("the weight file is missing", folder / missing, found)
     if not paths:
         raise CheckpointError("has no consolidated.*.pth", path=folder)
     return paths

@@ -89,7 +89,9 @@ class MetaEncoder(Encoder):
         return value.narrow(axis, rank * pieces // self._shards * size, size)
 
     def _pieces(self, parameter: Parameter) -> int:
-        """The number of different pieces of a tensor; fewer than shards if KV heads repeat."""
+        """Return the number of different pieces of a tensor; fewer than shards if KV heads
+        repeat.
+        """
         if parameter.dims[0] == "kv":
             return min(self._shards, self._config.num_kv_heads)
         return self._shards

@@ -21,7 +21,7 @@ from quantkit.base.json_values import Settings, shortest, shown
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import gguf_architecture, sharing_families
 from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
-from quantkit.formats.gguf.rope import read_rope, rope_tensors, written_rope
+from quantkit.formats.gguf.rope import read_rope, rope_tensors, write_rope
 
 MODEL_TYPE = "quantkit.model_type"
 EOS_IDS = "quantkit.eos_token_ids"
@@ -60,7 +60,7 @@ def config_of(
     tied: bool,
     dtype: str,
 ) -> ModelConfig:
-    """The config of a file's model.
+    """Return the config of a file's model.
 
     Args:
         shapes: of its tensors, by name, rows first.
@@ -73,9 +73,9 @@ def config_of(
         UnsupportedError: for an architecture or a setting that is not supported.
     """
     architecture = _architecture(metadata, path)
-    keys = _own_keys(metadata, architecture, path)
+    keys = _read_architecture_keys(metadata, architecture, path)
     layers = keys.integer("block_count", 1, Limits.layers)
-    heads = _one(keys, "attention.head_count", Limits.heads)
+    heads = _read_uniform_size(keys, "attention.head_count", Limits.heads)
     hidden = keys.integer("embedding_length", 1, Limits.width)
     context = keys.integer("context_length", 1, Limits.context)
     own = keys.has("attention.key_length")
@@ -111,18 +111,21 @@ def config_of(
     llama_ends = []
     for name in ("eos", "eot", "eom"):
         llama_ends.append(general.ids(f"tokenizer.ggml.{name}_token_id"))
-    ends = tuple(dict.fromkeys(end for one in llama_ends for end in one))
+    ends = tuple(dict.fromkeys(end for llama_end in llama_ends for end in llama_end))
     listed_ends = general.ids(EOS_IDS)
-    if set(ends) <= set(listed_ends):  # otherwise a key was changed after quantkit wrote the file
+    # Otherwise a key was changed after quantkit wrote the file.
+    if set(ends) <= set(listed_ends):
         ends = listed_ends
     has_qkv_bias = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": _one(keys, "feed_forward_length", Limits.width),
+        "intermediate_size": _read_uniform_size(keys, "feed_forward_length", Limits.width),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _one(keys, "attention.head_count_kv", Limits.heads, heads),
+        "num_key_value_heads": _read_uniform_size(
+            keys, "attention.head_count_kv", Limits.heads, heads
+        ),
         "head_dim": head_dim,
         "rms_norm_eps": keys.number(_EPS, *Limits.eps),
         "max_position_embeddings": context,
@@ -151,7 +154,7 @@ def config_of(
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a model's config; those of its tokenizer are written elsewhere. Raises
+    """Return the keys of a model's config; those of its tokenizer are written elsewhere. Raises
     `UnsupportedError` if GGUF cannot state all of it, or llama.cpp would compute it differently.
     """
     architecture = gguf_architecture(config)
@@ -167,7 +170,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         _EPS: float(config.norm_eps),
-        **_written_windows(config, architecture),
+        **_write_windows(config, architecture),
     }
     experts = config.experts
     if experts is not None:
@@ -185,20 +188,20 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     for key, value in stated.items():
         if key in architecture.keys and value is not None:
             own[key] = value if key.endswith("length") else float(value)
-    own |= written_rope(config, architecture)
-    found: dict[str, Any] = {
+    own |= write_rope(config, architecture)
+    result: dict[str, Any] = {
         "general.architecture": architecture.name,
         MODEL_TYPE: config.architecture,
     }
-    found |= {f"{architecture.name}.{key}": value for key, value in own.items()}
+    result |= {f"{architecture.name}.{key}": value for key, value in own.items()}
     if config.eos_token_ids:
-        found[EOS_IDS] = list(config.eos_token_ids)
-    _require_read_back(config, found)
-    return found
+        result[EOS_IDS] = list(config.eos_token_ids)
+    _require_read_back(config, result)
+    return result
 
 
 def notes_of(config: ModelConfig) -> list[str]:
-    """What llama.cpp does differently, for the user."""
+    """Return what llama.cpp does differently, for the user."""
     window = only_window(config)
     if window is None or gguf_architecture(config).window_period is not None:
         return []
@@ -230,11 +233,11 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
     return architecture
 
 
-def _own_keys(
+def _read_architecture_keys(
     metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object
 ) -> Settings:
-    """The architecture's keys, without its name. An unknown key is refused unless it has no effect:
-    it could change the arithmetic.
+    """Return the architecture's keys, without its name. An unknown key is refused unless it has no
+    effect: it could change the arithmetic.
     """
     prefix = f"{architecture.name}."
     found = {}
@@ -260,8 +263,8 @@ def _own_keys(
     return Settings(found, path, architecture.name)
 
 
-def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int:
-    """A size that may be listed for each layer, but must be the same for all."""
+def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None = None) -> int:
+    """Return a size that may be listed for each layer, but must be the same for all."""
     if default is not None and not keys.has(key):
         return default
     value = keys.need(key)
@@ -279,7 +282,7 @@ def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int
 def _windows(
     keys: Settings, architecture: GgufArchitecture, layers: int
 ) -> tuple[int | None, list[bool]]:
-    """The width of the windows, and which layers have one."""
+    """Return the width of the windows, and which layers have one."""
     if keys.has(_WINDOW):
         window = keys.integer(_WINDOW, 0, Limits.context)
     else:
@@ -313,14 +316,14 @@ def _windows(
 
 
 def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The keys of a mixture of experts, under the names of any family."""
+    """Return the keys of a mixture of experts, under the names of any family."""
     if architecture.normalized is None or (
         architecture.dense_too and not keys.values.get("expert_count")
     ):
         return {}
     count = keys.integer("expert_count", 0, Limits.experts)
     used = keys.integer("expert_used_count", 1, Limits.experts)
-    width = _one(keys, "feed_forward_length", Limits.width)
+    width = _read_uniform_size(keys, "feed_forward_length", Limits.width)
     size_key = "expert_feed_forward_length"
     shared_key = "expert_shared_feed_forward_length"
     if keys.has(size_key):
@@ -341,7 +344,7 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
 def _family(
     metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]
 ) -> str:
-    """The family of a file among those of its architecture: from quantkit's key, or from the
+    """Return the family of a file among those of its architecture: from quantkit's key, or from the
     features.
     """
     families = sharing_families()[architecture.name]
@@ -380,11 +383,13 @@ def _ropes_by_layer(
 
 
 def _by_period(period: int | None, layers: int) -> list[bool]:
-    """Which layers have a window: all but the last of each period, all of them without a period."""
+    """Return which layers have a window: all but the last of each period, all of them without a
+    period.
+    """
     return [not period or layer % period < period - 1 for layer in range(layers)]
 
 
-def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
     widths = {window for window in config.windows if window is not None}
     if len(widths) > 1:
         raise UnsupportedError(
@@ -394,11 +399,11 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
     layers = config.num_layers
     if not widths:
         return {}
-    found: dict[str, Any] = {_WINDOW: widths.pop()}
+    result: dict[str, Any] = {_WINDOW: widths.pop()}
     if windowed == _by_period(architecture.window_period, layers):
-        return found
+        return result
     if architecture.window_period is None:
-        return {**found, _PATTERN: windowed}
+        return {**result, _PATTERN: windowed}
     period = next(
         (one for one in range(2, layers + 2) if windowed == _by_period(one, layers)), None
     )
@@ -406,15 +411,15 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
         raise UnsupportedError(
             "llama.cpp does not support this order of layers with windows", found=shown(windowed)
         )
-    return {**found, _PATTERN: period}
+    return {**result, _PATTERN: period}
 
 
 def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
     """Refuse features that llama.cpp does not compute."""
     biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
     refused = []
-    for name, there in biases.items():
-        if there and name not in architecture.biases:
+    for name, bias in biases.items():
+        if bias and name not in architecture.biases:
             refused.append(f"biases of {name}")
     if config.experts is not None and not all(layer.experts for layer in config.layers):
         refused.append("layers without experts")
@@ -453,29 +458,29 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
     found = config_of(
         {**stored, **ids}, shapes, factors, "GGUF", tied=config.tied_embeddings, dtype=config.dtype
     )
-    if _rounded(found) != _rounded(config):
+    if _round_floats(found) != _round_floats(config):
         differences = found.differences(config) or ["its layers"]
         raise UnsupportedError("GGUF cannot hold all of the model's config", found=differences[0])
 
 
 def _as_stored(value: Any) -> Any:
-    """A value as it is read back: floats are float32."""
+    """Return a value as it is read back: floats are float32."""
     if isinstance(value, float):
         return struct.unpack("<f", struct.pack("<f", value))[0]
     return value
 
 
-def _rounded(part: Any) -> Any:
-    """A config to compare in float32: with six digits of its numbers."""
+def _round_floats(part: Any) -> Any:
+    """Return a config to compare in float32: with six digits of its numbers."""
     if isinstance(part, float):
         return f"{part:.6g}"
     if isinstance(part, tuple):
-        return tuple(map(_rounded, part))
+        return tuple(map(_round_floats, part))
     if not dataclasses.is_dataclass(part):
         return part
     skipped = {"bos_token_id", "eos_token_ids"}
     return tuple(
-        _rounded(getattr(part, one.name))
-        for one in dataclasses.fields(part)
-        if one.name not in skipped
+        _round_floats(getattr(part, field.name))
+        for field in dataclasses.fields(part)
+        if field.name not in skipped
     )

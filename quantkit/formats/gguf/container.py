@@ -43,10 +43,10 @@ from quantkit.formats.folder import LICENSES, SIDE_FILES, present
 from quantkit.formats.gguf.config import MODEL_TYPE, config_of, metadata_of, notes_of
 from quantkit.formats.gguf.names import (
     ROPE_TENSORS,
+    get_norm_offset,
     gguf_tensors,
     has_merged_qkv,
     keeps_float32,
-    stored_offset,
 )
 from quantkit.formats.gguf.rope import rope_tensors
 from quantkit.formats.kv_cache import KvCache
@@ -104,7 +104,9 @@ class Gguf(Container):
     ) -> list[Parameter]:
         known = {parameter.name: parameter for parameter in parameters(config)}
         result: list[Parameter] = []
-        for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts):
+        for name in dict.fromkeys(
+            name for gguf_tensor in gguf_tensors(config) for name in gguf_tensor.parts
+        ):
             result.append(known[name])
         return result
 
@@ -120,12 +122,13 @@ class Gguf(Container):
             hint = "put the tokenizer's files into the folder of the weights"
             raise UnsupportedError(problem, path=output.source.path, hint=hint)
         texts, _ = _text_metadata(output)
-        name = stated_name(output.name, config.architecture, texts[TOKENS])
+        name = adapt_model_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name}
         metadata |= gguf_authorship(output.source.path, output.authorship) | texts
         if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
             metadata[ENDS] = list(ends)
-        if output.mix is not None:  # the fallback of short rows may be the type of most numbers
+        # The fallback of short rows may be the type of most numbers.
+        if output.mix is not None:
             metadata["general.file_type"] = output.mix.file_type
         return GgufEncoder(
             output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem
@@ -136,7 +139,7 @@ class Gguf(Container):
             return {}
         return present(text_folder(output.source.path), LICENSES)
 
-    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+    def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
         # A single file has no folder for licences.
         if dst.suffix == f".{self.name}":
@@ -150,26 +153,28 @@ class Gguf(Container):
         ]
 
 
-def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
-    """A model's name with which llama.cpp tokenizes like its tokenizer: by the name it recognizes
-    Phi-3, whose special tokens remove the spaces after them.
+def adapt_model_name(name: str, architecture: str, tokens: Collection[str]) -> str:
+    """Return a model's name with which llama.cpp tokenizes like its tokenizer: by the name it
+    recognizes Phi-3, whose special tokens remove the spaces after them.
     """
-    named = re.search(_PHI3, name, re.IGNORECASE)
+    match = re.search(_PHI3, name, re.IGNORECASE)
     if not {*tokens} >= _PHI3_TOKENS:
         return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
-    if architecture == "phi3" and named is None:
+    if architecture == "phi3" and match is None:
         return f"{name} (Phi-3)"
     return name
 
 
 def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of the tokenizer and the chat templates, and notes on them; computed once."""
-    if _TEXTS not in output.found:
-        output.found[_TEXTS] = tokenizer_metadata(
+    """Return the metadata of the tokenizer and the chat templates, and notes on them; computed
+    once.
+    """
+    if _TEXTS not in output.cache:
+        output.cache[_TEXTS] = tokenizer_metadata(
             output.source.path, output.config.vocab_size, output.templates
         )
-    found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
-    return found
+    result: tuple[dict[str, Any], list[str]] = output.cache[_TEXTS]
+    return result
 
 
 class GgufCheckpoint:
@@ -211,7 +216,7 @@ class GgufCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
         config = config_of(
-            metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value
+            metadata, shapes, factors, self.path, tied=self._is_tied(), dtype=_DEFAULT.value
         )
         padding = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
         known = bool(padding) and padding[0] < config.vocab_size
@@ -229,7 +234,8 @@ class GgufCheckpoint:
             if not (tensor.name == _HEAD and self.config.tied_embeddings)
         }
         self._order = [parameter.name for parameter in parameters(self.config)]
-        if MODEL_TYPE not in metadata:  # else quantkit wrote it, with these notes
+        # Else quantkit wrote it, with these notes.
+        if MODEL_TYPE not in metadata:
             self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
         for name in (_EMBEDDING, _HEAD):
             tensor = self._disk.get(name)
@@ -237,11 +243,11 @@ class GgufCheckpoint:
                 self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, {_EXACT}")
 
     def with_codes(self) -> GgufCheckpoint:
-        """The same with all codes read as such; see `Container.with_codes`."""
-        found = copy.copy(self)
-        found._codes = CODED_TYPES
-        found.notes = [note for note in self.notes if not note.endswith(_EXACT)]
-        return found
+        """Return the same with all codes read as such; see `Container.with_codes`."""
+        result = copy.copy(self)
+        result._codes = CODED_TYPES
+        result.notes = [note for note in self.notes if not note.endswith(_EXACT)]
+        return result
 
     @property
     def method(self) -> str | None:
@@ -290,7 +296,7 @@ class GgufCheckpoint:
     def files(self) -> list[SourceFile]:
         return [header.source for header in self._headers]
 
-    def stored_bytes(self, name: str) -> int:
+    def count_stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
         return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
 
@@ -298,14 +304,14 @@ class GgufCheckpoint:
         return "quantkit, llama.cpp"
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """One tensor, or a part of it."""
+        """Return one tensor, or a part of it."""
         tensor, place = self._places[name]
         stored = self._stored[tensor.name]
         spec = self._spec(tensor)
         file = self._files[tensor.name]
         view = self._view(tensor)
         return read_place(
-            file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part
+            file, view, stored.type, spec, tensor, place, get_norm_offset(self.config, tensor), part
         )
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
@@ -325,14 +331,14 @@ class GgufCheckpoint:
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
-        """Whether a tensor is the embedding or the head in integers that are no codes, and
+        """Return whether a tensor is the embedding or the head in integers that are no codes, and
         float32 is exact.
         """
         kind = self._stored[tensor.name].type
         return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
 
     def _view(self, tensor: DiskTensor) -> View:
-        """The place of a tensor, in the expected shape; of blocks, their bytes."""
+        """Return the place of a tensor, in the expected shape; of blocks, their bytes."""
         view = self._files[tensor.name].view(tensor.name)
         shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
@@ -362,8 +368,10 @@ class GgufCheckpoint:
             raise CheckpointError(problem, path=self._files[name].path, found=found)
         return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
 
-    def _tied(self) -> bool:
-        """Whether the head is absent or a copy of the embedding, as some architectures store it."""
+    def _is_tied(self) -> bool:
+        """Return whether the head is absent or a copy of the embedding, as some architectures
+        store it.
+        """
         if _HEAD not in self._stored or _EMBEDDING not in self._stored:
             return True
         if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
@@ -404,11 +412,12 @@ def read_place(
     offset: float,
     part: TensorSlice | None = None,
 ) -> Weight:
-    """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
+    """Return a canonical tensor, or a part of it, from a tensor at a place of a file, see
+    `view_of`.
 
     Args:
         kind, spec: its type in the file, and the spec with which it is read.
-        offset: see `stored_offset`.
+        offset: see `get_norm_offset`.
     """
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
@@ -425,7 +434,7 @@ def read_place(
 
 
 def view_of(tensor: GgufTensor) -> View:
-    """The place of a tensor: floats by elements, all others by bytes."""
+    """Return the place of a tensor: floats by elements, all others by bytes."""
     dtype = FLOATS.get(tensor.type)
     shape = tensor.shape
     if dtype is None:
@@ -435,7 +444,7 @@ def view_of(tensor: GgufTensor) -> View:
 
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """A tensor's shape, without leading sizes of 1 that are not expected."""
+    """Return a tensor's shape, without leading sizes of 1 that are not expected."""
     padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
     if shape is not None and padded == (1,) * (4 - len(shape)) + shape:
         return shape

@@ -23,9 +23,9 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
-from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of
 from quantkit.formats.gguf.container import read_place, view_of
-from quantkit.formats.gguf.names import gguf_tensors, keeps_float32, stored_offset
+from quantkit.formats.gguf.names import get_norm_offset, gguf_tensors, keeps_float32
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import Scales
@@ -65,8 +65,8 @@ class _Written(Unit):
         return self.stored.nbytes + len(padding(self.stored.nbytes))
 
     @property
-    def listed_bytes(self) -> int:
-        """Its bytes in the header and in the data."""
+    def total_bytes(self) -> int:
+        """Return its bytes in the header and in the data."""
         return _LISTED + len(self.stored.name.encode()) + 8 * len(self.stored.shape) + self.nbytes
 
 
@@ -113,8 +113,10 @@ class GgufEncoder(ShardedEncoder[_Written]):
         empty = []
         for more in (self._metadata, {}):
             empty.append(len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT)
-        sizes = [unit.listed_bytes for unit in units]
-        numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
+        sizes = [unit.total_bytes for unit in units]
+        numbers = assign_file_numbers(
+            sizes, shard_bytes, first_overhead=empty[0], overhead=empty[1]
+        )
         super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
         count = numbers[-1] + 1
         if count == 1:
@@ -125,7 +127,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
 
     @property
-    def joined_bytes(self) -> int:
+    def max_buffered_bytes(self) -> int:
         joined = (unit for unit in self._units if unit.at_once > 1)
         return max((unit.stored.nbytes for unit in joined), default=0)
 
@@ -135,7 +137,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         for number, unit in enumerate(self._units if index == 0 else ()):
             if unit.value is not None:  # these come first
-                yield from self._appended(number, 0, unit.value)
+                yield from self._iter_chunks(number, 0, unit.value)
         yield from super().encode(index, value)
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
@@ -151,7 +153,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
             unit.spec,
             unit.tensor,
             unit.tensor.places[index - unit.first],
-            stored_offset(self._config, unit.tensor),
+            get_norm_offset(self._config, unit.tensor),
         )
         if isinstance(value, Tensor):
             return value.to(unit.spec.dtype.torch)
@@ -179,10 +181,10 @@ class GgufEncoder(ShardedEncoder[_Written]):
                 problem, hint="repeat its command, or remove what it left and start anew"
             )
 
-    def _encoded(
+    def _encode_unit(
         self, unit: _Written, part: int, value: Tensor | QuantTensor
     ) -> Iterator[bytes | memoryview]:
-        """The padding follows the last part."""
+        """Yield the padding follows the last part."""
         stored = unit.stored
         if unit.tensor.stacked is None:
             shape = stored.shape
@@ -195,7 +197,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
             rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
             yield tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
         else:
-            if offset := stored_offset(self._config, unit.tensor):
+            if offset := get_norm_offset(self._config, unit.tensor):
                 value = value.float() + offset
             if stored.type is GgmlType.F32:
                 value = value.float()
@@ -212,13 +214,13 @@ class GgufEncoder(ShardedEncoder[_Written]):
 
 
 def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
-    """How a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
+    """Return how a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
     if spec.scheme is None:
         if keeps_float32(tensor):
             return GgmlType.F32
         return _TYPES[spec.dtype]
     kind = block_type(spec.scheme)
-    reason = kind.unsupported(spec.scheme, spec.shape[-1])
+    reason = kind.explain_unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:
         raise reason.error(tensor.parts[0], kind.type)
     return kind.type

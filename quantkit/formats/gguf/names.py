@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, joined_tensors
+from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, build_disk_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
 from quantkit.architectures.names import GGUF
@@ -34,19 +34,19 @@ def has_merged_qkv(names: Collection[str]) -> bool:
 
 @functools.cache
 def sharing_families() -> dict[str, list[Family]]:
-    """The families that are read and written, by the name of their architecture in llama.cpp's
-    files.
+    """Return the families that are read and written, by the name of their architecture in
+    llama.cpp's files.
     """
-    found: dict[str, list[Family]] = {}
+    result: dict[str, list[Family]] = {}
     for family in families().values():
         if family.gguf is not None:
-            found.setdefault(family.gguf.name, []).append(family)
-    return found
+            result.setdefault(family.gguf.name, []).append(family)
+    return result
 
 
 def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
-    """The architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no such
-    model, or quantkit does not write it.
+    """Return the architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no
+    such model, or quantkit does not write it.
     """
     family = families().get(config.architecture)
     if family is None or family.gguf is None or config.tensors is not None:
@@ -60,10 +60,10 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
 
 
 def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskTensor]:
-    """The tensors of a model's file in the order of writing, with the canonical ones that each
-    holds.
+    """Return the tensors of a model's file in the order of writing, with the canonical ones that
+    each holds.
 
-    A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the
+    A tensor of all experts is [E, O, I]; a norm's weight is `get_norm_offset` larger than the
     canonical one. Raises `UnsupportedError`, see `gguf_architecture`.
 
     Args:
@@ -73,23 +73,23 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
     architecture = gguf_architecture(config)
     if merged_qkv:
         architecture = replace(architecture, fused=(*architecture.fused, _QKV))
-    found = joined_tensors(
+    disk_tensors = build_disk_tensors(
         config,
-        lambda parameter: (_name(architecture, parameter), _stacked(parameter)),
+        lambda parameter: (_name(architecture, parameter), _find_expert_stack(parameter)),
         interleaved=architecture.interleaved_rotary,
     )
     if config.tied_embeddings and architecture.tied is False:
-        embedding = found[0]
-        found.append(
+        embedding = disk_tensors[0]
+        disk_tensors.append(
             DiskTensor(
                 "output.weight", embedding.shape, (Place(embedding.parts[0], embedding.shape),)
             )
         )
-    return found
+    return disk_tensors
 
 
 def keeps_float32(tensor: DiskTensor) -> bool:
-    """Whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
+    """Return whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
     routers.
     """
     return len(tensor.shape) == 1 or tensor.name.endswith(
@@ -97,8 +97,8 @@ def keeps_float32(tensor: DiskTensor) -> bool:
     )
 
 
-def stored_offset(config: ModelConfig, tensor: DiskTensor) -> float:
-    """The offset that a file adds to the weight of a norm; 0 for all other tensors."""
+def get_norm_offset(config: ModelConfig, tensor: DiskTensor) -> float:
+    """Return the offset that a file adds to the weight of a norm; 0 for all other tensors."""
     if tensor.name.endswith("_norm.weight"):
         return config.norm_offset
     return 0.0
@@ -118,8 +118,8 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     return f"{GGUF[role].format(layer=parameter.layer)}.{parameter.leaf}"
 
 
-def _stacked(parameter: Parameter) -> StackedExperts | None:
-    """How the tensor that a parameter is part of holds experts, if it does."""
+def _find_expert_stack(parameter: Parameter) -> StackedExperts | None:
+    """Return how the tensor that a parameter is part of holds experts, if it does."""
     if parameter.role in EXPERT_ROLES:
         return StackedExperts(GGUF[parameter.role], (parameter.role,))
     return None

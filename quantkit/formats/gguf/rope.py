@@ -29,59 +29,65 @@ KEYS = (
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_ext_factor",
 )
+# Low and high frequency factor and original context of all that is published.
 _LLAMA3 = (
     1.0,
     4.0,
     8192,
-)  # low and high frequency factor and original context of all that is published
+)
 _BETAS = (32.0, 1.0)  # of YaRN in llama.cpp, for all but a few architectures
-_CLOSE = 1e-5  # factors, and the frequencies behind them, are rounded to float32
+# Factors, and the frequencies behind them, are rounded to float32.
+_CLOSE = 1e-5
 
 
-def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The keys of a model's rotary positions, without the architecture's name; raises
+def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+    """Return the keys of a model's rotary positions, without the architecture's name; raises
     `UnsupportedError` for what llama.cpp does not compute.
     """
     rope = config.rope
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rope.dimension_count": rope.rotary_dim or config.head_dim,
         "rope.freq_base": float(rope.theta),
     }
     if rope.rotary_dim is not None and not architecture.partial_rotary:
-        raise _not_computed(architecture, "partial rotary embedding", rope.rotary_dim)
+        raise _make_unsupported_error(architecture, "partial rotary embedding", rope.rotary_dim)
     if rope.query_scaling_beta is not None:
-        raise _not_computed(architecture, "queries scaled by position", rope.query_scaling_beta)
+        raise _make_unsupported_error(
+            architecture, "queries scaled by position", rope.query_scaling_beta
+        )
     if any(window is not None for window in config.windows) and WINDOWED_BASE in architecture.keys:
         windowed = config.window_rope or rope
         if windowed.type != "default":
-            raise _not_computed(architecture, "rope scaling of layers with a window", windowed.type)
+            raise _make_unsupported_error(
+                architecture, "rope scaling of layers with a window", windowed.type
+            )
         if architecture.one_rotary_base and windowed.theta != rope.theta:
-            raise _not_computed(
+            raise _make_unsupported_error(
                 architecture, "another rotary base of layers with a window", windowed.theta
             )
-        found[WINDOWED_BASE] = float(windowed.theta)
+        result[WINDOWED_BASE] = float(windowed.theta)
     if rope.type == "default":
-        return found
+        return result
     if rope.original_context is not None:
-        found["rope.scaling.original_context_length"] = rope.original_context
+        result["rope.scaling.original_context_length"] = rope.original_context
     if rope.type == "linear":
-        return {**found, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
+        return {**result, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
     if rope.type == "yarn":
         _require_plain_yarn(rope, architecture)
-        return {**found, "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
+        return {**result, "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
     if rope.type == "llama3" and architecture.rope_freqs:
-        return found
+        return result
     if rope.type == "longrope" and architecture.long_rope:
         if rope.attention_factor is not None:
             scale = rope.attention_factor
         else:
             scale = _long_scale(rope)
-        return {**found, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(scale)}
-    raise _not_computed(architecture, f"{rope.type} rope scaling", rope.type)
+        return {**result, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(scale)}
+    raise _make_unsupported_error(architecture, f"{rope.type} rope scaling", rope.type)
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
-    """The tensors, float32, of factors that divide the frequency of each pair. Raises
+    """Return the tensors, float32, of factors that divide the frequency of each pair. Raises
     `UnsupportedError`, see `gguf_architecture`.
     """
     architecture = gguf_architecture(config)
@@ -115,7 +121,7 @@ def read_rope(
     head_dim: int,
     context: int,
 ) -> dict[str, Any]:
-    """The keys of a config.json for the rotary positions of a file, and of its tensors among
+    """Return the keys of a config.json for the rotary positions of a file, and of its tensors among
     `rope_tensors`.
 
     Raises:
@@ -167,12 +173,12 @@ def read_rope(
             "rope.scaling.attn_factor",
             keys,
         )
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    result: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
+        result["partial_rotary_factor"] = rotated / head_dim
     if scaling is not None and scaling["rope_type"] == "longrope":
-        found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return found
+        result["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return result
 
 
 def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> None:
@@ -186,11 +192,11 @@ def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> Non
     }
     for name, value in stated.items():
         if value is not None:
-            raise _not_computed(architecture, f"{name} of yarn rope scaling", value)
+            raise _make_unsupported_error(architecture, f"{name} of yarn rope scaling", value)
 
 
 def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
-    """The scaling that the keys state; LongRoPE is stated by tensors."""
+    """Return the scaling that the keys state; LongRoPE is stated by tensors."""
     if keys.has("rope.scaling.factor"):
         factor_key = "rope.scaling.factor"
     else:
@@ -231,7 +237,7 @@ def _long_rope(
 ) -> dict[str, Any]:
     if ROPE_LONG not in factors or ROPE_SHORT not in factors:
         raise CheckpointError(f"has only one of {ROPE_LONG} and {ROPE_SHORT}", path=keys.path)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": list(factors[ROPE_SHORT]),
         "long_factor": list(factors[ROPE_LONG]),
@@ -246,8 +252,8 @@ def _long_rope(
         RopeConfig(type="longrope", factor=context / original, original_context=original)
     )
     if math.isclose(stated, usual, rel_tol=_CLOSE):
-        return found
-    return {**found, "attention_factor": stated}
+        return result
+    return {**result, "attention_factor": stated}
 
 
 def _long_scale(rope: RopeConfig) -> float:
@@ -268,7 +274,7 @@ def _of_factors(
     tried = [
         (low, high, original or usual),
         (low, high, usual),
-        *_fitted(factors, theta, dim, original),
+        *_fit_llama3_settings(factors, theta, dim, original),
     ]
     for low, high, length in tried:
         computed = _llama3_factors(theta, dim, slowest, low, high, length)
@@ -295,18 +301,17 @@ def _llama3_factors(
 ) -> tuple[float, ...]:
     found = []
     for pair in range(dim // 2):
-        turns = (
-            original * theta ** (-2 * pair / dim) / (2 * math.pi)
-        )  # rotations within the trained context
+        # Rotations within the trained context.
+        turns = original * theta ** (-2 * pair / dim) / (2 * math.pi)
         blend = min(max((turns - low) / (high - low), 0.0), 1.0)
         found.append(1 / ((1 - blend) / factor + blend))
     return tuple(found)
 
 
-def _fitted(
+def _fit_llama3_settings(
     factors: Sequence[float], theta: float, dim: int, original: int | None
 ) -> list[tuple[float, float, int]]:
-    """The settings that follow from the blend of two factors, if two are blended."""
+    """Return the settings that follow from the blend of two factors, if two are blended."""
     slowest = max(factors)
     blends = []
     for pair, factor in enumerate(factors):
@@ -332,16 +337,18 @@ def _fitted(
     return []
 
 
-def _require(holds: bool, architecture: GgufArchitecture, what: str, keys: Settings) -> None:
+def _require(holds: bool, architecture: GgufArchitecture, setting: str, keys: Settings) -> None:
     if not holds:
         raise UnsupportedError(
             f"has a rotary setting that {architecture.name} models do not support",
             path=keys.path,
-            found=f"'{what}'",
+            found=f"'{setting}'",
         )
 
 
-def _not_computed(architecture: GgufArchitecture, what: str, found: object) -> UnsupportedError:
+def _make_unsupported_error(
+    architecture: GgufArchitecture, feature: str, value: object
+) -> UnsupportedError:
     return UnsupportedError(
-        f"llama.cpp does not compute {what} of {architecture.name} models", found=found
+        f"llama.cpp does not compute {feature} of {architecture.name} models", found=value
     )

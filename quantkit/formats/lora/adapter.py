@@ -100,11 +100,11 @@ class Adapter:
         self._sort_tensors()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of one of its tensors."""
+        """Return the shape of one of its tensors."""
         return self._file.tensors[key].shape
 
     def load(self, key: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """One of its tensors, or a part of it.
+        """Return one of its tensors, or a part of it.
 
         Raises:
             CheckpointError: if the file changed since it was opened.
@@ -121,19 +121,19 @@ class Adapter:
         return value
 
     def read(self, key: str) -> torch.Tensor:
-        """One of its tensors in float32; otherwise as `load`."""
+        """Return one of its tensors in float32; otherwise as `load`."""
         return self.load(key).float()
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """The hashes of its files, by name."""
+        """Return the hashes of its files, by name."""
         result: dict[str, str] = {}
         for file in (SourceFile(self.config.path), self._file.source):
             result[file.path.name] = file.sha256()
         return result
 
     def to_json(self) -> dict[str, object]:
-        """What the manifest records."""
+        """Return what the manifest records."""
         return {"name": self.path.absolute().name, "weight": self.weight, "sha256": self.sha256}
 
     def _sort_tensors(self) -> None:
@@ -167,7 +167,7 @@ class Adapter:
                     found=f"'{held[place]}'",
                 )
             held[place] = key
-        self.modules = {name: self._module(name, found) for name, found in parts.items()}
+        self.modules = {name: self._module(name, part) for name, part in parts.items()}
         if not self.modules and not self.replaced:
             raise CheckpointError("holds no tensors", path=self.file)
 
@@ -182,7 +182,7 @@ class Adapter:
             raise CheckpointError(
                 f"the tensors of module '{name}' do not belong together",
                 path=self.file,
-                found=", ".join(sorted(spelled[one] for one in parts)),
+                found=", ".join(sorted(spelled[part] for part in parts)),
                 expected=", ".join(sorted(spelled[one] for one in expected)),
             )
         module = LoraModule(
@@ -228,42 +228,41 @@ class Adapter:
         return module
 
 
-def requested_adapters(lora: Requested) -> list[tuple[Path, float]]:
-    """The folders of adapters and their weights.
+def parse_adapters(lora: Requested) -> list[tuple[Path, float]]:
+    """Return the folders of adapters and their weights.
 
     Raises:
         RequestError: for a value of another type, a weight that is not finite, or an adapter that
             is named twice.
     """
     if isinstance(lora, Mapping):
-        found = [
+        result = [
             (as_path("lora", path), as_number("lora", weight)) for path, weight in lora.items()
         ]
     else:
         several = lora if is_several(lora) and not isinstance(lora, (str, Path)) else [lora]
-        found = [_with_weight(as_path("lora", one)) for one in several]
-    folders = [path.absolute() for path, _ in found]
-    for path, weight in found:
+        result = [_with_weight(as_path("lora", one)) for one in several]
+    folders = [path.absolute() for path, _ in result]
+    for path, weight in result:
         if not math.isfinite(weight):
             raise RequestError("the weight of an adapter is not finite", path=path, found=weight)
         if folders.count(path.absolute()) > 1:
             raise RequestError("`lora` names an adapter twice", found=path)
-    return found
+    return result
 
 
 def adapter_words(lora: Requested) -> tuple[str, ...]:
     """Requested adapters as the command line spells them.
 
-    Raises `RequestError` as `requested_adapters` does.
+    Raises `RequestError` as `parse_adapters` does.
     """
     return tuple(
-        str(path) if weight == 1 else f"{path}={weight}"
-        for path, weight in requested_adapters(lora)
+        str(path) if weight == 1 else f"{path}={weight}" for path, weight in parse_adapters(lora)
     )
 
 
 def _with_weight(path: Path) -> tuple[Path, float]:
-    """An adapter, and the weight after its path: ``PATH=0.5``; 1 if there is none."""
+    """Return an adapter, and the weight after its path: ``PATH=0.5``; 1 if there is none."""
     match = _WITH_WEIGHT.fullmatch(str(path))
     if match is None or path.exists():
         return path, 1.0

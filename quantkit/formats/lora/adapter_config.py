@@ -52,7 +52,8 @@ _TRAINING_ONLY = frozenset(
         "corda_config",
         "lora_ga_config",  # of initializations, see `init_lora_weights`
         "megatron_core",
-        "qalora_group_size",  # without effect unless another key is set
+        # Without effect unless another key is set.
+        "qalora_group_size",
     }
 )
 KNOWN = _USED | _SHOWN_BY_TENSORS | _TRAINING_ONLY
@@ -102,18 +103,18 @@ class AdapterConfig:
     saved: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module, by its name in the base."""
+        """Return the rank of a module, by its name in the base."""
         return _find_value(self.rank_patterns, module, self.rank)
 
     def scaling(self, module: str) -> float:
-        """The factor of a module's update."""
+        """Return the factor of a module's update."""
         rank = self.rank_of(module)
         alpha = _find_value(self.alpha_patterns, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
-def own_adapter_note(folder: Path) -> list[str]:
-    """A note if a model's folder also holds an adapter."""
+def note_folder_adapter(folder: Path) -> list[str]:
+    """Return a note if a model's folder also holds an adapter."""
     if not (folder / NAME).is_file():
         return []
     return [
@@ -123,7 +124,7 @@ def own_adapter_note(folder: Path) -> list[str]:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """The settings of the adapter in a folder.
+    """Return the settings of the adapter in a folder.
 
     Raises:
         CheckpointError: if the file is missing or damaged.

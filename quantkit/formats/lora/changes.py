@@ -15,7 +15,7 @@ from quantkit.architectures.families.opaque import HEADS
 from quantkit.architectures.names import CANONICAL, EMBEDDING, is_embedding
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.lora.adapter import Adapter, LoraModule
 from quantkit.formats.lora.adapter_config import NAME
 from quantkit.formats.lora.conv1d import has_own_code, is_conv1d
@@ -72,15 +72,16 @@ class Changes:
     added: list[Vector] = field(default_factory=list)
 
 
-def untied(config: ModelConfig) -> ModelConfig:
-    """The same model with a separate output head."""
+def untie_head(config: ModelConfig) -> ModelConfig:
+    """Return the same model with a separate output head."""
     if config.runnable:
         return replace(config, tied_embeddings=False)
     return config
 
 
 def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, Changes]:
-    """What adapters do to a base, by canonical name. Of a tied base, the head is a separate tensor.
+    """Return what adapters do to a base, by canonical name. Of a tied base, the head is a separate
+    tensor.
 
     Raises:
         CheckpointError: if a tensor of an adapter does not fit the base.
@@ -120,8 +121,8 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
         _require_all_saved(adapter, bases)
         if source.config.runnable:
             _require_all_targets(adapter, bases, seen)
-    for one in changes.values():
-        _require_combinable(one)
+    for change in changes.values():
+        _require_combinable(change)
     return dict(changes)
 
 
@@ -129,29 +130,29 @@ class _Bases:
     """The tensors of a base under the names that adapters use."""
 
     def __init__(self, source: Checkpoint) -> None:
-        config = untied(source.config)
+        config = untie_head(source.config)
         self.path = source.path
         self._config = config
         apart = disk_tensors(config, {parameter.module for parameter in parameters(config)})
-        self.named: dict[str, DiskTensor] = {}
+        self.tensors_by_name: dict[str, DiskTensor] = {}
         for tensor in (*disk_tensors(config), *apart):
-            self.named.setdefault(tensor.name, tensor)
-        for tensor in (*self.named.values(),):
+            self.tensors_by_name.setdefault(tensor.name, tensor)
+        for tensor in (*self.tensors_by_name.values(),):
             if tensor.whole:
-                self.named.setdefault(tensor.places[0].name, tensor)
+                self.tensors_by_name.setdefault(tensor.places[0].name, tensor)
         self._short: dict[str, list[DiskTensor]] = defaultdict(list)
-        for name, tensor in self.named.items():
+        for name, tensor in self.tensors_by_name.items():
             if tensor not in self._short[_short(name)]:
                 self._short[_short(name)].append(tensor)
         ties = not config.runnable and source.extra_config.get("tie_word_embeddings") is not False
-        self._is_tied = ties and not any(_is_head(name) for name in self.named)
+        self._is_tied = ties and not any(_is_head(name) for name in self.tensors_by_name)
 
-    def find(self, name: str, adapter: Adapter, key: str, seen: set[str]) -> DiskTensor:
-        """A tensor by the name that an adapter uses, which is added to `seen`."""
-        found = self.named.get(name)
-        if found is None and len(near := self._short.get(_short(name), [])) == 1:
-            found = near[0]
-        if found is None:
+    def find(self, name: str, adapter: Adapter, key: str, changed_names: set[str]) -> DiskTensor:
+        """Return a tensor by the name that an adapter uses, which is added to `seen`."""
+        result = self.tensors_by_name.get(name)
+        if result is None and len(near := self._short.get(_short(name), [])) == 1:
+            result = near[0]
+        if result is None:
             if self._is_tied and _is_head(name):
                 raise UnsupportedError(
                     "changes an output head that is tied to the embedding, in a model known by its"
@@ -164,14 +165,14 @@ class _Bases:
                 f"tensor '{key}' changes '{name}', which the base does not have",
                 path=adapter.file,
                 found=f"base {self.path}",
-                expected=f"tensors such as '{next(iter(self.named))}'",
+                expected=f"tensors such as '{next(iter(self.tensors_by_name))}'",
                 hint=_other_base(adapter),
             )
-        if found.name in seen:
+        if result.name in changed_names:
             raise CheckpointError(
-                f"two tensors of the adapter change '{found.name}'", path=adapter.file
+                f"two tensors of the adapter change '{result.name}'", path=adapter.file
             )
-        if self._is_tied and is_embedding(found.module):
+        if self._is_tied and is_embedding(result.module):
             raise UnsupportedError(
                 "changes an embedding that the output head may share, in a model known by its"
                 " tensors only",
@@ -179,8 +180,8 @@ class _Bases:
                 found=f"'{key}'",
                 hint="merge it with PEFT",
             )
-        seen.add(found.name)
-        return found
+        changed_names.add(result.name)
+        return result
 
 
 def _is_head(name: str) -> bool:
@@ -188,7 +189,7 @@ def _is_head(name: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """A name without the parts that differ between folders and modules."""
+    """Return a name without the parts that differ between folders and modules."""
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 
@@ -244,8 +245,8 @@ def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
 
 
 def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
-    """Whether a tensor of an adapter is the base's: PEFT saves the embedding and the head with some
-    adapters. Only these are read.
+    """Return whether a tensor of an adapter is the base's: PEFT saves the embedding and the head
+    with some adapters. Only these are read.
     """
     name = base.places[0].name
     may_be_tied = source.config.tied_embeddings and base.module in (HEAD, EMBEDDING)
@@ -253,7 +254,9 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
         return False
     for start, stop in qtensor.row_chunks(*base.shape):
         part = TensorSlice(0, ((start, stop),))
-        rows = qtensor.float_rows(source.load(stored_name(source, name), part), 0, stop - start)
+        rows = qtensor.float_rows(
+            source.load(resolve_stored_name(source, name), part), 0, stop - start
+        )
         if not torch.equal(adapter.load(key, part).float(), rows):
             return False
     return True
@@ -280,14 +283,14 @@ def _misfit(
 
 
 def _other_base(adapter: Adapter) -> str:
-    """The next step if an adapter does not fit its base."""
+    """Return the next step if an adapter does not fit its base."""
     named = adapter.config.base_model
     return "pass the base that the adapter was made for" + (
         "" if named is None else f": {NAME} names {named}"
     )
 
 
-def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> None:
+def _require_all_targets(adapter: Adapter, bases: _Bases, changed_names: set[str]) -> None:
     """Check that a list of targets has tensors for every linear that it names: a file may lack
     some.
     """
@@ -296,7 +299,7 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> Non
         return
     linears = [
         tensor
-        for name, tensor in bases.named.items()
+        for name, tensor in bases.tensors_by_name.items()
         if name == tensor.name and tensor.linear is not None
     ]
     # Exclusions match whole names, those of modules in transformers. Some folders have other
@@ -304,7 +307,7 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> Non
     if targets.is_partial and not any(tensor.module in adapter.modules for tensor in linears):
         return
     for tensor in linears:
-        if tensor.stacked is not None or ".experts." in tensor.name or tensor.name in seen:
+        if tensor.stacked is not None or ".experts." in tensor.name or tensor.name in changed_names:
             continue
         if targets.find_exclusion(tensor.module) is None and tensor.name not in adapter.replaced:
             raise CheckpointError(
@@ -318,7 +321,7 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> Non
 def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
     """Check that there is a tensor for each of ``modules_to_save`` that the base has."""
     for module in adapter.config.saved:
-        if any(f".{module}." in f".{name}" for name in bases.named) and not any(
+        if any(f".{module}." in f".{name}" for name in bases.tensors_by_name) and not any(
             f".{module}." in f".{name}" for name in adapter.replaced
         ):
             raise CheckpointError(
@@ -332,23 +335,25 @@ def _require_combinable(changes: Changes) -> None:
     """Refuse DoRA along with other updates, as its magnitudes are those of one adapter at full
     weight.
     """
-    for one in changes.updates:
-        if one.module.magnitude is not None and (
-            len(changes.updates) > 1 or one.adapter.weight != 1
+    for update in changes.updates:
+        if update.module.magnitude is not None and (
+            len(changes.updates) > 1 or update.adapter.weight != 1
         ):
             raise UnsupportedError(
                 "DoRA has no weight, and works for one adapter of a module only",
-                path=one.adapter.file,
+                path=update.adapter.file,
                 found=(
-                    f"{len(changes.updates)} adapters of '{one.module.name}', weight"
-                    f" {one.adapter.weight:g}"
+                    f"{len(changes.updates)} adapters of '{update.module.name}', weight"
+                    f" {update.adapter.weight:g}"
                 ),
                 hint="leave the weight out, and " + _MERGE_ALONE,
             )
 
 
 def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
-    """A note if an adapter names another base; `names` are those by which the base is known."""
+    """Return a note if an adapter names another base; `names` are those by which the base is
+    known.
+    """
     named = adapter.config.base_model
     if not named or not names or _last_part(named) in map(_last_part, names):
         return []
@@ -360,5 +365,5 @@ def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
 
 
 def _last_part(name: str) -> str:
-    """The name of a model without its owner or folder."""
+    """Return the name of a model without its owner or folder."""
     return name.rstrip("/").rpartition("/")[2].lower()

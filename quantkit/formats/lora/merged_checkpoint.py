@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from quantkit.architectures.disk import Place
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import UnsupportedError
-from quantkit.formats.checkpoint import CheckpointView, stored_name
+from quantkit.formats.checkpoint import CheckpointView, resolve_stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter
-from quantkit.formats.lora.changes import HEAD, Changes, Update, Vector, find_changes, untied
+from quantkit.formats.lora.changes import HEAD, Changes, Update, Vector, find_changes, untie_head
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
@@ -50,7 +50,9 @@ class MergedCheckpoint(CheckpointView):
         self._unties = source.config.tied_embeddings and bool(
             {_HEAD, _EMBEDDING} & self._changes.keys()
         )
-        if self._unties and (tying := [one for one in adapters if one.config.ties_weights]):
+        if self._unties and (
+            tying := [adapter for adapter in adapters if adapter.config.ties_weights]
+        ):
             raise UnsupportedError(
                 "'ensure_weight_tying' is not supported where the base ties its head to the"
                 " embedding",
@@ -58,7 +60,7 @@ class MergedCheckpoint(CheckpointView):
                 found="true",
                 hint="merge it with PEFT's `merge_and_unload()`",
             )
-        super().__init__(source, untied(source.config) if self._unties else None)
+        super().__init__(source, untie_head(source.config) if self._unties else None)
         self.adapters = list(adapters)
         self.method = source.method
         self.layout = source.layout
@@ -75,12 +77,12 @@ class MergedCheckpoint(CheckpointView):
             return [*self._base.names(), _HEAD]
         return self._base.names()
 
-    def stored_bytes(self, name: str) -> int:
-        """The size of a tensor of the base on disk."""
-        return self._base.stored_bytes(stored_name(self._base, name))
+    def count_stored_bytes(self, name: str) -> int:
+        """Return the size of a tensor of the base on disk."""
+        return self._base.count_stored_bytes(resolve_stored_name(self._base, name))
 
     def info(self, name: str) -> TensorSpec:
-        spec = self._base.info(stored_name(self._base, name))
+        spec = self._base.info(resolve_stored_name(self._base, name))
         if name not in self._changes:
             return TensorSpec(name, spec.shape, spec.dtype, spec.scheme, spec.stored_as)
         coded = spec.scheme is not None or spec.stored_as is not None
@@ -91,25 +93,25 @@ class MergedCheckpoint(CheckpointView):
     def load(
         self, name: str, part: TensorSlice | None = None
     ) -> torch.Tensor | qtensor.QuantTensor:
-        """One tensor, or a part of it, in floats if an adapter changes it."""
+        """Return one tensor, or a part of it, in floats if an adapter changes it."""
         changes = self._changes.get(name)
         if changes is None:
-            return self._base.load(stored_name(self._base, name), part)
+            return self._base.load(resolve_stored_name(self._base, name), part)
         if part is not None and part.axis == 1:
-            return part.of(self._merged(name, changes, None)).contiguous()
-        return self._merged(name, changes, part)
+            return part.of(self._merge_rows(name, changes, None)).contiguous()
+        return self._merge_rows(name, changes, part)
 
-    def _merged(self, name: str, changes: Changes, part: TensorSlice | None) -> torch.Tensor:
+    def _merge_rows(self, name: str, changes: Changes, part: TensorSlice | None) -> torch.Tensor:
         spec = self.info(name)
         rows = _indices(spec.shape[0], part)
         base = self._before(name, changes, part)
         updates = [_Product(one, rows) for one in changes.updates]
-        added = [_chosen(one, rows) * one.scaling for one in changes.added]
+        added = [_read_rows(one, rows) * one.scaling for one in changes.added]
         merged = torch.empty((len(rows), *spec.shape[1:]), dtype=spec.dtype.torch)
         for start, stop in qtensor.row_chunks(len(rows), merged[0].numel() if len(rows) else 1):
             chunk = qtensor.float_rows(base, start, stop)
             for update in updates:
-                chunk = update.applied(
+                chunk = update.apply_to(
                     chunk, start, stop, self._embedding_norms(name, changes, update)
                 )
             for one in added:
@@ -120,18 +122,18 @@ class MergedCheckpoint(CheckpointView):
     def _before(
         self, name: str, changes: Changes, part: TensorSlice | None
     ) -> torch.Tensor | qtensor.QuantTensor:
-        """A tensor before updates: the base's, or the one that replaces it."""
+        """Return a tensor before updates: the base's, or the one that replaces it."""
         if (new := changes.replacement) is not None:
             if new.place.shape == new.adapter.shape(new.key) and new.place.head_order is None:
                 return new.adapter.load(new.key, part)
-            return _chosen(new, _indices(self.info(name).shape[0], part))
-        return self._base.load(stored_name(self._base, name), part)
+            return _read_rows(new, _indices(self.info(name).shape[0], part))
+        return self._base.load(resolve_stored_name(self._base, name), part)
 
     def _embedding_norms(
         self, name: str, changes: Changes, product: _Product
     ) -> torch.Tensor | None:
-        """The norms of the columns of an embedding with its update, over all tokens, which DoRA
-        divides by; None for other weights.
+        """Return the norms of the columns of an embedding with its update, over all tokens, which
+        DoRA divides by; None for other weights.
         """
         if product.magnitude is None or not product.is_embedding:
             return None
@@ -156,9 +158,9 @@ class _Product:
         module = update.module
         down = adapter.read(module.down)
         up = adapter.read(module.up)
-        left, self._right = (down.t(), up.t()) if update.swapped else (up, down)
+        left, self._right_factor = (down.t(), up.t()) if update.swapped else (up, down)
         chosen = _disk_rows(update.place)[rows]
-        self._left = left[chosen]
+        self._left_factor = left[chosen]
         self._scaling = update.scaling
         self.is_embedding = module.is_embedding
         if module.magnitude is None:
@@ -169,10 +171,10 @@ class _Product:
             self.magnitude = self.magnitude[chosen]
 
     def delta(self, start: int, stop: int) -> torch.Tensor:
-        """What is added to some of the rows."""
-        return (self._left[start:stop] @ self._right) * self._scaling
+        """Return what is added to some of the rows."""
+        return (self._left_factor[start:stop] @ self._right_factor) * self._scaling
 
-    def applied(
+    def apply_to(
         self, chunk: torch.Tensor, start: int, stop: int, norms: torch.Tensor | None
     ) -> torch.Tensor:
         """Some of the rows with the update; `norms` are those of columns, see
@@ -188,7 +190,7 @@ class _Product:
 
 
 def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
-    """The indices of rows in a part."""
+    """Return the indices of rows in a part."""
     every = torch.arange(count)
     if part is None:
         return every
@@ -196,7 +198,7 @@ def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
 
 
 def _disk_rows(place: Place) -> torch.Tensor:
-    """The row on disk of each row of a canonical tensor."""
+    """Return the row on disk of each row of a canonical tensor."""
     shape = place.shape
     first = place.first
     step = place.step
@@ -207,6 +209,6 @@ def _disk_rows(place: Place) -> torch.Tensor:
     return first + step * rows
 
 
-def _chosen(vector: Vector, rows: torch.Tensor) -> torch.Tensor:
+def _read_rows(vector: Vector, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a canonical tensor from an adapter's."""
     return vector.adapter.read(vector.key)[_disk_rows(vector.place)[rows]]

@@ -24,13 +24,14 @@ SPACE_MARGIN = 16 << 20
 _HERE = -100  # AT_FDCWD
 _NO_REPLACE = 1
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not block
+# Opening a pipe must not block.
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 
 
 def manifest_path(model: Path) -> Path:
-    """Where the manifest of a model is, or would be.
+    """Return where the manifest of a model is, or would be.
 
     Args:
         model: a folder or a file; for a model in several files any of them, or the name that they
@@ -45,8 +46,8 @@ def manifest_path(model: Path) -> Path:
 
 
 def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
-    """The files of an output in the order in which they are renamed, the one that readers open
-    last; None for a folder.
+    """Return the files of an output in the order in which they are renamed, the one that readers
+    open last; None for a folder.
 
     Args:
         weights: names of the files of weights, in order.
@@ -71,7 +72,7 @@ def destination_errors(path: Path) -> Iterator[None]:
 
 
 def destination_error(error: OSError, path: Path) -> DestinationError:
-    """The typed form of a failed write."""
+    """Return the typed form of a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(
             "the disk is full", path=path, hint="free some space and repeat it with `resume=True`"
@@ -98,7 +99,9 @@ def scratch_errors(folder: Path) -> Iterator[None]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a name is in use, even by a broken link; an `OSError` if the system cannot say."""
+    """Return whether a name is in use, even by a broken link; an `OSError` if the system cannot
+    say.
+    """
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -113,9 +116,8 @@ def rename_new(old: Path, new: Path) -> None:
         FileExistsError: if the new name is in use.
         OSError: if the system refuses.
     """
-    rename = getattr(
-        ctypes.CDLL(None, use_errno=True), "renameat2", None
-    )  # some systems and file systems lack it
+    # Some systems and file systems lack it.
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if (
         rename is not None
         and rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0
@@ -126,7 +128,7 @@ def rename_new(old: Path, new: Path) -> None:
     old.rename(new)
 
 
-def placed_as(old: Path, new: Path) -> None:
+def place_output(old: Path, new: Path) -> None:
     """Rename a complete output to its final name.
 
     Raises:
@@ -190,7 +192,7 @@ class OwnFolder:
     the system refuses.
     """
 
-    def __init__(self, path: Path, *, made: bool = False) -> None:
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
         """
         Args:
             made: whether this process has just created it; some file systems report another owner
@@ -208,7 +210,7 @@ class OwnFolder:
                 raise in_the_way(path) from error
             raise destination_error(error, path) from error
         self._owner = os.fstat(self._handle).st_uid
-        if not made and self._owner != os.geteuid():
+        if not is_new and self._owner != os.geteuid():
             self.close()
             raise ResumeError(
                 "belongs to another user", path=path, hint="choose another destination"
@@ -229,7 +231,7 @@ class OwnFolder:
                     raise
 
     def names(self) -> list[str]:
-        """The names in it and its folders, sorted; an unknown folder is a name, whatever it
+        """Return the names in it and its folders, sorted; an unknown folder is a name, whatever it
         contains.
         """
         with destination_errors(self.path):
@@ -241,10 +243,12 @@ class OwnFolder:
         return sorted(found + inside)
 
     def size(self, name: str) -> int:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         handle, own = self._place(name)
         with destination_errors(self.path / name):
-            return self._checked(name, os.stat(own, dir_fd=handle, follow_symlinks=False)).st_size
+            return self._require_own_file(
+                name, os.stat(own, dir_fd=handle, follow_symlinks=False)
+            ).st_size
 
     def open(self, name: str, *, create: bool = True, buffering: int = -1) -> BinaryIO:
         """Open a file to read and write it from the beginning; its content stays. Without `create`,
@@ -259,7 +263,7 @@ class OwnFolder:
                 raise not_ours(path) from error
             raise destination_error(error, path) from error
         try:
-            self._checked(name, os.fstat(handle))
+            self._require_own_file(name, os.fstat(handle))
         except ResumeError:
             os.close(handle)
             raise
@@ -283,7 +287,7 @@ class OwnFolder:
                 os.unlink(own, dir_fd=handle)
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path, which is no link itself, leads to this folder, which still has its
+        """Return whether a path, which is no link itself, leads to this folder, which still has its
         folders.
         """
         places = {
@@ -313,25 +317,25 @@ class OwnFolder:
             self._handle = -1
 
     def _place(self, name: str) -> tuple[int, str]:
-        """The descriptor of the folder that has a file, and the file's name there."""
+        """Return the descriptor of the folder that has a file, and the file's name there."""
         folder, _, own = name.rpartition("/")
         if Path(own).name != own or folder not in {"", *self._folders}:
             raise not_ours(self.path / name)
         return self._folders.get(folder, self._handle), own
 
-    def _checked(self, name: str, found: os.stat_result) -> os.stat_result:
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != self._owner:
+    def _require_own_file(self, name: str, status: os.stat_result) -> os.stat_result:
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != self._owner:
             raise not_ours(self.path / name)
-        return found
+        return status
 
 
 def not_ours(path: Path) -> ResumeError:
-    """The error for something in a partial folder that no run of quantkit leaves."""
+    """Return the error for something in a partial folder that no run of quantkit leaves."""
     hint = "remove the partial folder and start anew"
     return ResumeError("is not what the interrupted run left", path=path, hint=hint)
 
 
 def in_the_way(path: Path) -> ResumeError:
-    """The error for something else at the path of a partial folder."""
+    """Return the error for something else at the path of a partial folder."""
     hint = "choose another destination"
     return ResumeError("is in the way, and no interrupted run of quantkit", path=path, hint=hint)

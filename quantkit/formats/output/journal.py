@@ -52,7 +52,7 @@ class Journal:
         self._path, self._file, self._check = folder.path / NAME, folder.open(NAME), ""
         self.entries: list[dict[str, Any]] = []
         try:
-            if not _locked(self._file, self._path):
+            if not _try_lock(self._file, self._path):
                 raise in_use(_who_writes(folder))
             folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
             with destination_errors(self._path):
@@ -65,7 +65,7 @@ class Journal:
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line and wait until it is on disk."""
         text = json.dumps(entry)
-        self._check = _sealed(self._check, text)
+        self._check = _compute_check(self._check, text)
         with destination_errors(self._path):
             self._file.write(
                 json.dumps({**json.loads(text), "check": self._check}).encode() + b"\n"
@@ -76,7 +76,8 @@ class Journal:
 
     def close(self) -> None:
         """Close and unlock it."""
-        with contextlib.suppress(OSError):  # the rest of a line for which the disk had no space
+        # The rest of a line for which the disk had no space.
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _read(self) -> int:
@@ -86,7 +87,7 @@ class Journal:
             try:
                 entry = json.loads(line)
                 check = entry.pop("check")
-                self._check = _sealed(self._check, json.dumps(entry))
+                self._check = _compute_check(self._check, json.dumps(entry))
             except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 raise not_ours(self._path) from error
             if check != self._check:
@@ -99,36 +100,36 @@ class Journal:
 
 
 def fingerprint_in(folder: Path) -> dict[str, Any]:
-    """The inputs and options with which a folder's journal begins, without locking it; empty if
-    there are none.
+    """Return the inputs and options with which a folder's journal begins, without locking it; empty
+    if there are none.
     """
     try:
         with (folder / NAME).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
         check = entry.pop("check")
-        found = entry["fingerprint"]
-        if check == _sealed("", json.dumps(entry)) and isinstance(found, dict):
-            return found
+        result = entry["fingerprint"]
+        if check == _compute_check("", json.dumps(entry)) and isinstance(result, dict):
+            return result
         return {}
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
         return {}
 
 
 def being_written(folder: OwnFolder) -> str | None:
-    """A sentence on the job that writes to a folder; None if none does.
+    """Return a sentence on the job that writes to a folder; None if none does.
 
     Raises:
         ResumeError: if the folder has no journal.
         DestinationError: if the system cannot say.
     """
     with folder.open(NAME, create=False) as file:
-        if _locked(file, folder.path / NAME):
+        if _try_lock(file, folder.path / NAME):
             return None
         return _who_writes(folder)
 
 
 def in_use(problem: str) -> BeingWrittenError:
-    """The error for a folder to which a job writes, from the sentence of `being_written`."""
+    """Return the error for a folder to which a job writes, from the sentence of `being_written`."""
     return BeingWrittenError(problem, hint="wait until it is done, or choose another destination")
 
 
@@ -162,7 +163,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _locked(file: BinaryIO, path: Path) -> bool:
+def _try_lock(file: BinaryIO, path: Path) -> bool:
     """Lock a file, unless another process has; a `DestinationError` if the file system has no
     locks.
     """
@@ -206,27 +207,27 @@ class SafePoint:
             AttributeError, TypeError, ValueError: if it has another form, or names other tensors or
                 files.
         """
-        found = cls(**value)
+        result = cls(**value)
         valid = (
             all(
                 type(count) is int and count >= 0
-                for count in (found.tensors, *found.files.values())
+                for count in (result.tensors, *result.files.values())
             )
-            and found.tensors <= len(planned)
-            and set(found.files) == set(found.sha256) <= set(files)
+            and result.tensors <= len(planned)
+            and set(result.files) == set(result.sha256) <= set(files)
             and all(
                 isinstance(digest, str) and _SHA256.fullmatch(digest)
-                for digest in found.sha256.values()
+                for digest in result.sha256.values()
             )
             and all(
                 name in planned and isinstance(record, dict)
-                for name, record in found.records.items()
+                for name, record in result.records.items()
             )
         )
         if not valid:
             raise ValueError("not a safe point")
-        return found
+        return result
 
 
-def _sealed(before: str, text: str) -> str:
+def _compute_check(before: str, text: str) -> str:
     return hashlib.sha256((before + text).encode()).hexdigest()

@@ -16,7 +16,7 @@ from quantkit.formats.output.destination import (
     SPACE_MARGIN,
     destination_errors,
     not_ours,
-    placed_as,
+    place_output,
 )
 from quantkit.formats.output.staging import Staging, mark_kept
 
@@ -88,7 +88,8 @@ class ResumableLines:
     ) -> None:
         if self._file.closed:
             return
-        with contextlib.suppress(OSError):  # the rest of a line for which the disk had no space
+        # The rest of a line for which the disk had no space.
+        with contextlib.suppress(OSError):
             self._file.close()
         if not self._starts:
             self._staging.discard()
@@ -99,7 +100,7 @@ class ResumableLines:
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add a group of lines of that number; a `DestinationError` if a write failed."""
-        content = b"".join(_sealed(encoded(line)) for line in lines)
+        content = b"".join(_add_seal(encode_line(line)) for line in lines)
         with destination_errors(self._staging.path / NAME):
             start = self._file.tell()
             self._file.write(content)
@@ -120,11 +121,11 @@ class ResumableLines:
             for number in range(len(self._sizes)):
                 self._file.seek(self._starts[number])
                 for _ in range(self._sizes[number]):
-                    ordered.write(self._unsealed(self._file.readline()))
+                    ordered.write(self._remove_seal(self._file.readline()))
             ordered.flush()
             os.fsync(ordered.fileno())
         self._staging.require_in_place()
-        placed_as(self._staging.path / _ORDERED, self._dst)
+        place_output(self._staging.path / _ORDERED, self._dst)
         self._file.close()
         self._staging.discard()
 
@@ -149,35 +150,36 @@ class ResumableLines:
         return start
 
     def _line(self) -> int | None:
-        """The number of the next line's group; None if no complete line follows."""
+        """Return the number of the next line's group; None if no complete line follows."""
         line = self._file.readline()
         if not line.endswith(b"\n"):
             return None
         try:
-            number = self._number_of(json.loads(self._unsealed(line)))
+            number = self._number_of(json.loads(self._remove_seal(line)))
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise not_ours(self._staging.path / NAME) from error
         if type(number) is int:
             return number
         return -1
 
-    def _unsealed(self, line: bytes) -> bytes:
-        """A line without its check."""
+    def _remove_seal(self, line: bytes) -> bytes:
+        """Return a line without its check."""
         plain = line[:-_SEAL_BYTES] + b"}\n"
-        if line != _sealed(plain):
+        if line != _add_seal(plain):
             raise not_ours(self._staging.path / NAME)
         return plain
 
 
-def _sealed(line: bytes) -> bytes:
-    """A line with a JSON object that is not empty, with its sha256."""
+def _add_seal(line: bytes) -> bytes:
+    """Return a line with a JSON object that is not empty, with its sha256."""
     return line[:-2] + _SEAL % hashlib.sha256(line).hexdigest().encode()
 
 
-def encoded(value: Mapping[str, Any]) -> bytes:
-    """One line of JSON in UTF-8; NaN and Inf become null."""
+def encode_line(value: Mapping[str, Any]) -> bytes:
+    """Return one line of JSON in UTF-8; NaN and Inf become null."""
     plain = finite(value)
     try:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:
+        # Half of a surrogate pair.
         return json.dumps(plain, allow_nan=False).encode() + b"\n"

@@ -13,7 +13,7 @@ from quantkit.formats.output.destination import (
     OwnFolder,
     destination_errors,
     not_ours,
-    placed_as,
+    place_output,
     sync_folder,
 )
 
@@ -53,10 +53,10 @@ class PlacedFiles:
         *others, last = self._names
         try:
             for name in others:
-                placed_as(partial.path / name, self._folder / name)
+                place_output(partial.path / name, self._folder / name)
             with destination_errors(self._folder):
                 sync_folder(self._folder)
-            placed_as(partial.path / last, self._folder / last)
+            place_output(partial.path / last, self._folder / last)
             self.complete = True
         except BaseException:
             self.complete = _identity(self._folder / last) == identities[last]
@@ -81,7 +81,7 @@ class PlacedFiles:
             for name in self._names:
                 path = self._folder / name
                 if name in identities and _identity(path) == identities[name]:
-                    placed_as(path, partial.path / name)
+                    place_output(path, partial.path / name)
 
 
 def _identity(path: Path) -> list[int] | None:

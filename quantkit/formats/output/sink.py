@@ -117,7 +117,7 @@ class Sink:
         return dict(self._sizes)
 
     def hashes(self) -> dict[str, str]:
-        """The sha256 of each file, in hexadecimal; call it when synced."""
+        """Return the sha256 of each file, in hexadecimal; call it when synced."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def close(self) -> dict[str, str]:
@@ -157,7 +157,8 @@ class Sink:
                 chunk.users -= 1
                 if chunk.users == 0:
                     self._waiting -= len(chunk.data)
-                    chunk.data = b""  # free the memory before the producer goes on
+                    # Free the memory before the producer goes on.
+                    chunk.data = b""
                     self._changed.notify_all()
 
     def _write(self, chunk: _Chunk) -> None:
@@ -182,7 +183,7 @@ class _GrowingFile:
         self._position = self._flushed = size
 
     def hash(self, path: Path) -> Any:
-        """The sha256 so far; a `ResumeError` if the file is shorter than it should be."""
+        """Return the sha256 so far; a `ResumeError` if the file is shorter than it should be."""
         with destination_errors(path):
             self._file.seek(0)
             digest = hashlib.sha256()

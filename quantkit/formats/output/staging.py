@@ -31,7 +31,7 @@ from quantkit.formats.output.destination import (
     in_the_way,
     is_there,
     not_ours,
-    placed_as,
+    place_output,
     require_absent,
     require_space,
     sync_folder,
@@ -110,7 +110,7 @@ class Staging:
                 self._placed.require_absent()
             written = sum(self.folder.size(name) for name in self.folder.names())
             require_space(self.path, needed_bytes - written, spare_bytes)
-            self._held = held.pop_all()
+            self._exit_stack = held.pop_all()
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line to the journal and wait until it is on disk."""
@@ -141,7 +141,7 @@ class Staging:
                 if self._placed.complete:
                     self.discard()
             return
-        placed_as(self.path, self.dst)
+        place_output(self.path, self.dst)
         # The model is complete: from here on nothing may fail. The journal is removed after the
         # rename, since a failed rename can only be repeated with it.
         with contextlib.suppress(OSError, DestinationError):
@@ -152,12 +152,13 @@ class Staging:
 
     def close(self) -> None:
         """Release the lock; the partial folder stays for a later resume."""
-        self._held.close()
+        self._exit_stack.close()
 
     def discard(self) -> None:
         """Remove the partial folder."""
         if self.folder.is_at(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)  # it does not follow links
+            # It does not follow links.
+            shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def _open_folder(self, needed_bytes: int, spare_bytes: int) -> OwnFolder:
@@ -167,7 +168,7 @@ class Staging:
             require_space(self.path, needed_bytes, spare_bytes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
-        return OwnFolder(self.path, made=True)
+        return OwnFolder(self.path, is_new=True)
 
     def _sweep(self) -> None:
         """Remove the temporary folders of all earlier processes."""
@@ -190,7 +191,7 @@ class Staging:
         self.require_in_place()
 
     def _entries_of(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
-        """The entries of the journal after this fingerprint, with which it must begin."""
+        """Return the entries of the journal after this fingerprint, with which it must begin."""
         if not self._journal.entries:
             self.record({"fingerprint": fingerprint})
             return []
@@ -200,17 +201,17 @@ class Staging:
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
             problem = "the interrupted run had other inputs or options"
-            found = changed_keys(before, fingerprint)
+            changed_keys = find_changed_keys(before, fingerprint)
             hint = "repeat its command, or remove the folder and start anew"
             raise ResumeError(
-                problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint
+                problem, path=self.path, found=f"changed {', '.join(changed_keys)}", hint=hint
             )
         return rest
 
 
-def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys in which two fingerprints differ; those that only one has, only if there is no
-    other difference.
+def find_changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the keys in which two fingerprints differ; those that only one has, only if there is
+    no other difference.
     """
     changed = []
     for key in sorted({*before} & {*now}):
@@ -218,7 +219,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         other = now[key]
         if one != other:
             nested = isinstance(one, dict) and isinstance(other, dict)
-            changed.append(f"{key} ({', '.join(changed_keys(one, other))})" if nested else key)
+            changed.append(f"{key} ({', '.join(find_changed_keys(one, other))})" if nested else key)
     return changed or sorted({*before} ^ {*now})
 
 
@@ -290,8 +291,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
 
 
-def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
-    """The inputs and options of the interrupted run of an output; empty if there is none."""
+def read_interrupted_fingerprint(dst: Path) -> dict[str, Any]:
+    """Return the inputs and options of the interrupted run of an output; empty if there is none."""
     return fingerprint_in(partial_folder(dst))
 
 
@@ -309,7 +310,8 @@ def require_finished(model: Path, manifest: str) -> None:
     if renamed or not os.path.isfile(folder / JOURNAL):
         return
     writer = None
-    refused = contextlib.suppress(DestinationError, ResumeError)  # it may be another user's folder
+    # It may be another user's folder.
+    refused = contextlib.suppress(DestinationError, ResumeError)
     with refused, contextlib.closing(OwnFolder(folder)) as held:
         writer = being_written(held)
     if writer:
@@ -332,8 +334,8 @@ def mark_kept(error: BaseException, partial: Path) -> None:
 
 
 def kept(error: BaseException | None) -> str | None:
-    """The note of `mark_kept` on an error or its cause, unless a partial output that it names no
-    longer exists.
+    """Return the note of `mark_kept` on an error or its cause, unless a partial output that it
+    names no longer exists.
     """
     while error is not None:
         for note in getattr(error, "__notes__", ()):
@@ -346,6 +348,6 @@ def kept(error: BaseException | None) -> str | None:
 
 
 def partial_folder(dst: Path) -> Path:
-    """The folder in which an output is built; a `RequestError` as from `require_name`."""
+    """Return the folder in which an output is built; a `RequestError` as from `require_name`."""
     require_name(dst)
     return dst.with_name(dst.name + PARTIAL)

@@ -7,11 +7,11 @@ from pathlib import Path
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
-from quantkit.formats.lora.adapter import Adapter, Requested, requested_adapters
-from quantkit.formats.lora.adapter_config import own_adapter_note
+from quantkit.formats.lora.adapter import Adapter, Requested, parse_adapters
+from quantkit.formats.lora.adapter_config import note_folder_adapter
 from quantkit.formats.lora.changes import base_notes
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
-from quantkit.jobs.output.labels import base_model, file_name, known_name
+from quantkit.jobs.output.labels import file_name, find_base_model, find_model_name
 from quantkit.tensors.dtypes import DType
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.special_tokens import special_tokens
@@ -25,8 +25,8 @@ def with_adapters(
     allow_nonfinite: bool = False,
     floats_as: DType | None = None,
 ) -> StoredCheckpoint:
-    """A source with the requested adapters merged into it, or as it is if there are none. Notes say
-    if an adapter names another base.
+    """Return a source with the requested adapters merged into it, or as it is if there are none.
+    Notes say if an adapter names another base.
 
     Args:
         dequantize: whether weights of a quantized source may become floats.
@@ -38,7 +38,7 @@ def with_adapters(
         CheckpointError, UnsupportedError: see `Adapter` and `MergedCheckpoint`; also if the source
             is quantized, and not to be dequantized.
     """
-    requested = requested_adapters(lora)
+    requested = parse_adapters(lora)
     if not requested:
         return source
     quantized = schemes(source) or read_as_floats(source)
@@ -55,7 +55,7 @@ def with_adapters(
     merged = MergedCheckpoint(source, adapters, floats_as)
     if source.path.absolute() in [path.absolute() for path, _ in requested]:
         merged.notes[:] = [
-            note for note in merged.notes if note not in own_adapter_note(source.path)
+            note for note in merged.notes if note not in note_folder_adapter(source.path)
         ]
     for adapter in merged.adapters:
         merged.notes += base_notes(adapter, source.path, _names(source))
@@ -96,9 +96,9 @@ def _find_tokenizer_differences(adapter: Path, base: Path) -> list[str]:
     return differing
 
 
-def recorded_adapters(source: StoredCheckpoint) -> dict[str, object]:
-    """What the manifest and the resume fingerprint record of merged adapters; empty if there are
-    none.
+def describe_adapters(source: StoredCheckpoint) -> dict[str, object]:
+    """Return what the manifest and the resume fingerprint record of merged adapters; empty if there
+    are none.
     """
     if not isinstance(source, MergedCheckpoint):
         return {}
@@ -106,12 +106,12 @@ def recorded_adapters(source: StoredCheckpoint) -> dict[str, object]:
 
 
 def _names(source: StoredCheckpoint) -> list[str]:
-    """The names by which a base is known: its folder's or file's, and those on a hub or in its
-    config.
+    """Return the names by which a base is known: its folder's or file's, and those on a hub or in
+    its config.
     """
     if source.path.is_dir():
         path = source.path
     else:
         path = source.path.with_suffix("")
-    found = (file_name(path), base_model(source), known_name(source))
+    found = (file_name(path), find_base_model(source), find_model_name(source))
     return list(dict.fromkeys(name for name in found if name is not None))

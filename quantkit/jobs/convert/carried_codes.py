@@ -23,12 +23,13 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.model.column_kernels import column_kernels
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.finite import all_finite, checked_cast
+from quantkit.tensors.finite import all_finite, cast_finite
 from quantkit.tensors.qtensor import QuantTensor, Solver, cast_scales, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
 _MAX_BITS_OF_INT4 = (
-    5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
+    # A weight, scales included, up to which integers that are not carried are rounded to int4.
+    5.2
 )
 
 
@@ -62,9 +63,9 @@ class Changes:
     cast: Mapping[str, ScaleCast] = field(default_factory=dict)
 
 
-def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
-    """What becomes of the weights that a format cannot hold exactly: the least that lets it hold
-    them.
+def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
+    """Return what becomes of the weights that a format cannot hold exactly: the least that lets it
+    hold them.
 
     Where only the scales do not fit they are cast, unless that moves a weight by more than half a
     step. Integers whose codes are not carried are rounded in the linears that `quantize` takes;
@@ -80,27 +81,30 @@ def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool
     cast: dict[str, ScaleCast] = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
-        if widened(source, module, codes):
+        if is_widened_embedding(source, module, codes):
             continue
         reason = _reason(source, name, scheme, codes, weights=weights)
         if isinstance(reason, ScaleCast):
             cast[name] = reason
         elif reason is not None:
-            found[name] = Rounding(_closest(source, name, scheme, codes), reason.problem)
+            found[name] = Rounding(
+                _choose_closest_scheme(source, name, scheme, codes), reason.problem
+            )
     linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
             found[name] = Rounding(
-                _closest(source, name, _suggested(source, name), codes), f"it is {stored_as}"
+                _choose_closest_scheme(source, name, _choose_scheme_by_size(source, name), codes),
+                f"it is {stored_as}",
             )
-    found |= _together(source, found)
+    found |= _add_fused_parts(source, found)
     return Changes(found, {name: one for name, one in cast.items() if name not in found})
 
 
-def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
-    """Whether a module is the embedding, in codes, and becomes float32, which has each of its
-    numbers: where a format has codes of linears only, and where llama.cpp's, which all its readers
-    know, would go to one that few read it in.
+def is_widened_embedding(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
+    """Return whether a module is the embedding, in codes, and becomes float32, which has each of
+    its numbers: where a format has codes of linears only, and where llama.cpp's, which all its
+    readers know, would go to one that few read it in.
     """
     if module == EMBEDDING:
         scheme = source.info(f"{module}.weight").scheme
@@ -120,7 +124,7 @@ def require_representable(
     """
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
-        if name in to_round or widened(source, module, codes):
+        if name in to_round or is_widened_embedding(source, module, codes):
             continue
         if (reason := _reason_in_header(source, name, scheme, codes)) is not None:
             raise reason.error(name, codes.name)
@@ -129,8 +133,8 @@ def require_representable(
 def common_scale_dtype(
     source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool
 ) -> DType | None:
-    """The type of all scales: the format's, that of the cast ones, or the model's, which with
-    `look` is compared with scales of other types; None where each weight keeps its own.
+    """Return the type of all scales: the format's, that of the cast ones, or the model's, which
+    with `look` is compared with scales of other types; None where each weight keeps its own.
     """
     if codes.scale_dtype is not None:
         return codes.scale_dtype
@@ -138,7 +142,9 @@ def common_scale_dtype(
         return next(iter(changes.cast.values())).dtypes[-1]
     model = DType(source.config.dtype)
     quantized = (
-        module for module, scheme in schemes(source).items() if not widened(source, module, codes)
+        module
+        for module, scheme in schemes(source).items()
+        if not is_widened_embedding(source, module, codes)
     )
     carried = [name for module in quantized if (name := f"{module}.weight") not in changes.rounded]
     others = [name for name in carried if source.info(name).dtype != model]
@@ -148,7 +154,7 @@ def common_scale_dtype(
 
 
 def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> bool:
-    """Whether a format holds a weight exactly, with scales of another type."""
+    """Return whether a format holds a weight exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
     reason = with_scales(value, dtype)
@@ -161,7 +167,7 @@ def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> 
 
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
-    """The same weight with scales of another type; None where they would be others."""
+    """Return the same weight with scales of another type; None where they would be others."""
     scale = exact_scale(value.scale, dtype)
     if value.minimum is None:
         minimum = None
@@ -172,18 +178,20 @@ def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
     return replace(value, scale=scale, minimum=minimum)
 
 
-def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
-    """What becomes of weights that are one tensor on disk, of which some are rounded: all of
+def _add_fused_parts(
+    source: StoredCheckpoint, roundings: Mapping[str, Rounding]
+) -> dict[str, Rounding]:
+    """Return what becomes of weights that are one tensor on disk, of which some are rounded: all of
     them are.
     """
-    quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in found}
+    quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in roundings}
     joined = {}
     for tensor in disk_tensors(source.config, quantized):
-        own = [(name, found[name]) for name in tensor.parts if name in found]
+        own = [(name, roundings[name]) for name in tensor.parts if name in roundings]
         if (
             own
             and tensor.stacked is None
-            and {found.get(name) for name in tensor.parts} != {own[0][1]}
+            and {roundings.get(name) for name in tensor.parts} != {own[0][1]}
         ):
             name, first = own[0]
             reason = f"it is one tensor with '{name}', and of that {first.reason}"
@@ -193,21 +201,21 @@ def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[s
     return joined
 
 
-def rounded(
+def round_weight(
     value: Tensor | QuantTensor,
     scheme: QuantScheme,
     scale_dtype: torch.dtype,
     name: str,
     path: Path,
 ) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight rounded again from the float32 numbers that it means, with its record for the
+    """Return a weight rounded again from the float32 numbers that it means, with its record for the
     manifest. Raises `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type.
     """
     if isinstance(value, QuantTensor):
         floats = value.dequantize()
     else:
         floats = value
-    checked_cast(
+    cast_finite(
         floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
     )
     found, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
@@ -222,7 +230,9 @@ def rounded(
 
 
 def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight with scales of another type, see `ScaleCast`, with its record for the manifest."""
+    """Return a weight with scales of another type, see `ScaleCast`, with its record for the
+    manifest.
+    """
     found = cast_scales(value, *(dtype.torch for dtype in dtypes))
     assert found is not None, "it was cast when the conversion was planned"
     error = relative_error(found, value.dequantize())
@@ -264,7 +274,7 @@ def _reason_in_header(
     return codec.misfit(source.info(name).shape)
 
 
-def _closest(
+def _choose_closest_scheme(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat
 ) -> QuantScheme:
     """Of the schemes that a format has, the one that loses least: as many bits or more, groups
@@ -287,25 +297,25 @@ def _closest(
         )
     wanted = columns // scheme.groups(columns)
 
-    def loss(one: QuantScheme) -> tuple[object, ...]:
-        size = columns // one.groups(columns)
-        fewer = one.bits < scheme.bits
+    def loss(candidate: QuantScheme) -> tuple[object, ...]:
+        size = columns // candidate.groups(columns)
+        fewer = candidate.bits < scheme.bits
         longer = size > wanted
         return (
             fewer,
-            abs(one.bits - scheme.bits),
+            abs(candidate.bits - scheme.bits),
             longer,
             size if fewer or longer else -size,
-            one != scheme,
+            candidate != scheme,
         )
 
     return min(fitting, key=loss)
 
 
-def _suggested(source: StoredCheckpoint, name: str) -> QuantScheme:
-    """The scheme that takes about the room of integers whose codes are not carried."""
+def _choose_scheme_by_size(source: StoredCheckpoint, name: str) -> QuantScheme:
+    """Return the scheme that takes about the room of integers whose codes are not carried."""
     rows, columns = source.info(name).shape
-    bits = 8 * source.stored_bytes(name) / (rows * columns)
+    bits = 8 * source.count_stored_bytes(name) / (rows * columns)
     if bits <= _MAX_BITS_OF_INT4:
-        return QuantScheme(4, 32).fitted(columns)
+        return QuantScheme(4, 32).fit_to_columns(columns)
     return QuantScheme(8, None)

@@ -18,19 +18,19 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.base.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.authorship import CARD, read_authorship
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, resolve_stored_name, schemes
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.dequantized_checkpoint import of_blocks
 from quantkit.formats.detect import open_checkpoint, with_codes
-from quantkit.formats.folder import carried_templates
+from quantkit.formats.folder import select_templates
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.convert import carried_codes
-from quantkit.jobs.convert.adapters import recorded_adapters, with_adapters
+from quantkit.jobs.convert.adapters import describe_adapters, with_adapters
 from quantkit.jobs.convert.card import conversion_card
-from quantkit.jobs.convert.carried_codes import Changes, widened
+from quantkit.jobs.convert.carried_codes import Changes, is_widened_embedding
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (
@@ -38,7 +38,7 @@ from quantkit.jobs.output.source_folder import (
     note_left_behind,
     require_causal_model,
 )
-from quantkit.jobs.output.target import kept_kv_cache, requested_target, shard_bytes, target_of
+from quantkit.jobs.output.target import choose_target, kept_kv_cache, shard_bytes, target_of
 from quantkit.jobs.output.writer import Work
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
@@ -80,7 +80,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     cast = options.float_type
     dequantize = options.dequantize
     requantize = options.requantize
-    requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
+    requested = choose_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", options.src)
     require_causal_model(src)
@@ -106,7 +106,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     scale_dtype = None
     if target.codes is not None and not dequantize:
         if requantize:
-            changes = carried_codes.needed_changes(source, target.codes, weights=not headers_only)
+            changes = carried_codes.plan_changes(source, target.codes, weights=not headers_only)
         with suggest_requantize(options):
             carried_codes.require_representable(source, target.codes, changes.rounded)
         if changes.rounded.keys() & read_as_floats(source).keys():
@@ -124,7 +124,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     kv_cache, kv_notes = kept_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )
-    source.kv_cache = kv_cache  # what is dropped has no part in checks either
+    # What is dropped has no part in checks either.
+    source.kv_cache = kv_cache
     output = Output(
         source=source,
         config=config,
@@ -133,7 +134,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         tokenizer=tokenizer,
         model_parallel=options.mp,
         method=target.method,
-        templates=carried_templates(source, tokenizer, options.template),
+        templates=select_templates(source, tokenizer, options.template),
         name=model_name(source),
         authorship=authorship,
         dst=dst,
@@ -145,8 +146,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     if has_card:
         side_files[CARD] = conversion_card(output)
     notes += [*kv_notes, *container.notes(output)]
-    recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
-    recorded |= recorded_adapters(source)
+    recorded = options.to_record(target.name, cast=cast, tensors_only=not source.config.runnable)
+    recorded |= describe_adapters(source)
     work = Work("convert", source, encoder, side_files, recorded)
     return Conversion(
         dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache
@@ -154,8 +155,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
 
 
 def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
-    """Whether codes for which there are no kernels are carried too: those of GGUF's blocks to a
-    file of GGUF, and those with MLX's offsets to another folder of MLX.
+    """Return whether codes for which there are no kernels are carried too: those of GGUF's blocks
+    to a file of GGUF, and those with MLX's offsets to another folder of MLX.
     """
     if source.method == Mlx.name:
         return target.method is not None and target.method.name == Mlx.name
@@ -167,7 +168,8 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
         src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as
     )
     if not source.config.runnable and source.method is not None:
-        unstack(source)  # experts that become floats become one tensor again
+        # Experts that become floats become one tensor again.
+        unstack(source)
     return with_adapters(
         source,
         options.lora,
@@ -265,7 +267,7 @@ def _code_notes(
     *,
     requantize: bool,
 ) -> list[str]:
-    """What the user should know about the codes."""
+    """Return what the user should know about the codes."""
     notes = []
     to_round = changes.rounded
     total = len(schemes(source)) + sum(
@@ -292,7 +294,7 @@ def _code_notes(
     if (
         target.codes is not None
         and EMBEDDING in schemes(source)
-        and widened(source, EMBEDDING, target.codes)
+        and is_widened_embedding(source, EMBEDDING, target.codes)
     ):
         notes.append(
             f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32,"
@@ -322,8 +324,8 @@ def _specs(
     scale_dtype: DType | None,
     target: Target,
 ) -> list[TensorSpec]:
-    """The tensors of the output, in order. Without `changes` all are floats; without `scale_dtype`
-    scales keep their types.
+    """Return the tensors of the output, in order. Without `changes` all are floats; without
+    `scale_dtype` scales keep their types.
     """
     config = replace(
         source.config,
@@ -339,11 +341,11 @@ def _specs(
     for parameter in target.container.parameters(config, quantized, target.method):
         name = parameter.name
         scheme = assigned.get(parameter.name)
-        info = source.info(stored_name(source, name))
+        info = source.info(resolve_stored_name(source, name))
         if (
             changes is not None
             and target.codes is not None
-            and widened(source, parameter.module, target.codes)
+            and is_widened_embedding(source, parameter.module, target.codes)
         ):
             dtype = DType.FLOAT32
             scheme = None
@@ -356,15 +358,15 @@ def _specs(
         else:
             # GGUF blocks that may store a matrix are read as float32 where that is exact.
             blocks = changes is None and of_blocks(source, info)
-            as_model = info.scheme is not None or blocks or _widened(source, info, model)
+            as_model = info.scheme is not None or blocks or _is_widened(source, info, model)
             dtype = model if as_model else info.dtype
         specs.append(TensorSpec(name, parameter.shape, dtype, scheme))
     return specs
 
 
-def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
-    """Whether GGUF stores a tensor as float32, such as a norm, though the model's type holds it
-    exactly.
+def _is_widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
+    """Return whether GGUF stores a tensor as float32, such as a norm, though the model's type holds
+    it exactly.
     """
     if (
         source.format != GGUF.name

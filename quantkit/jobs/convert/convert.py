@@ -9,9 +9,9 @@ from dataclasses import KW_ONLY, asdict, dataclass
 import torch
 from torch import Tensor
 
-from quantkit.base.option_fields import called_with
+from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, deduplicated, in_phase
-from quantkit.formats.checkpoint import schemes, stored_name
+from quantkit.formats.checkpoint import resolve_stored_name, schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs.convert import carried_codes
@@ -22,12 +22,12 @@ from quantkit.jobs.output.estimate import Estimate
 from quantkit.jobs.output.existing import Existing, is_finished
 from quantkit.jobs.output.result import ConvertResult
 from quantkit.jobs.output.writer import Writer, model_summary, writing
-from quantkit.quality.changed_tensors import REFINED, rewritten_changes
+from quantkit.quality.changed_tensors import REFINED, rehash_changes
 from quantkit.quality.figures import manifest_or_empty, read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
-from quantkit.quality.weights_only import carried_tensors
-from quantkit.tensors.finite import checked_cast, checked_codes
+from quantkit.quality.weights_only import describe_carried_tensors
+from quantkit.tensors.finite import cast_finite, require_finite_codes
 from quantkit.tensors.qtensor import QuantTensor, Solver, row_chunks
 from quantkit.tensors.spec import TensorSpec
 
@@ -46,7 +46,7 @@ class ConvertArguments(ConvertOptions):
     progress: Progress | None = None
 
 
-@called_with(ConvertArguments)
+@accept_fields_of(ConvertArguments)
 def convert(options: ConvertArguments) -> ConvertResult:
     """Write the model in `src` to the new folder, or GGUF file, `dst`.
 
@@ -70,7 +70,7 @@ def convert(options: ConvertArguments) -> ConvertResult:
     progress = deduplicated(options.progress)
     plan = plan_conversion(options)
     if is_finished(plan.dst, options.if_exists):
-        return _skipped(plan, started, progress)
+        return _read_existing_result(plan, started, progress)
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
     checked = options.source_check
@@ -97,21 +97,21 @@ def convert(options: ConvertArguments) -> ConvertResult:
     )
 
 
-def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
-    """The result that exists.
+def _read_existing_result(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
+    """Return the result that exists.
 
     Raises `DestinationError` if it is another one than this job would write.
     """
     work = plan.work
     there = Existing.read(plan.dst, progress)
     there.require_inputs(
-        work, _planned(plan), source_check=plan.options.source_check, progress=progress
+        work, _describe_plan(plan), source_check=plan.options.source_check, progress=progress
     )
     there.require_files(work)
     made = there.manifest
     path = manifest_path(plan.dst)
     if "quality" in made:
-        gate = there.passed(Gate, "quality")
+        gate = there.read_passed_check(Gate, "quality")
     else:
         gate = None
     if "exact" in made:
@@ -120,7 +120,7 @@ def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertRes
         exact = None
     return ConvertResult(
         plan.dst,
-        *weight_size(there.opened(work)),
+        *weight_size(there.open_weights(work)),
         exact,
         len(plan.changes.rounded),
         gate,
@@ -134,7 +134,7 @@ def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertRes
 def _value(
     plan: Conversion, spec: TensorSpec
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
-    """A tensor of the output, and its record for the manifest."""
+    """Return a tensor of the output, and its record for the manifest."""
     changes = plan.changes
     allow_nonfinite = plan.options.allow_nonfinite
     dtype = spec.dtype.torch
@@ -142,13 +142,13 @@ def _value(
         source = plan.precise
     else:
         source = plan.work.source
-    value = source.load(stored_name(source, spec.name))
+    value = source.load(resolve_stored_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
-        checked_codes(value, spec.name, source.path, allow_nonfinite)
+        require_finite_codes(value, spec.name, source.path, allow_nonfinite)
     if spec.scheme is not None and spec.name in changes.rounded:
-        return carried_codes.rounded(value, spec.scheme, dtype, spec.name, source.path)
+        return carried_codes.round_weight(value, spec.scheme, dtype, spec.name, source.path)
     if isinstance(value, Tensor):
-        return checked_cast(value, dtype, spec.name, source.path, allow_nonfinite), None
+        return cast_finite(value, dtype, spec.name, source.path, allow_nonfinite), None
     if spec.scheme is not None and spec.name in changes.cast:
         return carried_codes.cast(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
@@ -156,7 +156,7 @@ def _value(
     floats = torch.empty(value.shape, dtype=dtype)
     for start, stop in row_chunks(*value.shape):
         rows = value.rows(start, stop).dequantize()
-        floats[start:stop] = checked_cast(rows, dtype, spec.name, source.path, allow_nonfinite)
+        floats[start:stop] = cast_finite(rows, dtype, spec.name, source.path, allow_nonfinite)
     return floats, None
 
 
@@ -195,11 +195,11 @@ def _details(
     exact: Exact | None,
     gate: Gate | None,
 ) -> dict[str, object]:
-    """The job's part of the manifest."""
+    """Return the job's part of the manifest."""
     source = plan.work.source
     assigned = schemes(result)
     details: dict[str, object] = {
-        **_planned(plan),
+        **_describe_plan(plan),
         "schemes": {module: str(scheme) for module, scheme in assigned.items()},
     }
     if exact is not None:
@@ -209,19 +209,19 @@ def _details(
         for module, scheme in assigned.items():
             modules[module] = {"scheme": str(scheme), **writer.records.get(f"{module}.weight", {})}
         details |= {"quality": gate.to_json(), "modules": modules}
-    if changed := rewritten_changes(source.path, result):
+    if changed := rehash_changes(source.path, result):
         refined = manifest_or_empty(source.path)[REFINED]
         details[REFINED] = {
             **refined,
             "tensors": {name: asdict(one) for name, one in changed.items()},
         }
     if not source.config.runnable:
-        details["carried"] = carried_tensors(source, result)
+        details["carried"] = describe_carried_tensors(source, result)
     return details
 
 
-def _planned(plan: Conversion) -> dict[str, object]:
-    """The part of it that is known before anything is written."""
+def _describe_plan(plan: Conversion) -> dict[str, object]:
+    """Return the part of it that is known before anything is written."""
     source = plan.work.source
     options = plan.work.options
     details: dict[str, object] = {

@@ -10,17 +10,17 @@ from quantkit.jobs.convert.conversion import Conversion
 from quantkit.jobs.output.estimate import (
     Estimate,
     _streaming,
-    checked_tokens,
+    count_checked_tokens,
     forward_bytes,
     side_bytes,
 )
 from quantkit.jobs.output.speed import Speed
-from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.source_check import SOURCE_CHECK
 
 
 def estimate_conversion(planned: Conversion) -> Estimate:
-    """What a conversion takes."""
+    """Return what a conversion takes."""
     work = planned.work
     notes = planned.notes
     source = work.source
@@ -28,7 +28,7 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     specs = work.encoder.planned
     disk = work.encoder.total_bytes() + side_bytes(work.side_files)
     phases = {"writing": _streaming(source, work.encoder)}
-    checked = checked_tokens(source, planned.options.source_check)
+    checked = count_checked_tokens(source, planned.options.source_check)
     speed = Speed(config)
     steps = dict[str, float]()
     if checked:
@@ -36,7 +36,7 @@ def estimate_conversion(planned: Conversion) -> Estimate:
         steps[SOURCE_CHECK] = speed.forward(checked)
     steps["convert"] = speed.writing(disk, sum(file.size for file in source.files()))
     if planned.changes.rounded or planned.changes.cast:
-        steps["gate"] = speed.forward(measured_tokens(source), models=2)
+        steps["gate"] = speed.forward(count_gate_tokens(source), models=2)
     phase = max(phases, key=lambda name: phases[name])
     linears = linear_columns(config)
     counted = [spec for spec in specs if spec.name.removesuffix(".weight") in linears]

@@ -101,12 +101,14 @@ class ConvertOptions:
 
     @property
     def float_type(self) -> DType | None:
-        """The float type of the output; None keeps each tensor's own."""
+        """Return the float type of the output; None keeps each tensor's own."""
         return float_name(self.dtype)
 
-    def recorded(self, target: str, *, cast: DType | None, tensors_only: bool) -> dict[str, object]:
-        """What the manifest and the resume fingerprint record: all options that determine the bytes
-        of the weights.
+    def to_record(
+        self, target: str, *, cast: DType | None, tensors_only: bool
+    ) -> dict[str, object]:
+        """Return what the manifest and the resume fingerprint record: all options that determine
+        the bytes of the weights.
 
         Args:
             target: the name of the target format.

@@ -48,13 +48,18 @@ from quantkit.errors import RequestError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer, tokenizer_files
+from quantkit.formats.folder import load_checked_tokenizer, tokenizer_files
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_room_to_build
 from quantkit.jobs.inference.openai_batch import batch_answer, line_number
-from quantkit.jobs.inference.prompt_lines import TokenTexts, line_of
-from quantkit.jobs.inference.prompts_file import Prompt, PromptReader, checked, input_bytes
+from quantkit.jobs.inference.prompt_lines import TokenTexts, build_line
+from quantkit.jobs.inference.prompts_file import (
+    Prompt,
+    PromptReader,
+    parse_request_options,
+    read_input,
+)
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -100,8 +105,8 @@ class GeneratedFile:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The report for people."""
-        parts = [_counted(self.prompts, "prompt"), _counted(self.tokens, "token")]
+        """Return the report for people."""
+        parts = [_pluralize(self.prompts, "prompt"), _pluralize(self.tokens, "token")]
         if self.resumed:
             parts[0] += f", {self.resumed} of them from before"
         if self.tokens and self.seconds:
@@ -109,7 +114,7 @@ class GeneratedFile:
         return [("" if self.output is None else f"{self.output}: ") + ", ".join(parts)]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         return {**asdict(self), "output": None if self.output is None else str(self.output)}
 
 
@@ -231,7 +236,7 @@ class FileJob:
     def __post_init__(self) -> None:
         """Raise a `RequestError` for invalid options."""
         require_flags(truncate=self.truncate, resume=self.resume, allow_slow=self.allow_slow)
-        if checked(self.continuation)[0].scores_prompt and self.backend == "xla":
+        if parse_request_options(self.continuation)[0].scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
         if as_integer("batch_size", self.batch_size) < 1:
             raise RequestError("batch_size must be at least 1", found=self.batch_size)
@@ -249,8 +254,8 @@ class FileJob:
             require_room_to_build(partial_folder(self.output), resume=self.resume)
         checkpoint: Checkpoint = open_checkpoint(self.path, self.weights, text_part=True)
         require_runnable(checkpoint)
-        tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
-        content = input_bytes(self.prompts, "prompts")
+        tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
+        content = read_input(self.prompts, "prompts")
         config = checkpoint.config
         xla = self.backend == "xla"
         reader = PromptReader(
@@ -303,7 +308,7 @@ class FileJob:
             if counted is not None:
                 counted(new)
 
-        with self._opened(group) as out:
+        with self._open_output(group) as out:
             resumed = done = group.broadcast_from_rank0(len(out.done))
             total = group.broadcast_from_rank0(len(self._read))
             missing = [
@@ -317,7 +322,7 @@ class FileJob:
                 for _, prompts in todo:
                     for prompt in prompts:
                         requests.append(prompt.request)
-                engine, tokenizer = self._loaded(requests, group, progress)
+                engine, tokenizer = self._load_engine(requests, group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
                 for number, lines in _answers(engine, tokenizer, todo, count):
@@ -332,8 +337,10 @@ class FileJob:
             written = None
         return GeneratedFile(written, total, resumed, tokens, seconds)
 
-    def _opened(self, group: ProcessGroup) -> AbstractContextManager[ResumableLines | _Callback]:
-        """The destination of the lines; other processes than rank 0 drop theirs."""
+    def _open_output(
+        self, group: ProcessGroup
+    ) -> AbstractContextManager[ResumableLines | _Callback]:
+        """Return the destination of the lines; other processes than rank 0 drop theirs."""
         if not group.is_rank0:
             return nullcontext(_Callback(None))
         if not isinstance(self.output, Path):
@@ -351,10 +358,10 @@ class FileJob:
             self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume
         )
 
-    def _loaded(
+    def _load_engine(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
     ) -> tuple[Engine | Runner[Any], Tokenizer]:
-        """What runs requests, and the tokenizer."""
+        """Return what runs requests, and the tokenizer."""
         import torch
 
         from quantkit.jobs.inference.load import load, load_xla
@@ -391,14 +398,14 @@ class FileJob:
         if self.warm_up and isinstance(engine, Engine):
             compiled = engine.warm_up()
             if group.is_rank0:
-                _log.info("%s", warmed_up(compiled))
+                _log.info("%s", describe_warm_up(compiled))
         return engine, tokenizer
 
 
-def warmed_up(steps: int) -> str:
-    """A note on the number of compiled steps."""
+def describe_warm_up(steps: int) -> str:
+    """Return a note on the number of compiled steps."""
     if steps:
-        return f"{_counted(steps, 'step')} compiled"
+        return f"{_pluralize(steps, 'step')} compiled"
     return "nothing is compiled: the steps are eager"
 
 
@@ -419,7 +426,7 @@ class _Callback:
 
 
 def _likely_bytes(prompt: Prompt) -> int:
-    """A rough size of a prompt's lines on disk: where they end is not known."""
+    """Return a rough size of a prompt's lines on disk: where they end is not known."""
     request = prompt.request
     tokens = request.max_new_tokens + (len(request.prompt) if request.echo else 0)
     if request.logprobs is None:
@@ -429,8 +436,8 @@ def _likely_bytes(prompt: Prompt) -> int:
     return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _pluralize(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _answers(
@@ -468,6 +475,6 @@ def _answers(
         group.sort(key=lambda completion: (completion.prompt, completion.sample))
         lines: list[Line] = []
         for one in group:
-            lines.append(line_of(number, prompts[one.prompt], one, texts))
+            lines.append(build_line(number, prompts[one.prompt], one, texts))
         batch = of_line[0].batch
         yield number, [batch_answer(number, batch, lines)] if batch else lines

@@ -24,8 +24,8 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, by numbers of their lines; blank lines at the end are none. Raises
-    `RequestError` if it is empty, not text, or of another kind.
+    """Yield the objects of a file, by numbers of their lines; blank lines at the end are none.
+    Raises `RequestError` if it is empty, not text, or of another kind.
     """
     try:
         text = content.decode("utf-8-sig").rstrip()
@@ -65,13 +65,13 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := repeated([key for key, _ in pairs])) is not None:
+    if (twice := find_duplicate([key for key, _ in pairs])) is not None:
         raise RequestError(f"the key {shown(twice)} is there twice", argument=twice)
     return dict(pairs)
 
 
-def repeated(keys: list[Any]) -> Any:
-    """One that is among them twice; None if none is."""
+def find_duplicate(keys: list[Any]) -> Any:
+    """Return one that is among them twice; None if none is."""
     return next((key for key, times in Counter(keys).items() if times > 1), None)
 
 
@@ -114,7 +114,7 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
 
 
 def _comes_back(text: str) -> bool:
-    """Whether a finite number is the same when written again."""
+    """Return whether a finite number is the same when written again."""
     try:
         return Decimal(repr(float(text))) == Decimal(text)
     except InvalidOperation:  # exponents beyond all bounds
@@ -140,10 +140,10 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
             problem = f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
         spelled = {
-            key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
-            if isinstance(one, str)
-            else one
-            for key, one in texts.items()
+            key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", text))
+            if isinstance(text, str)
+            else text
+            for key, text in texts.items()
         }
         if error.argument is None:
             argument = None

@@ -23,14 +23,20 @@ from quantkit.base.arguments import (
 from quantkit.distributed.group import count_processes, joined_for_good, lost_as_error
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
-from quantkit.jobs.inference.load import opened
+from quantkit.jobs.inference.load import open_runnable_checkpoint
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
-from quantkit.runtime.request import Request, TokenIds, checked_length, checked_request, prompt_ids
+from quantkit.runtime.request import (
+    Request,
+    TokenIds,
+    check_total_length,
+    create_request,
+    prompt_ids,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import FloatName, float_name
 from quantkit.text.chat import Chat, Llama2Chat, Llama3Chat, llama2_tag
@@ -130,7 +136,7 @@ class Llama:
             require_backend(as_string("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
-        checkpoint = opened(path, None, float_name(dtype))
+        checkpoint = open_runnable_checkpoint(path, None, float_name(dtype))
         context = checkpoint.config.max_positions
         if not 1 <= length <= context:
             raise RequestError(
@@ -138,9 +144,8 @@ class Llama:
             )
         tokenizer = _tokenizer(tokenizer_path)
         require_rows(tokenizer, checkpoint.config.vocab_size, tokenizer_path)
-        processes = (
-            count_processes()
-        )  # before they join: who fails while they do leaves the others without a word
+        # Before they join: who fails while they do leaves the others without a word.
+        processes = count_processes()
         if (
             model_parallel_size is not None
             and as_integer("model_parallel_size", model_parallel_size) != processes
@@ -201,7 +206,7 @@ class Llama:
         require_flags(logprobs=logprobs, echo=echo)
         if not is_several(prompt_tokens):
             raise wrong_type("prompt_tokens", prompt_tokens, "several prompts in a list")
-        prompts = [prompt_ids(one) for one in prompt_tokens]
+        prompts = [prompt_ids(prompt_token) for prompt_token in prompt_tokens]
         count = as_integer("max_gen_len", max_gen_len)
         sampling = _sampling(temperature, top_p)
         if count < 0:
@@ -227,9 +232,9 @@ class Llama:
                     )
                 new = min(count, self._max_seq_len - len(prompt))
                 seed = self._seeds.getrandbits(64)
-                checked_length(self.model.config, prompt, new)
+                check_total_length(self.model.config, prompt, new)
                 if new or (logprobs and echo):
-                    requests[number] = checked_request(
+                    requests[number] = create_request(
                         self.model.config,
                         prompt,
                         new,
@@ -239,17 +244,19 @@ class Llama:
                     )
             with lost_as_error():
                 numbers = list(requests)
-                for one in completions(
+                for completion in completions(
                     self._engine, list(requests.values()), None, [()] * len(requests)
                 ):
-                    tokens[numbers[one.prompt]] = one.token_ids
-                    if one.logprobs is not None:
-                        found[numbers[one.prompt]] = [value or 0.0 for value in one.logprobs.tokens]
+                    tokens[numbers[completion.prompt]] = completion.token_ids
+                    if completion.logprobs is not None:
+                        found[numbers[completion.prompt]] = [
+                            value or 0.0 for value in completion.logprobs.tokens
+                        ]
         ends = self.model.config.eos_token_ids
         kept = [
             next((at for at, token in enumerate(one) if token in ends), len(one)) for one in tokens
         ]
-        tokens = [one[:stop] for one, stop in zip(tokens, kept, strict=True)]
+        tokens = [token[:stop] for token, stop in zip(tokens, kept, strict=True)]
         return tokens, [
             one[:stop] for one, stop in zip(found, kept, strict=True)
         ] if logprobs else None
@@ -323,17 +330,17 @@ class Llama:
                 *self.generate(ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs)
             )
         )
-        found: list[ChatPrediction] = []
+        result: list[ChatPrediction] = []
         for no in refused:
             tokens, values = ([], [] if logprobs else None) if no else next(answers)
             text = REFUSED if no else self._text(tokens)
-            found.append(
+            result.append(
                 {
                     "generation": {"role": "assistant", "content": text},
                     **self._details(tokens, values),
                 }
             )
-        return found
+        return result
 
     def _max_new_tokens(self, max_gen_len: int | None) -> int:
         if max_gen_len is None:

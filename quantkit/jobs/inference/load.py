@@ -14,7 +14,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
 from quantkit.model.decoder import Decoder
@@ -95,8 +95,8 @@ def load(
     progress = deduplicated(progress)
     float_dtype = float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
-    checkpoint = opened(path, weights, float_name(dtype))
-    tokenizer, _ = checked_tokenizer(checkpoint)
+    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
+    tokenizer, _ = load_checked_tokenizer(checkpoint)
     model = load_model(
         checkpoint,
         device=device,
@@ -110,8 +110,8 @@ def load(
 
 
 def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
-    """A smaller model that proposes tokens for another one, whose tokenizer is given. Raises as
-    `load`, and `RequestError` if the two encode texts in different ways.
+    """Return a smaller model that proposes tokens for another one, whose tokenizer is given. Raises
+    as `load`, and `RequestError` if the two encode texts in different ways.
     """
     draft, own = load(path, **placement)
     if (found := sample_difference(tokenizer, own)) is not None:
@@ -130,8 +130,8 @@ def load_xla(
     multi_host: bool = False,
     progress: Progress | None = None,
 ) -> tuple[XlaModel, Tokenizer]:
-    """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then
-    on.
+    """Return what `load` does, for the devices that JAX finds; the process can't `torch.compile`
+    from then on.
 
     Args:
         path, dtype, weights: as for `load`.
@@ -157,8 +157,8 @@ def load_xla(
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
-    checkpoint = opened(path, weights, float_name(dtype))
-    tokenizer, _ = checked_tokenizer(checkpoint)
+    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
+    tokenizer, _ = load_checked_tokenizer(checkpoint)
     model = model_on_devices(
         checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress
     )
@@ -172,7 +172,8 @@ def load_by_transformers(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> tuple[TransformersModel, Tokenizer]:
-    """What `load` does, for a model that transformers runs, whether there is a decoder here or not.
+    """Return what `load` does, for a model that transformers runs, whether there is a decoder here
+    or not.
 
     Args:
         path, weights: as for `load`.
@@ -191,12 +192,14 @@ def load_by_transformers(
     checkpoint = open_to_run(
         as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code
     )
-    tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
+    tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
 
 
-def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> Checkpoint:
-    """A checkpoint whose config names all end tokens.
+def open_runnable_checkpoint(
+    path: Path, weights: WeightKind | None, floats_as: DType | None
+) -> Checkpoint:
+    """Return a checkpoint whose config names all end tokens.
 
     Args:
         floats_as: see `Container.open`.

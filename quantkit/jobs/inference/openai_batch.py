@@ -105,14 +105,14 @@ class BatchRequest:
 
 
 def is_batch_line(values: Mapping[str, Any]) -> bool:
-    """Whether a line is in this format, even if its body is missing."""
+    """Return whether a line is in this format, even if its body is missing."""
     return "body" in values or {"custom_id", "url"} <= values.keys()
 
 
 def from_batch_line(
     values: Mapping[str, Any], answered_by: str
 ) -> tuple[BatchRequest, dict[str, Any]]:
-    """A line in OpenAI's format, and the same request with the keys of a line of prompts.
+    """Return a line in OpenAI's format, and the same request with the keys of a line of prompts.
 
     Raises:
         RequestError: for another method or URL, or for a parameter that has no equivalent here, by
@@ -270,8 +270,8 @@ def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 def batch_answer(
     number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The line that answers a request. Identifiers and the time are fixed, so that the same inputs
-    give the same bytes.
+    """Return the line that answers a request. Identifiers and the time are fixed, so that the same
+    inputs give the same bytes.
 
     Args:
         number: of the request in its file, from 0.
@@ -296,7 +296,7 @@ def batch_answer(
 
 
 def line_number(line: Mapping[str, Any]) -> Any:
-    """The number of the prompt whose line it is."""
+    """Return the number of the prompt whose line it is."""
     if "response" in line:
         return int(line["id"].rpartition("_")[2])
     return line["index"]
@@ -312,32 +312,32 @@ def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count the tokens of prompts, each once, and of their continuations."""
     prompt_tokens = sum(line["prompt_tokens"] for line in lines if line["sample"] == 0)
     new_tokens = sum(line["completion_tokens"] for line in lines)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
     }
     if any("reasoning_tokens" in line for line in lines):
         reasoning = sum(line["reasoning_tokens"] for line in lines)
-        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return found
+        result["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return result
 
 
 def chat_message(parts: Parts, call_id: Callable[[int], str]) -> dict[str, Any]:
-    """An answer as a message; `call_id` makes the identifier of each call."""
+    """Return an answer as a message; `call_id` makes the identifier of each call."""
     message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
     if parts.reasoning:
         message["reasoning_content"] = parts.reasoning
     if parts.calls:
         message["content"] = parts.content or None
         message["tool_calls"] = [
-            tool_call(one, call_id(place)) for place, one in enumerate(parts.calls)
+            tool_call(call, call_id(place)) for place, call in enumerate(parts.calls)
         ]
     return message
 
 
 def tool_call(call: Call, identifier: str) -> dict[str, Any]:
-    """A call in the form of the API's messages."""
+    """Return a call in the form of the API's messages."""
     return {
         "id": identifier,
         "type": "function",
@@ -352,8 +352,10 @@ def with_arguments(messages: Any) -> Any:
     if not isinstance(messages, list):
         return messages
     return [
-        _with_objects(one) if isinstance(one, Mapping) and one.get("tool_calls") else one
-        for one in messages
+        _with_objects(message)
+        if isinstance(message, Mapping) and message.get("tool_calls")
+        else message
+        for message in messages
     ]
 
 
@@ -394,9 +396,9 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Log-probabilities of an answer's tokens."""
     content = []
-    for one in entries:
+    for entry in entries:
         content.append(
-            {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]}
+            {**_entry(entry), "top_logprobs": [_entry(top) for top in entry["top_logprobs"]]}
         )
     return {"content": content, "refusal": None}
 
@@ -465,5 +467,5 @@ def _text_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one[key] for key in ("token", "logprob", "bytes")}
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry[key] for key in ("token", "logprob", "bytes")}

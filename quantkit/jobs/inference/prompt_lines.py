@@ -16,51 +16,59 @@ from quantkit.runtime.request import Completion, Logprobs
 from quantkit.text.tokenizer import Tokenizer
 
 
-def line_of(
-    number: int, prompt: Prompt, found: Completion, texts: TokenTexts, *, key: str | None = None
+def build_line(
+    number: int,
+    prompt: Prompt,
+    completion: Completion,
+    texts: TokenTexts,
+    *,
+    key: str | None = None,
 ) -> dict[str, Any]:
-    """What is written of a completion; see `quantkit.jobs.inference.generate_file`. Identifiers of
-    calls are made of `key`, by default the number of the prompt.
+    """Return what is written of a completion; see `quantkit.jobs.inference.generate_file`.
+    Identifiers of calls are made of `key`, by default the number of the prompt.
     """
     if prompt.request.echo:
         echoed = len(prompt.request.prompt)
     else:
         echoed = 0
-    text = found.text or ""
+    text = completion.text or ""
     if prompt.begins_answer and not texts.tokenizer.byte_level:
-        text = text.removeprefix(" ")  # sentencepiece puts it before a word
+        # Sentencepiece puts it before a word.
+        text = text.removeprefix(" ")
     line: dict[str, Any] = {
         "index": number,
         **prompt.known_by,
-        "sample": found.sample,
+        "sample": completion.sample,
         "text": text,
-        "finish_reason": found.finish_reason,
-        "stop": found.stop,
-        "prompt_tokens": found.prompt_tokens,
-        "completion_tokens": len(found.token_ids) - echoed,
+        "finish_reason": completion.finish_reason,
+        "stop": completion.stop,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": len(completion.token_ids) - echoed,
     }
     if prompt.form is not None:
         parts = Parts()
         parser = prompt.form.parser()
         parts.add([*parser.feed(text), *parser.close()])
-        identifiers = call_ids(prompt.form, str(number) if key is None else key, found.sample)
+        identifiers = call_ids(prompt.form, str(number) if key is None else key, completion.sample)
         line["message"] = chat_message(parts, identifiers)
-        line["finish_reason"] = finish_reason(found, called=bool(parts.calls))
+        line["finish_reason"] = finish_reason(completion, called=bool(parts.calls))
         if prompt.form.reasoning is not None:
-            line["reasoning_tokens"] = prompt.form.reasoning_tokens(found.token_ids[echoed:])
+            line["reasoning_tokens"] = prompt.form.reasoning_tokens(completion.token_ids[echoed:])
     if prompt.truncated:
         line["truncated"] = True
     if prompt.token_ids:
-        line["token_ids"] = found.token_ids
-    if found.logprobs is not None:
-        line["logprobs"] = entries_of(found.token_ids, found.logprobs, texts, prompt.batch)
+        line["token_ids"] = completion.token_ids
+    if completion.logprobs is not None:
+        line["logprobs"] = entries_of(
+            completion.token_ids, completion.logprobs, texts, prompt.batch
+        )
         if prompt.batch and not prompt.messages:
             if prompt.request.echo:
                 before = []
             else:
                 before = prompt.request.prompt
-            line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
-            end = end_entries(found, texts, prompt.batch)
+            line["text_offset"] = text_offsets(texts.tokenizer, before, completion.token_ids, text)
+            end = end_entries(completion, texts, prompt.batch)
             line["logprobs"] += end
             line["text_offset"] += [len(text)] * len(end)
     return line
@@ -78,11 +86,11 @@ def call_ids(form: AnswerForm, key: str, sample: int) -> Callable[[int], str]:
     return identifier
 
 
-def finish_reason(found: Completion, *, called: bool) -> str:
+def finish_reason(completion: Completion, *, called: bool) -> str:
     """Why an answer ended, with the API's reason for one that calls tools."""
-    if called and found.finish_reason == "stop":
+    if called and completion.finish_reason == "stop":
         return "tool_calls"
-    return found.finish_reason
+    return completion.finish_reason
 
 
 def entries_of(
@@ -123,9 +131,8 @@ class TokenTexts(dict[int, str]):
 
     def __missing__(self, token: int) -> str:
         alone = self.tokenizer.decode([token])
-        text = self[token] = self.tokenizer.decode([token, token])[
-            len(alone) :
-        ]  # it keeps the space before it
+        # It keeps the space before it.
+        text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]
         return text
 
     def entry(

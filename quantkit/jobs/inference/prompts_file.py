@@ -45,13 +45,19 @@ from typing import TYPE_CHECKING, Any
 from quantkit.answers.form import AnswerForm, tool_grammar
 from quantkit.answers.reasoning import reasoning_of
 from quantkit.answers.syntaxes import syntax_of
-from quantkit.answers.tools import Tools, checked_tools
+from quantkit.answers.tools import Tools, check_tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import require_flags, wrong_type
 from quantkit.base.json_values import shown
 from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
-from quantkit.jobs.inference.json_lines import EXPECTED, at_place, concerning, objects, repeated
+from quantkit.jobs.inference.json_lines import (
+    EXPECTED,
+    at_place,
+    concerning,
+    find_duplicate,
+    objects,
+)
 from quantkit.jobs.inference.openai_batch import (
     OF_TOOLS,
     BatchRequest,
@@ -63,13 +69,13 @@ from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
     Request,
-    checked_options,
+    create_promptless_request,
     no_beam_search,
     no_prompt_logprobs,
     prompt_ids,
-    shortened,
     stop_strings,
     text_ids,
+    truncate_prompt,
     with_prompt,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -112,7 +118,8 @@ _ELSEWHERE = {
     "stop_strings": "stop",
     "top_logprobs": "logprobs",
 }
-_MAX_CONSTRAINED = 128  # samples, as in OpenAI's API: each needs memory
+# Samples, as in OpenAI's API: each needs memory.
+_MAX_CONSTRAINED = 128
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
 
 
@@ -147,11 +154,13 @@ class Prompt:
 
     @property
     def begins_answer(self) -> bool:
-        """Whether the new text is an answer from its first character."""
+        """Return whether the new text is an answer from its first character."""
         return self.messages and not self.continued and not self.request.echo
 
     def bound(self, grammars: Grammars) -> Request:
-        """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
+        """Return the request with its grammar's `Constraint`, which cannot be sent to other
+        processes.
+        """
         if self.grammar is None:
             return self.request
         if self.form is None:
@@ -224,18 +233,19 @@ class PromptReader:
                         )
                 given = {key: value for key, value in values.items() if value is not None}
                 _require_known(values, _KEYS | {*OF_TOOLS} if batch else _KEYS)
-                kind = _kind(given)
+                kind = _find_prompt_key(given)
             if kind == "messages":
+                # An error in the model's folder is not the line's.
                 _ = (
                     self._chat,
                     self._chat_defaults,
-                )  # an error in the model's folder is not the line's
+                )
             with at_place(f"{name}:{number}", batch.names if batch else {}):
                 if "id" in values:
                     known_by = {"id": values["id"]}
                 else:
                     known_by = {}
-                lines.append(self._prompts(given, known_by, batch))
+                lines.append(self._build_prompts(given, known_by, batch))
         batches = []
         for prompts in lines:
             for prompt in prompts:
@@ -251,7 +261,7 @@ class PromptReader:
             )
         return lines
 
-    def answered(self, url: str, number: str, body: Mapping[str, Any]) -> list[Prompt]:
+    def read_request(self, url: str, number: str, body: Mapping[str, Any]) -> list[Prompt]:
         """Return the prompts of a request to OpenAI's API.
 
         Args:
@@ -265,31 +275,33 @@ class PromptReader:
             {"custom_id": number, "url": url, "body": body}, self._folder.name
         )
         given = {key: value for key, value in values.items() if value is not None}
-        kind = _kind(given)
+        kind = _find_prompt_key(given)
         if kind == "messages":
             _ = self._chat, self._chat_defaults
         with at_place(None, batch.names):
-            return self._prompts(given, {}, batch)
+            return self._build_prompts(given, {}, batch)
 
-    def _prompts(
-        self, given: Mapping[str, Any], known_by: dict[str, Any], batch: BatchRequest | None
+    def _build_prompts(
+        self, line_values: Mapping[str, Any], known_by: dict[str, Any], batch: BatchRequest | None
     ) -> list[Prompt]:
         """Return the prompts of one line, of which only a request in OpenAI's format has
         several.
         """
-        lines = [given] if batch is None else split_prompts(given)
+        lines = [line_values] if batch is None else split_prompts(line_values)
         prompts = []
         for number, line in enumerate(lines):
             place = number if len(lines) > 1 else None
-            prompt = self._prompt(_kind(line), line, known_by, api=batch is not None, place=place)
+            prompt = self._build_prompt(
+                _find_prompt_key(line), line, known_by, api=batch is not None, place=place
+            )
             prompts.append(replace(prompt, batch=batch))
             self._require_few_constrained(prompt, len(lines))
         return prompts
 
-    def _prompt(
+    def _build_prompt(
         self,
         kind: str,
-        given: Mapping[str, Any],
+        line_values: Mapping[str, Any],
         known_by: dict[str, Any],
         *,
         api: bool,
@@ -299,8 +311,8 @@ class PromptReader:
         tools = None
         if api and kind == "messages":
             with concerning("tools"):
-                tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
-            given = {**given, "tools": None if tools is None else tools.given}
+                tools = check_tools(*(line_values.get(key) for key in OF_TOOLS))
+            line_values = {**line_values, "tools": None if tools is None else tools.definitions}
         if kind == "messages":
             defaults = self._chat_defaults
         else:
@@ -308,26 +320,26 @@ class PromptReader:
         chosen = {
             **defaults,
             **self._options,
-            **{key: given[key] for key in OPTIONS & given.keys()},
+            **{key: line_values[key] for key in OPTIONS & line_values.keys()},
         }
         fills = chosen.get("max_new_tokens") is None
-        request, stop = checked({**chosen, "max_new_tokens": 1} if fills else chosen)
+        request, stop = parse_request_options({**chosen, "max_new_tokens": 1} if fills else chosen)
         if request.scores_prompt and not self._prompt_logprobs:
-            raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
+            raise no_prompt_logprobs("echo" if "echo" in line_values else "logprobs")
         with concerning(kind, place):
-            ids = self._ids(kind, given)
+            ids = self._encode_prompt(kind, line_values)
         if kind == "messages":
             request = replace(request, end_ids=self._chat.end_ids)
         cut = ids
         if self._truncate and ids:
-            cut = shortened(
+            cut = truncate_prompt(
                 ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id
             )
         if fills:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
         with concerning(kind, place):
             request = with_prompt(self._config, request, cut, self._max_tokens)
-        wanted = given.get("response_format")
+        wanted = line_values.get("response_format")
         grammar = None
         form = None
         if wanted is not None:
@@ -344,9 +356,9 @@ class PromptReader:
                 )
             grammar = grammar or calls
             request = replace(
-                request, spelled={} if form is None else form.spelled(self._tokenizer)
+                request, spelled={} if form is None else form.find_hidden_marks(self._tokenizer)
             )
-        found = Prompt(
+        result = Prompt(
             request,
             stop,
             known_by,
@@ -356,21 +368,21 @@ class PromptReader:
             grammar,
             form,
         )
-        if kind == "messages" and given.get("chat_template_kwargs", {}).get(
+        if kind == "messages" and line_values.get("chat_template_kwargs", {}).get(
             "continue_final_message"
         ):
-            found = replace(found, continued=True)
+            result = replace(result, continued=True)
         if grammar is not None:
             if wanted is not None:
                 name = "response_format"
             else:
                 name = "tool_choice"
             with concerning(name):
-                self._require_compiled(found, name)
-        return found
+                self._require_compiled(result, name)
+        return result
 
     def _form(self, tools: Tools | None, ids: list[int]) -> tuple[AnswerForm | None, str | None]:
-        """The form of an answer, and the grammar of the calls that it must have."""
+        """Return the form of an answer, and the grammar of the calls that it must have."""
         reasoning = reasoning_of(self._tokenizer, ids)
         if tools is None:
             return None if reasoning is None else AnswerForm(reasoning=reasoning), None
@@ -406,8 +418,8 @@ class PromptReader:
                 argument="prompt",
             )
 
-    def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
-        value = given[kind]
+    def _encode_prompt(self, kind: str, line_values: Mapping[str, Any]) -> list[int]:
+        value = line_values[kind]
         if kind == "token_ids":
             if not isinstance(value, list) or not all(type(one) is int for one in value):
                 raise wrong_type("token_ids", value, "a list of token ids")
@@ -415,14 +427,14 @@ class PromptReader:
         if kind == "prompt":
             if not isinstance(value, str):
                 raise wrong_type("prompt", value, "a string")
-            require_flags(specials=given.get("specials", False))
-            return text_ids(self._tokenizer, value, specials=given.get("specials", False))
-        tools = given.get("tools")
-        variables = given.get("chat_template_kwargs", {})
+            require_flags(specials=line_values.get("specials", False))
+            return text_ids(self._tokenizer, value, specials=line_values.get("specials", False))
+        tools = line_values.get("tools")
+        variables = line_values.get("chat_template_kwargs", {})
         if not isinstance(value, list):
             raise wrong_type("messages", value, "a list of objects with a role and a content")
         if tools is not None and not (
-            isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         ):
             raise wrong_type("tools", tools, "a list of objects")
         if not isinstance(variables, dict):
@@ -441,8 +453,8 @@ class PromptReader:
         return sampling_defaults(self._folder)
 
 
-def input_bytes(file: str | Path, what: str) -> bytes:
-    """The content of a file, or of stdin for ``-``.
+def read_input(file: str | Path, description: str) -> bytes:
+    """Return the content of a file, or of stdin for ``-``.
 
     Args:
         what: it contains, for the error.
@@ -455,10 +467,12 @@ def input_bytes(file: str | Path, what: str) -> bytes:
         with open(0 if name == STDIN else file, "rb", closefd=name != STDIN) as source:
             return source.read()
     except OSError as error:
-        raise RequestError(f"the {what} cannot be read: {error.strerror}", path=name) from error
+        raise RequestError(
+            f"the {description} cannot be read: {error.strerror}", path=name
+        ) from error
 
 
-def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
+def parse_request_options(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     """Options as a request without its prompt, and the strings at which its text ends. Raises
     `RequestError` for a value of the wrong type or out of its range.
     """
@@ -469,14 +483,14 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
             sampling[key] = chosen[key]
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
-        if (twice := repeated(tokens)) is not None:
+        if (twice := find_duplicate(tokens)) is not None:
             raise RequestError(
                 "`logit_bias` names a token twice", found=twice, argument="logit_bias"
             )
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = chosen.get("echo", False)
     require_flags(echo=echo)
-    request = checked_options(
+    request = create_promptless_request(
         chosen["max_new_tokens"],
         sampling,
         samples=chosen.get("n", 1),
@@ -488,20 +502,20 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
 
 
 def _as_token(key: Any) -> Any:
-    """A token id, which JSON spells as a string."""
+    """Return a token id, which JSON spells as a string."""
     if isinstance(key, str) and _NUMBER.fullmatch(key):
         return int(key)
     return key
 
 
-def _kind(given: Mapping[str, Any]) -> str:
-    """Which key holds the prompt. Raises `RequestError` unless there is just one, and nothing that
-    goes with another.
+def _find_prompt_key(line_values: Mapping[str, Any]) -> str:
+    """Return which key holds the prompt. Raises `RequestError` unless there is just one, and
+    nothing that goes with another.
     """
-    kinds = [key for key in _PROMPTS if key in given]
+    kinds = [key for key in _PROMPTS if key in line_values]
     if not kinds:
         raise RequestError(
-            "there is no prompt", found=", ".join(given) or "no keys", expected=EXPECTED
+            "there is no prompt", found=", ".join(line_values) or "no keys", expected=EXPECTED
         )
     if len(kinds) > 1:
         raise RequestError(
@@ -512,20 +526,20 @@ def _kind(given: Mapping[str, Any]) -> str:
             goes_with = "prompt"
         else:
             goes_with = "messages"
-        if key in given and kinds != [goes_with]:
+        if key in line_values and kinds != [goes_with]:
             raise RequestError(
                 f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'", argument=key
             )
     return kinds[0]
 
 
-def _require_known(values: Mapping[str, Any], known: Collection[str]) -> None:
+def _require_known(values: Mapping[str, Any], known_keys: Collection[str]) -> None:
     """Raise a `RequestError` for an unknown key."""
     for key in values:
         if key in BEAM_SEARCH:
             raise no_beam_search(key)
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
+        if key not in known_keys:
+            close = difflib.get_close_matches(key, known_keys, 1)
             meant = _ELSEWHERE.get(key) or (close[0] if close else None)
             if meant:
                 hint = f"did you mean '{meant}'?"

@@ -12,9 +12,9 @@ from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 from quantkit.base.memory import available_bytes, resident_bytes, size_text, total_bytes
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import inner_width
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.container import Encoder
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
@@ -28,10 +28,12 @@ from quantkit.quality.bounds import window_length
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.tensors.dtypes import DType
 
-_LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
+# What the mathematics libraries and threads set up once work begins.
+_LIBRARIES = 40 << 20
 
 
-_PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
+# What oneDNN keeps for each shape that the solver and experts multiply.
+_PRODUCTS = 60 << 20
 
 
 _LONG_SECONDS = 20
@@ -82,11 +84,11 @@ class Estimate:
     )
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         return asdict(self)
 
     def line(self) -> str:
-        """The figures in one line, for whoever is about to wait."""
+        """Return the figures in one line, for whoever is about to wait."""
         taken = [f"memory {size_text(self.memory_bytes)}"]
         if self.device_bytes:
             taken.append(f"GPU memory {size_text(self.device_bytes)}")
@@ -98,7 +100,7 @@ class Estimate:
         return "; ".join([f"this takes about {', '.join(taken)}", *self._hints()])
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
             f"linear layers: {kinds}",
@@ -123,8 +125,8 @@ class Estimate:
         return [*out, *self._hints(), *(f"note: {note}" for note in self.notes)]
 
     def _disk(self) -> str:
-        """The size of the output, by its weights where it is compared with the source, and of
-        activations.
+        """Return the size of the output, by its weights where it is compared with the source, and
+        of activations.
         """
         if self.weights is None:
             size = size_text(self.disk_bytes)
@@ -137,13 +139,13 @@ class Estimate:
         return f"{size}{more}"
 
     def _steps(self) -> str:
-        """The steps that take a noticeable part of the time, if it is long."""
+        """Return the steps that take a noticeable part of the time, if it is long."""
         if self.seconds < _LONG_SECONDS:
             return ""
         long = []
-        for name, own in self.steps.items():
-            if own > self.seconds / 20:
-                long.append(f"{name} {_duration(own)}")
+        for name, step in self.steps.items():
+            if step > self.seconds / 20:
+                long.append(f"{name} {_duration(step)}")
         if len(long) > 1:
             return f": {', '.join(long)}"
         return ""
@@ -166,12 +168,12 @@ def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
 
 
 def process_bytes() -> int:
-    """What the process has in memory once work begins."""
+    """Return what the process has in memory once work begins."""
     return resident_bytes() + _LIBRARIES + _PRODUCTS
 
 
 def side_bytes(files: Mapping[str, bytes | Path]) -> int:
-    """The size of the files next to the weights."""
+    """Return the size of the files next to the weights."""
     return sum(
         len(content) if isinstance(content, bytes) else content.stat().st_size
         for content in files.values()
@@ -187,16 +189,16 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
         if is_scale(item.name):
             continue
         count = math.prod(item.shape)
-        dtype = source.info(stored_name(source, item.name)).dtype
+        dtype = source.info(resolve_stored_name(source, item.name)).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
-    largest = max(largest, 2 * encoder.joined_bytes)
+    largest = max(largest, 2 * encoder.max_buffered_bytes)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 
 
-def checked_tokens(source: Checkpoint, source_check: bool) -> int:
+def count_checked_tokens(source: Checkpoint, source_check: bool) -> int:
     """Tokens on which the source is tried before anything is written."""
-    tokenizer, _ = checked_tokenizer(source)
+    tokenizer, _ = load_checked_tokenizer(source)
     if source_check and tokenizer is not None:
         return window_length(source)
     return 0

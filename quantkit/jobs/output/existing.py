@@ -18,7 +18,7 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.staging import changed_keys, partial_folder, require_room_to_build
+from quantkit.formats.output.staging import find_changed_keys, partial_folder, require_room_to_build
 from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, source_hashes
 from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack
@@ -39,7 +39,7 @@ _HINT = "choose another name or remove it"
 
 
 def is_finished(dst: Path, if_exists: IfExists) -> bool:
-    """Whether there is a finished output that may be kept.
+    """Return whether there is a finished output that may be kept.
 
     Raises:
         DestinationError: if an unfinished one is next to it.
@@ -88,13 +88,13 @@ class Existing:
 
     @classmethod
     def read(cls, dst: Path, progress: Progress) -> Existing:
-        """An output whose files, with the model card, have the hashes of its manifest."""
+        """Return an output whose files, with the model card, have the hashes of its manifest."""
         with _as_written(dst):
             made, edited = require_as_written(dst, progress=progress)
-        found = cls(dst, made)
+        result = cls(dst, made)
         if edited:
-            raise found.differs(*(f"file {name}" for name in edited))
-        return found
+            raise result.differs(*(f"file {name}" for name in edited))
+        return result
 
     def require_inputs(
         self, work: Work, details: Mapping[str, object], *, source_check: bool, progress: Progress
@@ -128,22 +128,25 @@ class Existing:
         )
         self.require(found, expected)
         if self.dst.is_file() and self.dst.name not in files:
-            raise self.differs(f"file {self.dst.name}")  # the manifest is that of several files
+            # The manifest is that of several files.
+            raise self.differs(f"file {self.dst.name}")
         for name, header in encoder.headers().items():
             path = manifest_path(self.dst).with_name(name)
             with destination_errors(path), path.open("rb") as file:
                 if file.read(len(header)) != header:
                     raise self.differs(f"file {name}")
 
-    def require(self, found: dict[str, Any], expected: Mapping[str, object]) -> None:
+    def require(self, existing_values: dict[str, Any], expected: Mapping[str, object]) -> None:
         """Compare parts of the manifest with what the job would write there."""
         now = json.loads(json.dumps(expected))
-        if found != now:
-            raise self.differs(*changed_keys(found, now))
+        if existing_values != now:
+            raise self.differs(*find_changed_keys(existing_values, now))
 
-    def passed(self, kind: Any, key: str, *, accepted: bool = False, **fields: object) -> Any:
-        """A check of the manifest, if it was passed, or its failure was and is `accepted`; with
-        these fields.
+    def read_passed_check(
+        self, kind: Any, key: str, *, accepted: bool = False, **fields: object
+    ) -> Any:
+        """Return a check of the manifest, if it was passed, or its failure was and is `accepted`;
+        with these fields.
         """
         with _as_written(self.dst):
             check = kind.from_json(self.manifest.get(key), manifest_path(self.dst))
@@ -154,8 +157,8 @@ class Existing:
             raise self.differs(f"{key} (passed)")
         return check
 
-    def opened(self, work: Work) -> StoredCheckpoint:
-        """Its weights."""
+    def open_weights(self, work: Work) -> StoredCheckpoint:
+        """Return its weights."""
         if self.dst.is_dir():
             path = self.dst
         else:
@@ -166,7 +169,7 @@ class Existing:
             return result
 
     def differs(self, *names: str) -> DestinationError:
-        """The error for what differs."""
+        """Return the error for what differs."""
         return _differs(self.dst, *names)
 
 

@@ -19,7 +19,7 @@ _MAX_LISTED_LAYERS = 8
 
 
 def file_name(path: str | Path) -> str | None:
-    """The last part of a path, if it reads as a name."""
+    """Return the last part of a path, if it reads as a name."""
     name = Path(path).absolute().name
     if _PLAIN.fullmatch(name):
         return name
@@ -27,41 +27,46 @@ def file_name(path: str | Path) -> str | None:
 
 
 def model_name(source: Checkpoint, base: str | None = None) -> str:
-    """The name of a model; if none is known, that of its folder or file, or its architecture.
-    `base` is as in `known_name`.
+    """Return the name of a model; if none is known, that of its folder or file, or its
+    architecture. `base` is as in `find_model_name`.
     """
     if source.path.suffix == GGUF:
         path = source.path.with_suffix("")
     else:
         path = source.path
-    return known_name(source, base) or file_name(path) or source.config.architecture
+    return find_model_name(source, base) or file_name(path) or source.config.architecture
 
 
-def known_name(source: Checkpoint, base: str | None = None) -> str | None:
-    """The name of a model in its model card or GGUF's metadata, on a hub, without the owner, or in
-    its config.
+def find_model_name(source: Checkpoint, base: str | None = None) -> str | None:
+    """Return the name of a model in its model card or GGUF's metadata, on a hub, without the owner,
+    or in its config.
 
     Args:
         base: its name on a hub, if it was requested.
     """
-    found = base or read_model_name(source.path) or base_model(source) or config_name(source.path)
+    found = (
+        base
+        or read_model_name(source.path)
+        or find_base_model(source)
+        or read_config_name(source.path)
+    )
     if found is None:
         return None
     return found.rpartition("/")[2]
 
 
-def base_model(source: Checkpoint) -> str | None:
-    """The source's name on a hub, ``owner/name``, if its config, its place in the hub's cache, or
-    its manifest shows one.
+def find_base_model(source: Checkpoint) -> str | None:
+    """Return the source's name on a hub, ``owner/name``, if its config, its place in the hub's
+    cache, or its manifest shows one.
     """
     hub = origin(source.path)
     if hub is None:
-        return recorded_base(source.path)
-    return _owned_name(source.path) or hub["name"]
+        return read_base_model(source.path)
+    return _read_qualified_name(source.path) or hub["name"]
 
 
-def recorded_base(model: Path) -> str | None:
-    """The name of a model's source on a hub, ``owner/name``, if its config or its manifest
+def read_base_model(model: Path) -> str | None:
+    """Return the name of a model's source on a hub, ``owner/name``, if its config or its manifest
     states one.
     """
     made = manifest_or_empty(model).get("source")
@@ -73,21 +78,21 @@ def recorded_base(model: Path) -> str | None:
         name = hub.get("name")
     else:
         name = None
-    return _owned_name(model) or (
+    return _read_qualified_name(model) or (
         name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None
     )
 
 
-def _owned_name(model: Path) -> str | None:
-    named = config_name(model)
-    if named is not None and "/" in named:
-        return named
+def _read_qualified_name(model: Path) -> str | None:
+    config_name = read_config_name(model)
+    if config_name is not None and "/" in config_name:
+        return config_name
     return None
 
 
-def config_name(model: Path) -> str | None:
-    """The name in a model's config.json, with or without the owner; None if there is none, or a
-    path.
+def read_config_name(model: Path) -> str | None:
+    """Return the name in a model's config.json, with or without the owner; None if there is none,
+    or a path.
     """
     config = model / "config.json"
     if config.is_file():
@@ -133,7 +138,7 @@ def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
 
 
 def _merge_experts(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """The names in a layer; a linear that all experts have is one name."""
+    """Return the names in a layer; a linear that all experts have is one name."""
 
     def numberless(name: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
@@ -141,18 +146,18 @@ def _merge_experts(names: Sequence[str], every: Iterable[str]) -> list[str]:
     counts = Counter(map(numberless, names))
     all_counts = Counter(map(numberless, every))
     merged = (
-        numberless(one) if counts[numberless(one)] == all_counts[numberless(one)] else one
-        for one in names
+        numberless(name) if counts[numberless(name)] == all_counts[numberless(name)] else name
+        for name in names
     )
     return list(dict.fromkeys(merged))
 
 
 def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:
-    """The names of modules in each layer, by its number; "" for those outside the layers."""
+    """Return the names of modules in each layer, by its number; "" for those outside the layers."""
     names: dict[str, list[str]] = {}
     for module in modules:
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        names.setdefault(found[1] if found else "", []).append(found[2] if found else module)
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        names.setdefault(match[1] if match else "", []).append(match[2] if match else module)
     return names
 
 

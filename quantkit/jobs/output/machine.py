@@ -8,7 +8,7 @@ from quantkit.model.column_kernels import kernels_name
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """What sums of floats depend on, and so do solved and weighted codes."""
+    """Return what sums of floats depend on, and so do solved and weighted codes."""
     return {
         "torch": torch.__version__,
         "number of threads": torch.get_num_threads(),

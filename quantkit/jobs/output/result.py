@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.base.memory import size_text
 from quantkit.bit_allocation.allocation import Allocation
 from quantkit.jobs.output.sizes import WeightSizes
-from quantkit.quality.figures import Estimate, weighted_mean
+from quantkit.quality.figures import Estimate, average_estimates
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
@@ -48,7 +48,7 @@ class ConvertResult:
     skipped: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         if self.quality is None:
             quality = None
         else:
@@ -56,7 +56,7 @@ class ConvertResult:
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
-        """The report for people: one line."""
+        """Return the report for people: one line."""
         facts = [size_text(self.weight_bytes), _bits(self.bits_per_weight)]
         if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
@@ -120,7 +120,9 @@ class QuantizeResult:
     formats: dict[str, QuantizeResult] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
+        """Return all of it, as plain values; ``quality`` and ``positions`` as the manifest has
+        them.
+        """
         own = {
             "path": str(self.path),
             "quality": self.quality.to_json(accepted=self.accepted),
@@ -128,29 +130,29 @@ class QuantizeResult:
             if self.positions is None
             else self.positions.to_json(accepted=self.accepted),
             "allocation": None if self.allocation is None else self.allocation.to_json(),
-            "formats": {name: one.to_json() for name, one in self.formats.items()},
+            "formats": {name: format_.to_json() for name, format_ in self.formats.items()},
         }
         return asdict(replace(self, allocation=None, formats={})) | own
 
     def lines(self) -> list[str]:
-        """The report for people: one line, with the divergence and the growth of perplexity over
-        all texts of the gate together, and those of a certificate; of a size to fit before it what
-        was chosen; and last what would make the model smaller. Of several formats those of each,
-        and last the size of all.
+        """Return the report for people: one line, with the divergence and the growth of perplexity
+        over all texts of the gate together, and those of a certificate; of a size to fit before it
+        what was chosen; and last what would make the model smaller. Of several formats those of
+        each, and last the size of all.
         """
         if self.formats:
             each = []
-            for one in self.formats.values():
-                for line in one._lines():
+            for format_ in self.formats.values():
+                for line in format_._lines():
                     each.append(line)
-            size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
+            size = size_text(sum(format_.weights.output_bytes for format_ in self.formats.values()))
             return [
                 *each,
                 f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}",
             ]
         return self._lines(time_text(self.seconds))
 
-    def _lines(self, *more: str) -> list[str]:
+    def _lines(self, *extra_facts: str) -> list[str]:
         facts = [
             _schemes(self.schemes),
             *([f"embedding {self.embedding}"] if self.embedding else []),
@@ -171,18 +173,18 @@ class QuantizeResult:
             by_position = []
         else:
             by_position = self.positions.lines()
-        wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
+        wrote = f"{_outcome(self)}: {', '.join([*facts, *extra_facts])}"
         return [*chosen, wrote, *by_position, *self.weights.hints()]
 
 
 def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
-    """The result of a run that took some seconds, given that in each folder of `path`; the key of a
-    single one is ``""``.
+    """Return the result of a run that took some seconds, given that in each folder of `path`; the
+    key of a single one is ``""``.
     """
     first = next(iter(results.values()))
     if "" in results:
         return replace(first, seconds=seconds)
-    notes = list(dict.fromkeys(note for one in results.values() for note in one.notes))
+    notes = list(dict.fromkeys(note for result in results.values() for note in result.notes))
     return replace(first, path=path, seconds=seconds, notes=notes, formats=dict(results))
 
 
@@ -192,10 +194,10 @@ def growth_text(ratio: Estimate) -> str:
     return f"{'' if growth.value < 0 else '+'}{growth} %".replace(" ±", " % ±")
 
 
-def _outcome(made: ConvertResult | QuantizeResult) -> str:
-    if made.skipped:
-        return f"{made.path} exists already, from the same inputs and options"
-    return f"wrote {made.path}"
+def _outcome(result: ConvertResult | QuantizeResult) -> str:
+    if result.skipped:
+        return f"{result.path} exists already, from the same inputs and options"
+    return f"wrote {result.path}"
 
 
 def _schemes(schemes: dict[str, int]) -> str:
@@ -211,12 +213,14 @@ def _bits(bits_per_weight: float) -> str:
 
 
 def quality_texts(quality: Gate | WeightsOnly) -> list[str]:
-    """The mean KL, and by how much perplexity has grown, over all tokens of the gate's texts."""
+    """Return the mean KL, and by how much perplexity has grown, over all tokens of the gate's
+    texts.
+    """
     if isinstance(quality, WeightsOnly):
         return [quality.line()]
-    tokens = [one.tokens for one in quality.texts]
-    kl = weighted_mean([one.kl_estimate for one in quality.texts], tokens)
-    ratio = weighted_mean([one.perplexity_ratio for one in quality.texts], tokens)
+    tokens = [text.tokens for text in quality.texts]
+    kl = average_estimates([text.kl_estimate for text in quality.texts], tokens)
+    ratio = average_estimates([text.perplexity_ratio for text in quality.texts], tokens)
     return [f"KL {kl}", f"perplexity {growth_text(ratio)}"]
 
 

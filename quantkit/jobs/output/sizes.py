@@ -29,7 +29,7 @@ class WeightSizes:
     embedding_int8_bytes: int | None
 
     def text(self) -> str:
-        """The output's size and how it compares."""
+        """Return the output's size and how it compares."""
         if self.output_bytes < self.source_bytes:
             compared = "smaller"
         else:
@@ -40,7 +40,9 @@ class WeightSizes:
         )
 
     def hints(self) -> list[str]:
-        """What would help if the output is not smaller, or much of it is an embedding of floats."""
+        """Return what would help if the output is not smaller, or much of it is an embedding of
+        floats.
+        """
         much = self.embedding_bytes > _LARGE_SHARE * self.output_bytes
         if self.embedding_int8_bytes is None or (
             self.output_bytes < self.source_bytes and not much

@@ -17,11 +17,11 @@ from quantkit.doctor.findings import Finding
 from quantkit.doctor.side_files import README, SideFiles, check_dead, linked_files
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.links import require_inside
-from quantkit.files.located import located
+from quantkit.files.located import locate_model
 from quantkit.formats import manifest
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.folder import checked_tokenizer, is_private_license, side_names
+from quantkit.formats.folder import is_private_license, load_checked_tokenizer, side_names
 from quantkit.formats.registry import CONTAINERS
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def require_causal_model(path: str | Path) -> None:
     carries: the output would be loaded with another pooling, and give other embeddings without a
     warning.
     """
-    modules = located(path) / _MODULES
+    modules = locate_model(path) / _MODULES
     if modules.is_file():
         raise UnsupportedError(
             "is an embedding model of sentence-transformers, which is not supported",
@@ -75,7 +75,7 @@ def check_side_files(
             damaged.
 
     Returns:
-        The tokenizer, compared with the embedding, and notes on it; see `checked_tokenizer`.
+        The tokenizer, compared with the embedding, and notes on it; see `load_checked_tokenizer`.
 
     Raises:
         CheckpointError: if a file is damaged, a placeholder or missing, or is a link out of the
@@ -95,7 +95,7 @@ def check_side_files(
     for path in linked_files(side):
         if not is_private_license(path):
             require_inside(path, root)
-    tokenizer, notes = checked_tokenizer(source)
+    tokenizer, notes = load_checked_tokenizer(source)
     # The embedding of a model that is not run may be another one than that of text tokens.
     if source.config.measurable:
         rows = source.config.vocab_size
@@ -131,10 +131,11 @@ def note_left_behind(
         _CACHE,
         *SETTINGS_FILES,
         *(file.path.name for file in source.files()),
-        *container.carried_names(source, dst),
+        *container.list_carried_names(source, dst),
     }
     if (source.path / manifest.NAME).is_file():
-        silent.add(README)  # the model card that quantkit wrote
+        # The model card that quantkit wrote.
+        silent.add(README)
     names: dict[str, None] = {}
     for path in sorted(source.path.iterdir()):
         name = path.name

@@ -37,8 +37,10 @@ _SECONDS_OF_WEIGHT = 1.5e-9  # in one pass, to read and convert
 _SECONDS_OF_STATE = (
     3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
 )
-_GUESSED_DISK_RATE = 1.5e9  # bytes a second through reading, hashing and writing; not measured here
-_SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
+# Bytes a second through reading, hashing and writing; not measured here.
+_GUESSED_DISK_RATE = 1.5e9
+# Opened, hashed, synced and read back.
+_SECONDS_OF_FILES = 0.12
 
 
 class Speed:
@@ -52,15 +54,15 @@ class Speed:
     def products(
         self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
     ) -> float:
-        """The time of operations in matrix products."""
+        """Return the time of operations in matrix products."""
         inputs, outputs = (
             min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config))
         )
         return flops * _seconds_of_operation(inputs, outputs, dtype, device)
 
     def forward(self, tokens: int, *, models: int = 1, passes: int = 1) -> float:
-        """The time of a number of tokens through models on disk, up to their logits, in a number
-        of passes.
+        """Return the time of a number of tokens through models on disk, up to their logits, in a
+        number of passes.
         """
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
@@ -82,7 +84,7 @@ class Speed:
         return tokens * self.config.vocab_size * _seconds_of_head_gradient(self.config)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
-        """The time to round numbers of weights, by scheme; below 8 bits on scales that are
+        """Return the time to round numbers of weights, by scheme; below 8 bits on scales that are
         searched or span groups.
         """
         width = self.config.hidden_size or _WIDTH
@@ -92,14 +94,14 @@ class Speed:
         )
 
     def writing(self, size: int, source: int) -> float:
-        """The time to hash files of a source and write those of an output, of these sizes in
+        """Return the time to hash files of a source and write those of an output, of these sizes in
         bytes.
         """
         return _SECONDS_OF_FILES + (source + 2 * size) / _GUESSED_DISK_RATE
 
     @cached_property
     def linears(self) -> int:
-        """The number of linears in the decoder."""
+        """Return the number of linears in the decoder."""
         return sum(count * group.count for group, count in every_group(self.config))
 
 
@@ -163,7 +165,7 @@ def _seconds_of_operation(
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """The seconds of the fastest of some runs."""
+    """Return the seconds of the fastest of some runs."""
     best = math.inf
     began = time.perf_counter()
     runs = 0

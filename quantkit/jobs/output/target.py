@@ -23,33 +23,33 @@ _WITH_KV_CACHE = (CompressedTensors.name, Int8Activations.name, HF.name)
 """Targets that can store the scheme and scales of a KV cache."""
 
 
-def requested_target(
+def choose_target(
     to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False
 ) -> Target | None:
-    """The requested target, by name or by the suffix of the destination; None if it follows from
-    the source. Raises `RequestError` for an unknown name, and for requests that contradict each
-    other.
+    """Return the requested target, by name or by the suffix of the destination; None if it follows
+    from the source. Raises `RequestError` for an unknown name, and for requests that contradict
+    each other.
     """
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
     if to is None:
-        found = None
+        result = None
     else:
-        found = target(as_string("to", to))
+        result = target(as_string("to", to))
     if dst.suffix.lower() == f".{GGUF.name}":
-        if found is not None and found.name != GGUF.name:
+        if result is not None and result.name != GGUF.name:
             raise RequestError(
-                f'the destination is a GGUF file by its name, and `to="{found.name}"` requests a'
+                f'the destination is a GGUF file by its name, and `to="{result.name}"` requests a'
                 " folder",
                 found=str(dst),
                 hint="choose a name without .gguf, or leave `to` out",
             )
-        found = target(GGUF.name)
-    if found is None:
+        result = target(GGUF.name)
+    if result is None:
         return None
     for given, name, allowed in (
-        (dequantize, "dequantize", found.floats),
-        (requantize, "requantize", found.codes is not None),
+        (dequantize, "dequantize", result.floats),
+        (requantize, "requantize", result.codes is not None),
     ):
         if given and not allowed:
             able = []
@@ -57,14 +57,15 @@ def requested_target(
                 if one.floats if dequantize else one.codes is not None:
                     able.append(one.name)
             raise RequestError(
-                f'`{name}=True` does not go with `to="{found.name}"`', expected=", ".join(able)
+                f'`{name}=True` does not go with `to="{result.name}"`', expected=", ".join(able)
             )
-    return found
+    return result
 
 
 def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
-    """The default target of a source: floats as Hugging Face folders, codes as they lie there
-    if that is written, else as compressed-tensors."""
+    """Return the default target of a source: floats as Hugging Face folders, codes as they lie
+    there if that is written, else as compressed-tensors.
+    """
     if dequantize or not (schemes(source) or read_as_floats(source)):
         return target(HF.name)
     own = targets().get(source.method or "")
@@ -73,22 +74,22 @@ def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
     return target(NATIVE)
 
 
-def quantized_target(to: str | None, dst: Path) -> Target:
+def choose_quantized_target(to: str | None, dst: Path) -> Target:
     """As what a model is quantized.
 
-    Raises `RequestError` for what holds floats only; see also `requested_target`.
+    Raises `RequestError` for what holds floats only; see also `choose_target`.
     """
-    found = requested_target(to, dst) or target(NATIVE)
-    if found.codes is None:
+    result = choose_target(to, dst) or target(NATIVE)
+    if result.codes is None:
         able = ", ".join(one.name for one in targets().values() if one.codes is not None)
-        raise RequestError(f'`to="{found.name}"` is a format of floats', expected=able)
-    return found
+        raise RequestError(f'`to="{result.name}"` is a format of floats', expected=able)
+    return result
 
 
-def quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]:
+def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]:
     """As what a model is quantized, in the order of `targets`, if one or several formats are
     requested. Raises `RequestError` for none and for one that is named twice; see also
-    `quantized_target`.
+    `choose_quantized_target`.
     """
     if to is None:
         names: list[str | None] = [None]
@@ -100,13 +101,14 @@ def quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]
         raise RequestError("`to` names a format twice", found=again)
     order = list(targets())
     return sorted(
-        (quantized_target(name, dst) for name in names), key=lambda one: order.index(one.name)
+        (choose_quantized_target(name, dst) for name in names),
+        key=lambda one: order.index(one.name),
     )
 
 
 def shard_bytes(requested: int | None, container: Container) -> int:
-    """The bytes of the largest file of weights. Raises `RequestError` for a size that no file can
-    have, or a container whose files are not split by size.
+    """Return the bytes of the largest file of weights. Raises `RequestError` for a size that no
+    file can have, or a container whose files are not split by size.
     """
     if requested is None:
         if container.one_file:
@@ -126,19 +128,20 @@ def shard_bytes(requested: int | None, container: Container) -> int:
 def kept_kv_cache(
     source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
 ) -> tuple[KvCache | None, list[str]]:
-    """What a conversion writes again, as it is, of its source's quantized key/value cache, and
-    notes for the user. Raises `NonFiniteError` or `CheckpointError`: see `KvCache.require_sound`.
+    """Return what a conversion writes again, as it is, of its source's quantized key/value cache,
+    and notes for the user. Raises `NonFiniteError` or `CheckpointError`: see
+    `KvCache.require_sound`.
     """
     cache = source.kv_cache
     if cache is None or not cache.rewritable or dequantize or target.name not in _WITH_KV_CACHE:
-        return None, dropped_kv_cache(source, dst)
+        return None, note_dropped_cache(source, dst)
     cache.require_sound(allow_nonfinite=allow_nonfinite)
     return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
 
 
-def dropped_kv_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
-    """A note where an output says nothing of its source's quantized key/value cache, or has it
-    calibrated `again`.
+def note_dropped_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
+    """Return a note where an output says nothing of its source's quantized key/value cache, or has
+    it calibrated `again`.
     """
     if source.kv_cache is None:
         return []

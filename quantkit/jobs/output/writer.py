@@ -84,7 +84,7 @@ class Work:
     scratch_bytes: int = 0
 
     def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
-        """What a run must have in common with the interrupted run that it resumes."""
+        """Return what a run must have in common with the interrupted run that it resumes."""
         written = {}
         for name, content in self.side_files.items():
             if isinstance(content, bytes):
@@ -105,7 +105,7 @@ class Work:
 
 
 def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
-    """The sha256 of all files of a source that an output depends on."""
+    """Return the sha256 of all files of a source that an output depends on."""
     path = source.path
     # a single file contains its tokenizer
     if path.is_dir():
@@ -118,7 +118,7 @@ def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
 
 
 def option_key(name: str) -> str:
-    """The key of an option in a fingerprint."""
+    """Return the key of an option in a fingerprint."""
     return f"option {name}"
 
 
@@ -202,18 +202,18 @@ class Writer:
         self._layer_ends = _layer_ends(work)
 
     @property
-    def written(self) -> Written:
-        """The tensors that an interrupted run has written."""
+    def existing_tensors(self) -> Written:
+        """Return the tensors that an interrupted run has written."""
         return Written(self._encoder, self.path, self.done)
 
     @property
     def missing(self) -> list[TensorSpec]:
-        """The tensors still to put, in order."""
+        """Return the tensors still to put, in order."""
         return list(self._encoder.planned[self._next :])
 
     @property
     def notes(self) -> list[str]:
-        """What the check of the source found that the user should know."""
+        """Return what the check of the source found that the user should know."""
         if isinstance(self._source_check, SourceCheck):
             note = self._source_check.note()
         else:
@@ -318,7 +318,7 @@ class Writer:
         self._is_complete = True
 
     def read_back(self, folder: str = "") -> StoredCheckpoint:
-        """The result, or that in one of its folders, opened.
+        """Return the result, or that in one of its folders, opened.
 
         Raises `DestinationError` if it cannot be read back.
         """
@@ -415,9 +415,11 @@ class Writer:
 
 
 def _layer_ends(work: Work) -> set[int]:
-    """The index of each layer's last tensor; what follows the last layer counts as part of it."""
+    """Return the index of each layer's last tensor; what follows the last layer counts as part
+    of it.
+    """
     planned = work.encoder.planned
-    layers = {one.name: one.layer for one in parameters(work.source.config)}
+    layers = {parameter.name: parameter.layer for parameter in parameters(work.source.config)}
     last = {}
     for index in range(len(planned)):
         last[layers.get(work.encoder.canonical_name(index))] = index
@@ -433,7 +435,7 @@ def _content(path: Path) -> bytes:
 
 
 def content_hash(content: bytes | Path) -> str:
-    """The sha256 of a side file."""
+    """Return the sha256 of a side file."""
     return sha256(_content(content) if isinstance(content, Path) else content).hexdigest()
 
 
@@ -461,7 +463,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
-    """The manifest's main facts about a model."""
+    """Return the manifest's main facts about a model."""
     return {
         "architecture": source.config.architecture,
         "parameters": parameter_count(source),

@@ -20,7 +20,7 @@ from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import quietly
 from quantkit.files.hub_failures import short
 from quantkit.formats.authorship import CARD, LICENSE_DETAILS, read_authorship
-from quantkit.jobs.output.labels import recorded_base
+from quantkit.jobs.output.labels import read_base_model
 from quantkit.quality.figures import manifest_or_empty
 
 _FLOATS = (".safetensors", ".bin")
@@ -50,7 +50,7 @@ class Card:
 def model_card(
     model: Path, files: Mapping[str, Path], name: str, base_model: str | None, license: str | None
 ) -> Card:
-    """The model card of a model.
+    """Return the model card of a model.
 
     Args:
         files: what is sent, by name.
@@ -73,13 +73,15 @@ def model_card(
         original = readme.read_bytes()
     card = _read(original, readme or model / CARD)
     before = card.data.to_dict()
-    recorded, relation = (recorded_base(model), _relation(made, files)) if made else (None, None)
+    recorded, relation = (
+        (read_base_model(model), _choose_relation(made, files)) if made else (None, None)
+    )
     new: dict[str, Any] = {}
     if readme is None:
         stated = _gguf_authorship(model, files)
         if recorded is not None:
             stated.pop("base_model", None)  # of the source, of which this is a conversion
-        new = stated | _described(model, files, made, stated.get("tags", []))
+        new = stated | _describe_model(model, files, made, stated.get("tags", []))
         before = stated
     base = base_model or before.get("base_model") or recorded
     if base and base != before.get("base_model"):
@@ -94,7 +96,7 @@ def model_card(
     for key, value in new.items():
         card.data[key] = value
     if readme is None:
-        card.text = _body(name, made, base)
+        card.text = _write_body(name, made, base)
     sent = card.data.to_dict()
     if readme is not None and not new:
         content = original
@@ -104,8 +106,8 @@ def model_card(
 
 
 def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
-    """What the metadata of GGUF files states; several files of a folder are one model in several
-    types.
+    """Return what the metadata of GGUF files states; several files of a folder are one model in
+    several types.
     """
     paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
     return read_authorship(paths[0] if paths else model)
@@ -141,8 +143,8 @@ def _read(content: bytes, path: Path) -> Any:
 
 
 def _text(card: Any, original: bytes) -> str:
-    """The text of a card, with the line ends and the order of the metadata that it had; older
-    versions of the library have no fixed order for new metadata.
+    """Return the text of a card, with the line ends and the order of the metadata that it had;
+    older versions of the library have no fixed order for new metadata.
     """
     if not card.data.to_dict():
         return str(card.text)
@@ -153,11 +155,11 @@ def _text(card: Any, original: bytes) -> str:
     )
 
 
-def _described(
-    model: Path, files: Mapping[str, Path], made: Mapping[str, Any], tags: list[str]
+def _describe_model(
+    model: Path, files: Mapping[str, Path], manifest: Mapping[str, Any], tags: list[str]
 ) -> dict[str, Any]:
-    """The metadata of a new model card but for base model and licence, without what is not known;
-    `tags` are the model's own.
+    """Return the metadata of a new model card but for base model and licence, without what is not
+    known; `tags` are the model's own.
     """
     floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
     if "config.json" in files:
@@ -165,28 +167,34 @@ def _described(
     else:
         config = {}
     classes = config.get("architectures")
-    causal = isinstance(classes, list) and any(str(one).endswith("ForCausalLM") for one in classes)
+    causal = isinstance(classes, list) and any(
+        str(class_).endswith("ForCausalLM") for class_ in classes
+    )
     facts = {
         "library_name": (
-            "transformers" if floats and classes and made.get("job") != "quantize" else None
+            "transformers" if floats and classes and manifest.get("job") != "quantize" else None
         ),
-        "pipeline_tag": "text-generation" if causal or (made and _has_gguf(files)) else None,
+        "pipeline_tag": "text-generation" if causal or (manifest and _has_gguf(files)) else None,
         "tags": list(
             dict.fromkeys(
-                [*tags, *(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])]
+                [
+                    *tags,
+                    *(["quantkit"] if manifest else []),
+                    *(["gguf"] if _has_gguf(files) else []),
+                ]
             )
         ),
     }
     return {key: value for key, value in facts.items() if value}
 
 
-def _relation(made: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
-    """How hubs call the relation of what quantkit made to the base model; None leaves it to the
-    hub.
+def _choose_relation(manifest: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
+    """Return how hubs call the relation of what quantkit made to the base model; None leaves it to
+    the hub.
     """
-    if made.get("job") == "quantize" or _has_gguf(files):
+    if manifest.get("job") == "quantize" or _has_gguf(files):
         return "quantized"
-    if made.get("lora"):
+    if manifest.get("lora"):
         return "finetune"
     return None
 
@@ -195,13 +203,13 @@ def _has_gguf(files: Mapping[str, Path]) -> bool:
     return any(name.endswith(GGUF) for name in files)
 
 
-def _body(name: str, made: Mapping[str, Any], base: object) -> str:
+def _write_body(name: str, manifest: Mapping[str, Any], base: object) -> str:
     lines = [f"# {name.rpartition('/')[2]}"]
     if isinstance(base, str):
         lines.append(f"Base model: [{base}](https://huggingface.co/{base}).")
-    if made:
+    if manifest:
         lines.append(
-            f"Made with quantkit {made.get('quantkit_version', '')}: `quantkit"
-            f" {made.get('job', '')}`."
+            f"Made with quantkit {manifest.get('quantkit_version', '')}: `quantkit"
+            f" {manifest.get('job', '')}`."
         )
     return "\n" + "\n\n".join(lines) + "\n"

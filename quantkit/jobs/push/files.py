@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def require_sound(model: Path) -> Path:
-    """The path of a model in which `quantkit.diagnose` finds no error, a folder or a GGUF file; its
-    warnings are logged.
+    """Return the path of a model in which `quantkit.diagnose` finds no error, a folder or a GGUF
+    file; its warnings are logged.
 
     Raises:
         RequestError: if it is neither.
@@ -51,7 +51,7 @@ def require_sound(model: Path) -> Path:
         )
     require_finished(found, manifest.NAME)
     if found.resolve().name.endswith(PARTIAL):
-        raise _unfinished(found)
+        raise _build_unfinished_error(found)
     _require_no_errors(diagnose(found), found)
     if found.is_dir():
         several = gguf_models(found)
@@ -63,8 +63,8 @@ def require_sound(model: Path) -> Path:
 
 
 def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files to send by their names in the repository; and the hidden files and folders, which
-    are not sent.
+    """Return the files to send by their names in the repository; and the hidden files and folders,
+    which are not sent.
 
     All files of a folder, also in folders in it; or all files of a GGUF model, with its own
     manifest.
@@ -96,24 +96,26 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def manifests(model: Path) -> list[Path]:
-    """What has a manifest: the folder or the GGUF file, and each GGUF model in the folder."""
+    """Return what has a manifest: the folder or the GGUF file, and each GGUF model in the
+    folder.
+    """
     found = [model, *(gguf_models(model) if model.is_dir() else ())]
     own = {manifest_path(one): one for one in reversed(found)}
     return [one for path, one in own.items() if path.is_file()]
 
 
 def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
-    def failed(error: OSError) -> None:
+    def raise_unreadable(error: OSError) -> None:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=error.filename)
 
-    for root, folders, names in os.walk(folder, onerror=failed):
+    for root, folders, names in os.walk(folder, onerror=raise_unreadable):
         for name in sorted(folders + names):
             path = Path(root, name)
             relative = path.relative_to(folder).as_posix()
             if name.startswith(".") or name == _CACHE:
                 hidden.append(relative)
             elif name.endswith(_UNFINISHED):
-                raise _unfinished(path)
+                raise _build_unfinished_error(path)
             elif name in names:
                 yield relative, path
             elif path.is_symlink():
@@ -134,19 +136,21 @@ def _require_readable(name: str, path: Path) -> None:
         raise CheckpointError("is a link to a file that is missing", path=path)
     SourceFile(path).require_content()
     suffix = path.suffix.lower()
-    try:  # also weights in inner folders, which the doctor does not read
+    # Also weights in inner folders, which the doctor does not read.
+    try:
         if suffix == ".safetensors":
             safetensors_io.open_file(path)
         elif suffix == GGUF:
             read_header(path)
         elif suffix in _PICKLES:
             open_weights(path)
-    except UnsupportedError:  # sound, but with types that are not read here
+    except UnsupportedError:
+        # Sound, but with types that are not read here.
         pass
 
 
-def _require_no_errors(found: Diagnosis, model: Path) -> None:
-    errors = [one for one in found.findings if found.severity(one) == "error"]
+def _require_no_errors(diagnosis: Diagnosis, model: Path) -> None:
+    errors = [finding for finding in diagnosis.findings if diagnosis.severity(finding) == "error"]
     if errors:
         first = errors[0]
         more = len(errors) - 1
@@ -156,12 +160,12 @@ def _require_no_errors(found: Diagnosis, model: Path) -> None:
         raise CheckpointError(
             f"{first.rule.name}: {first.where}: {first.what}", path=model, hint=hint
         )
-    for one in found.findings:
-        if found.severity(one) == "warning":
-            _log.warning("%s: %s: %s: %s", model, one.rule.name, one.where, one.what)
+    for finding in diagnosis.findings:
+        if diagnosis.severity(finding) == "warning":
+            _log.warning("%s: %s: %s: %s", model, finding.rule.name, finding.where, finding.what)
 
 
-def _unfinished(path: Path) -> CheckpointError:
+def _build_unfinished_error(path: Path) -> CheckpointError:
     return CheckpointError(
         "is unfinished", path=path, hint="finish the command that writes it, or remove it"
     )

@@ -25,7 +25,7 @@ from quantkit.files.hub_upload import (
     require_token,
     validate_model_card,
 )
-from quantkit.files.local_files import LocalFile, hashed, in_memory
+from quantkit.files.local_files import LocalFile, hash_files, in_memory
 from quantkit.files.source import SourceFile
 from quantkit.formats.authorship import CARD as README
 from quantkit.formats.authorship import HUB_NAME, LICENSE
@@ -125,14 +125,14 @@ def push(
     files = _local_files(model, paths, dry_run, on_steps, notes, progress)
     if sends_card and (card.changed or card.is_new):
         files[README] = in_memory(README, card.content)
-    states = {file.name: _state(file, there) for file in files.values()}
+    states = {file.name: _compare_with_repository(file, there) for file in files.values()}
     changed = [file for file in files.values() if states[file.name] != "same"]
     deleted = others if delete_others else []
     created = there is None
     if not dry_run and (there is None or not there.has_branch or changed or deleted):
         if README in states and states[README] != "same":
             validate_model_card(card.content.decode("utf-8-sig"), name)
-        there = _destination(name, revision, there, private=not public)
+        there = _ensure_destination(name, revision, there, private=not public)
         if changed or deleted:
             commit = commit_files(
                 changed, deleted, there, message or f"Upload {name} with quantkit", progress
@@ -146,7 +146,7 @@ def push(
         None if there is None else there.commit,
         private,
         created,
-        [PushedFile(one, files[one].size, states[one]) for one in sorted(files)],
+        [PushedFile(file, files[file].size, states[file]) for file in sorted(files)],
         deleted,
         [] if delete_others else others,
         dry_run,
@@ -201,7 +201,7 @@ def _require_valid(
 def _before(
     name: str, branch: str | None, public: bool, dry_run: bool, notes: _Notes
 ) -> tuple[Repository | None, bool | None]:
-    """The repository, None if it is not there, and whether it is private or will be.
+    """Return the repository, None if it is not there, and whether it is private or will be.
 
     A dry run continues without it.
     """
@@ -229,7 +229,7 @@ def _local_files(
     notes: _Notes,
     progress: Progress,
 ) -> dict[str, LocalFile]:
-    """The files with their hashes, compared with the manifests."""
+    """Return the files with their hashes, compared with the manifests."""
     if on_steps is not None and not dry_run:
         size = sum(path.stat().st_size for path in paths.values())
         on_steps(
@@ -239,7 +239,7 @@ def _local_files(
                 "commit": _COMMIT_SECONDS,
             }
         )
-    files = hashed(paths, progress)
+    files = hash_files(paths, progress)
     digests = {paths[name]: file.sha256 for name, file in files.items()}
     found = manifests(model)
     for one in found:
@@ -278,11 +278,11 @@ def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
         )
 
 
-def _state(file: LocalFile, there: Repository | None) -> State:
-    if there is None:
+def _compare_with_repository(file: LocalFile, repository: Repository | None) -> State:
+    if repository is None:
         announced = None
     else:
-        announced = there.files.get(file.name)
+        announced = repository.files.get(file.name)
     if announced is None:
         return "new"
     if file.equals(announced):
@@ -290,16 +290,16 @@ def _state(file: LocalFile, there: Repository | None) -> State:
     return "changed"
 
 
-def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]) -> None:
+def _require_no_mixture(name: str, files: Collection[str], other_files: Sequence[str]) -> None:
     """Refuse to leave files of another model among those that readers load; GGUF files are
     independent of them.
     """
-    if all(not is_loaded(one) or one.endswith(".gguf") for one in files):
+    if all(not is_loaded(file) or file.endswith(".gguf") for file in files):
         return
     mixed = []
-    for one in others:
-        if "/" not in one and is_loaded(one) and not one.endswith(".gguf"):
-            mixed.append(one)
+    for other_file in other_files:
+        if "/" not in other_file and is_loaded(other_file) and not other_file.endswith(".gguf"):
+            mixed.append(other_file)
     if mixed:
         raise RequestError(
             "the repository has files that readers would load with the model's",
@@ -312,23 +312,23 @@ def _require_no_mixture(name: str, files: Collection[str], others: Sequence[str]
         )
 
 
-def _destination(
-    name: str, branch: str | None, there: Repository | None, *, private: bool
+def _ensure_destination(
+    name: str, branch: str | None, repository: Repository | None, *, private: bool
 ) -> Repository:
-    """The repository at the branch, which are created if they are not there."""
-    if there is None:
+    """Return the repository at the branch, which are created if they are not there."""
+    if repository is None:
         create_repository(name, private=private)
-        there = read_repository(name, branch)
-        if private and there is not None and there.private is False:
+        repository = read_repository(name, branch)
+        if private and repository is not None and repository.private is False:
             problem = "the hub has created a public repository"
             raise RequestError(problem, path=PREFIX + name, hint="`public=True` uses it")
-    if there is not None and not there.has_branch and branch is not None:
+    if repository is not None and not repository.has_branch and branch is not None:
         create_branch(name, branch)
-        there = read_repository(name, branch)
-    if there is None or not there.has_branch:
+        repository = read_repository(name, branch)
+    if repository is None or not repository.has_branch:
         problem = "the hub does not list what it has created"
         raise CheckpointError(problem, path=PREFIX + name, hint="repeat the command")
-    return there
+    return repository
 
 
 def _compare(files: list[LocalFile], name: str, commit: str) -> None:

@@ -53,11 +53,11 @@ class PushResult:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return {**vars(self), "files": [vars(file) for file in self.files]}
 
     def lines(self) -> list[str]:
-        """The result as text; for a dry run every file."""
+        """Return the result as text; for a dry run every file."""
         sent = [file for file in self.files if file.state != "same"]
         same = len(self.files) - len(sent)
         visibility = {True: "private", False: "public", None: "visibility unknown"}[self.private]
@@ -106,11 +106,11 @@ class PushResult:
 
 
 def file_count(count: int) -> str:
-    """A number of files in words."""
+    """Return a number of files in words."""
     return f"{count} file{'' if count == 1 else 's'}"
 
 
 def some_names(names: Sequence[str]) -> str:
-    """The first of several names."""
+    """Return the first of several names."""
     more = len(names) - _MAX_NAMED
     return ", ".join([*names[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])

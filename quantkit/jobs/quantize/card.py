@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.base.memory import size_text
-from quantkit.base.option_fields import command_words, declared
+from quantkit.base.option_fields import command_words, find_option_fields
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.documents import TextSource
@@ -28,8 +28,14 @@ from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, para
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, read_here_alone
 from quantkit.formats.codecs.vllm import describe_problems
-from quantkit.formats.lora.adapter import adapter_words, requested_adapters
-from quantkit.jobs.output.labels import base_model, file_name, known_name, layer_names, model_name
+from quantkit.formats.lora.adapter import adapter_words, parse_adapters
+from quantkit.jobs.output.labels import (
+    file_name,
+    find_base_model,
+    find_model_name,
+    layer_names,
+    model_name,
+)
 from quantkit.jobs.output.result import growth_text
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.quantize.held_schemes import vllm_problems_of
@@ -67,8 +73,8 @@ def model_card_files(
     gate: Gate | WeightsOnly,
     certificate: PositionCertificate | None,
 ) -> dict[str, bytes]:
-    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single
-    file.
+    """Return the card, and its picture of schemes chosen for a size, by file name; nothing for a
+    single file.
     """
     method = prepared.target.method
     if method is None:
@@ -76,7 +82,7 @@ def model_card_files(
     source = prepared.source
     chosen = prepared.scheme_map
     allocation = prepared.allocation
-    base = prepared.options.base_model or base_model(source)
+    base = prepared.options.base_model or find_base_model(source)
     name = model_name(source, prepared.options.base_model)
     source_name = _source_name(source)
     title = " and ".join(chosen.counts())
@@ -93,7 +99,7 @@ def model_card_files(
         title=title,
         base=base,
         folder=folder,
-        known=known_name(source, prepared.options.base_model) is not None,
+        known=find_model_name(source, prepared.options.base_model) is not None,
         source_name=source_name,
         version=__version__,
         config=source.config,
@@ -153,14 +159,15 @@ def _template() -> Template:
 def _metadata(
     prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]
 ) -> str:
-    """What hubs read, in YAML."""
+    """Return what hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
     source = prepared.source
     stated = prepared.authorship
     carried = {key: value for key, value in stated.items() if key not in _NOT_CARRIED}
     relation: str | None = "quantized"
-    if base is None:  # the model has no name on a hub, but perhaps the one that it was trained from
+    # The model has no name on a hub, but perhaps the one that it was trained from.
+    if base is None:
         base = stated.get("base_model")
         relation = stated.get("base_model_relation")
     if source.config.measurable:
@@ -189,7 +196,7 @@ def _source_name(source: Checkpoint) -> str | None:
 
 
 def _layers(prepared: Prepared) -> dict[str, object]:
-    """Which layers have which schemes, and how many weights there are."""
+    """Return which layers have which schemes, and how many weights there are."""
     source = prepared.source
     chosen = prepared.scheme_map
     schemes = []
@@ -221,7 +228,7 @@ def _count(number: int) -> str:
 
 
 def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
-    """The text of the samples, by name, and how many samples were dropped."""
+    """Return the text of the samples, by name, and how many samples were dropped."""
     if prepared.settings is None or drawn is None:
         return {}
     name = "quantkit's own text"
@@ -239,10 +246,10 @@ def _text_name(text: TextSource, drawn: Calibration) -> str | None:
 
 
 def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
-    """The table of what was lost, and the bounds."""
+    """Return the table of what was lost, and the bounds."""
     if not isinstance(gate, Gate):
         return {}
-    rounding = any(one.rounding_kl is not None for one in gate.texts)
+    rounding = any(text.rounding_kl is not None for text in gate.texts)
     heads = [
         "text",
         "tokens",
@@ -256,34 +263,34 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         "same most likely token",
     ]
     rows = []
-    for one in gate.texts:
+    for text in gate.texts:
         rows.append(
             [
-                one.text,
-                f"{one.tokens}",
-                f"{one.source_perplexity:.4g}",
-                f"{one.perplexity:.4g}",
-                growth_text(one.perplexity_ratio),
-                f"{one.kl_estimate}",
-                f"{one.kl_bound:.3g}",
+                text.text,
+                f"{text.tokens}",
+                f"{text.source_perplexity:.4g}",
+                f"{text.perplexity:.4g}",
+                growth_text(text.perplexity_ratio),
+                f"{text.kl_estimate}",
+                f"{text.kl_bound:.3g}",
                 *(
-                    ["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"]
+                    ["" if text.rounding_kl is None else f"{text.rounding_kl:.3g}"]
                     if rounding
                     else []
                 ),
-                f"{one.kl_p99:.3g}",
-                f"{one.top1_agreement:.1%}",
+                f"{text.kl_p99:.3g}",
+                f"{text.top1_agreement:.1%}",
             ]
         )
     bound = with_inputs(
-        scheme_bound(prepared.scheme_map.schemes.values()), prepared.measured_inputs.values()
+        scheme_bound(prepared.scheme_map.schemes.values()), prepared.measurement_inputs.values()
     )
     return {
         "quality_heads": heads,
         "quality_rows": rows,
         "rounding": rounding,
         "highest_kl": bound.kl,
-        "random_tokens": any(one.text == RANDOM for one in gate.texts),
+        "random_tokens": any(text.text == RANDOM for text in gate.texts),
         "window": WINDOW,
         "slack": SLACK,
         "floor": FLOOR,
@@ -292,7 +299,7 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
 
 
 def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
-    """The table of what was lost by position."""
+    """Return the table of what was lost by position."""
     if certificate is None:
         return {}
     columns = (
@@ -306,8 +313,8 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
                 f"{buckets[0].tokens}",
                 *(
                     cell
-                    for one in buckets
-                    for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")
+                    for bucket in buckets
+                    for cell in (f"{bucket.estimate}", f"{bucket.top1_agreement:.1%}")
                 ),
             ]
         )
@@ -323,7 +330,7 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
 
 
 def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
-    """What loads the folder."""
+    """Return what loads the folder."""
     chosen = prepared.scheme_map
     config = prepared.source.config
     symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
@@ -345,8 +352,8 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     else:
         without = {"vllm"}
     native = method.name == NATIVE
-    readers = method.readers(chosen.assigned, without=without)
-    here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
+    readers = method.readers(chosen.module_schemes, without=without)
+    here_alone = read_here_alone(method, chosen.module_schemes, tied=config.tied_embeddings)
     return {
         "vllm_problem": problem,
         "symmetric": symmetric,
@@ -374,16 +381,18 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
 def _quantize_command(
     src: str, dst: str, prepared: Prepared, drawn: Calibration | None
 ) -> tuple[str, str | None]:
-    """The command that repeats the call, and the content of the recipe file that it names, if it
-    needs one; equal calls have the same command, as options with the default value are left out.
+    """Return the command that repeats the call, and the content of the recipe file that it names,
+    if it needs one; equal calls have the same command, as options with the default value are left
+    out.
     """
     options = prepared.options
     recipe = prepared.scheme_map.recipe
     result_options = [
-        name for name, info in declared(QuantizeOptions).items() if info.changes_result
+        name for name, info in find_option_fields(QuantizeOptions).items() if info.changes_result
     ]
     values = {name: getattr(options, name) for name in result_options}
-    if prepared.allocation is not None:  # the recipe without what was chosen
+    # The recipe without what was chosen.
+    if prepared.allocation is not None:
         recipe = Recipe(
             recipe.default, recipe.overrides[len(prepared.allocation.recipe().overrides) :]
         )
@@ -401,16 +410,16 @@ def _quantize_command(
     values["lora"] = _adapters(options)
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
     license = read_authorship(prepared.source.path).get("license")
-    for name, default in ("base_model", base_model(prepared.source)), ("license", license):
+    for name, default in ("base_model", find_base_model(prepared.source)), ("license", license):
         values[name] = None if values[name] == default else values[name]
     words = ["quantkit", "quantize", src, dst, *command_words(values)]
     return shlex.join(words), json.dumps(recipe.to_json(), indent=2) if "recipe" in values else None
 
 
 def _adapters(options: QuantizeOptions) -> list[str]:
-    """The merged adapters by the names of their folders, with their weights."""
+    """Return the merged adapters by the names of their folders, with their weights."""
     found = (
-        (file_name(path) or "ADAPTER", weight) for path, weight in requested_adapters(options.lora)
+        (file_name(path) or "ADAPTER", weight) for path, weight in parse_adapters(options.lora)
     )
     adapters: list[str] = []
     for name, weight in found:
@@ -420,8 +429,8 @@ def _adapters(options: QuantizeOptions) -> list[str]:
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:
-    """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or
-    else a file.
+    """Return a recipe as options: a scheme, one for the head and the embedding, and layers to keep;
+    or else a file.
     """
     kept = list(recipe.overrides)
     named = dict[str, object]()

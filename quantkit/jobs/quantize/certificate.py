@@ -29,7 +29,8 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _MIN_TOKENS = 2
-_LETTERS_OF_TOKEN = 64  # at most, over a long text
+# At most, over a long text.
+_LETTERS_OF_TOKEN = 64
 _STATES_OF_ATTENTION = (
     9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
 )
@@ -63,15 +64,15 @@ class CertifiedText:
         (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
         found = {}
         for cache, buckets in caches.items():
-            found[cache] = [one.rounded() for one in buckets]
+            found[cache] = [bucket.round_values() for bucket in buckets]
         count, length = self.windows.shape
         return PositionCertificate(
             self.name, self.sha256, self.requested, length, count, bound, found
         )
 
     def memory_bytes(self, config: ModelConfig) -> int:
-        """What the hidden states take of the source and of the result with either cache, what
-        attention makes of one of them, and the logits that are compared.
+        """Return what the hidden states take of the source and of the result with either cache,
+        what attention makes of one of them, and the logits that are compared.
         """
         wide = config.num_heads * config.head_dim
         states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(
@@ -95,10 +96,10 @@ class CertifiedText:
         return (1 + len(CACHES)) * self.windows.numel()
 
 
-def certified_text(
+def prepare_certified_text(
     positions: int | None, text: str | Path | None, source: Checkpoint, tokenizer: Tokenizer | None
 ) -> CertifiedText | None:
-    """The text that a certificate is about; None if none was requested.
+    """Return the text that a certificate is about; None if none was requested.
 
     Args:
         positions: tokens of its windows, at most; a shorter text, or context, is measured to its
@@ -133,7 +134,7 @@ def certified_text(
 
 
 def _text(path: Path | None) -> tuple[str, str, str]:
-    """The name, sha256 and content of a text."""
+    """Return the name, sha256 and content of a text."""
     if path is None:
         texts = gate_texts()
         raw = "\n\n".join(texts.values())

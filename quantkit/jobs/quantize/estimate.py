@@ -17,7 +17,7 @@ from quantkit.formats.output.staging import (
 from quantkit.jobs.output.estimate import (
     Estimate,
     _streaming,
-    checked_tokens,
+    count_checked_tokens,
     forward_bytes,
     process_bytes,
     side_bytes,
@@ -27,41 +27,43 @@ from quantkit.jobs.quantize.prepare import too_few_tokens
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import quantization_steps
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
-from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.bounds import count_gate_tokens
 
 # of the choice of schemes: freed memory stays between the states that it keeps, as measured
 _HEAP = 1.25
-_MANIFEST = 300  # bytes of quantkit.json for each linear layer
+# Bytes of quantkit.json for each linear layer.
+_MANIFEST = 300
 
 
 def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
-    """What a quantization takes; with a `fit`, the schemes of `formats` stand for those that it
-    chooses.
+    """Return what a quantization takes; with a `fit`, the schemes of `formats` stand for those that
+    it chooses.
     """
-    each = list(formats.each.values())
+    each = list(formats.prepared_by_folder.values())
     prepared = formats.first
     source = prepared.source
     settings = prepared.settings
     certified = prepared.certified
     notes = list(dict.fromkeys(note for one in each for note in one.notes))
-    assigned = prepared.scheme_map.assigned
+    assigned = prepared.scheme_map.module_schemes
     config = source.config
     sizes = [
         weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes)
         for one in each
     ]
-    written = sum(one.output_bytes for one in sizes)
+    written = sum(size.output_bytes for size in sizes)
     disk = written + side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
     phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
     if (
         len(each) > 1 and settings is None
     ):  # what is rounded for one format is kept for the next ones
         phases["writing"] += costs.largest_block(config)
-    checked = checked_tokens(source, prepared.options.source_check)
+    checked = count_checked_tokens(source, prepared.options.source_check)
     scratch = 0
     on_device = 0
-    if config.measurable:  # the gate holds the hidden states of three models on all texts
-        phases["the gate"] = forward_bytes(source, measured_tokens(source), models=3)
+    # The gate holds the hidden states of three models on all texts.
+    if config.measurable:
+        phases["the gate"] = forward_bytes(source, count_gate_tokens(source), models=3)
     if certified is not None:
         one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
         phases["the certificate"] = forward_bytes(source, one, models=0) + certified.memory_bytes(

@@ -14,7 +14,7 @@ from pathlib import Path
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import UnsupportedError
 from quantkit.formats.container import Encoder
-from quantkit.formats.folders_encoder import FoldersEncoder, joined
+from quantkit.formats.folders_encoder import FoldersEncoder, merge_by_folder
 from quantkit.jobs.output.writer import Work
 from quantkit.jobs.quantize.prepare import Prepared
 from quantkit.tensors.spec import TensorSpec
@@ -31,11 +31,11 @@ class Formats:
     """
 
     dst: Path
-    each: Mapping[str, Prepared]
+    prepared_by_folder: Mapping[str, Prepared]
 
     @classmethod
     def of(cls, prepared: Prepared) -> Formats:
-        """The formats that the options request.
+        """Return the formats that the options request.
 
         Raises `UnsupportedError` if one does not support a scheme.
         """
@@ -44,36 +44,37 @@ class Formats:
             return cls(prepared.dst, {"": prepared})
         each = {}
         for target in targets:
-            with _named(target.name):
+            with _prefix_errors(target.name):
                 each[target.name] = prepared.in_format(target)
         return cls(prepared.dst, each)
 
     @property
     def first(self) -> Prepared:
-        return next(iter(self.each.values()))
+        return next(iter(self.prepared_by_folder.values()))
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
-        """The tensors of the output, in order: of each decoder block those in one format after the
-        other.
+        """Return the tensors of the output, in order: of each decoder block those in one format
+        after the other.
 
         Raises:
             UnsupportedError: if the formats do not have the tensors in the same order of decoder
                 blocks.
         """
-        found = []
-        for row in zip_longest(*(one.blocks for one in self.each.values())):
+        result = []
+        for row in zip_longest(*(one.blocks for one in self.prepared_by_folder.values())):
             if len({None if block is None else block.layer for block in row}) > 1 or None in row:
                 raise UnsupportedError(
-                    f"{' and '.join(self.each)} have the layers in another order, and cannot be"
-                    " written together",
+                    f"{' and '.join(self.prepared_by_folder)} have the layers in another order,"
+                    " and cannot be written together",
                     path=self.first.source.path,
                     hint="write them one after the other",
                 )
-            found += [
-                replace(block, folder=name) for name, block in zip(self.each, row, strict=True)
+            result += [
+                replace(block, folder=name)
+                for name, block in zip(self.prepared_by_folder, row, strict=True)
             ]
-        return found
+        return result
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -81,8 +82,8 @@ class Formats:
         exactly.
         """
         encoders = {}
-        for name, one in self.each.items():
-            with _named(name):
+        for name, one in self.prepared_by_folder.items():
+            with _prefix_errors(name):
                 encoders[name] = one.encoder
         if "" in encoders:
             return encoders[""]
@@ -93,15 +94,15 @@ class Formats:
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes | Path]:
-        """The files next to the weights; an `UnsupportedError` as from `encoder`."""
+        """Return the files next to the weights; an `UnsupportedError` as from `encoder`."""
         files = {}
-        for name, one in self.each.items():
-            with _named(name):
+        for name, one in self.prepared_by_folder.items():
+            with _prefix_errors(name):
                 files[name] = one.side_files
-        return joined(files)
+        return merge_by_folder(files)
 
     def work(self, works: Mapping[str, Work]) -> Work:
-        """What is to be written, given that of each format, by folder."""
+        """Return what is to be written, given that of each format, by folder."""
         if "" in works:
             return works[""]
         first = next(iter(works.values()))
@@ -110,7 +111,7 @@ class Formats:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _prefix_errors(name: str) -> Iterator[None]:
     """Let an error of what a format cannot hold begin with the format's name."""
     try:
         yield

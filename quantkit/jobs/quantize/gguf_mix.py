@@ -17,11 +17,14 @@ from quantkit.tensors.mix import Mix
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, QuantScheme
 
-_FEW_KV_HEADS = {"llama", "qwen2", "deci"}  # whose models of 80 layers have a small attn_v
+# Whose models of 80 layers have a small attn_v.
+_FEW_KV_HEADS = {"llama", "qwen2", "deci"}
 _LARGE_LAYERS = 80
 _VALUES = ("attn_v", "attn_qkv")
-_BLOCK = 32  # weights; rows of others keep their floats
-_HEAD = "output.weight"  # which keeps its floats unless it is named
+# Weights; rows of others keep their floats.
+_BLOCK = 32
+# Which keeps its floats unless it is named.
+_HEAD = "output.weight"
 _EXPERTS = 8  # of Mixtral, for which llama.cpp has rules
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -34,7 +37,7 @@ class MixRules:
     config: ModelConfig
 
     def recipe(self) -> Recipe:
-        """The schemes of a model's tensors.
+        """Return the schemes of a model's tensors.
 
         Raises `UnsupportedError` for an architecture that GGUF does not have.
         """
@@ -56,7 +59,7 @@ class MixRules:
         )
 
     def _schemes(self) -> Iterator[tuple[DiskTensor, QuantScheme]]:
-        """The scheme of each tensor that gets one, in the order of the file."""
+        """Yield the scheme of each tensor that gets one, in the order of the file."""
         tensors = [tensor for tensor in gguf_tensors(self.config) if _modules(tensor)]
         values = [tensor for tensor in tensors if _role(tensor) in _VALUES]
         architecture = gguf_architecture(self.config).name
@@ -83,21 +86,21 @@ class MixRules:
         return self.config.experts.count
 
     def _of_values(self, index: int, count: int, architecture: str) -> QuantScheme:
-        found = self.mix.default
+        result = self.mix.default
         if self.mix.name == "q3_k_m":
-            found = Q5_K if index < 2 else Q4_K
+            result = Q5_K if index < 2 else Q4_K
         elif self.mix.name == "q3_k_l":
-            found = Q5_K
+            result = Q5_K
         elif self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(index, count):
-            found = Q6_K
+            result = Q6_K
         elif self.mix.name == "q4_k_s" and index < 4:
-            found = Q5_K
+            result = Q5_K
         few = self.config.num_heads != self.config.num_kv_heads and architecture in _FEW_KV_HEADS
-        if few and self.config.num_layers == _LARGE_LAYERS and found in (Q3_K, Q4_K):
-            found = Q5_K
+        if few and self.config.num_layers == _LARGE_LAYERS and result in (Q3_K, Q4_K):
+            result = Q5_K
         if self._experts == _EXPERTS:
             return Q8_0
-        return found
+        return result
 
     def _of_down(self, layer: int, layers: int) -> QuantScheme:
         if self.mix.name == "q3_k_m":
@@ -119,12 +122,12 @@ class MixRules:
 
 
 def _more_bits(layer: int, layers: int) -> bool:
-    """The first and last eighth of the layers, and every third of those between."""
+    """Return the first and last eighth of the layers, and every third of those between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 def _modules(tensor: DiskTensor) -> list[str]:
-    """The modules of a tensor's parts, if they may be quantized."""
+    """Return the modules of a tensor's parts, if they may be quantized."""
     able = tensor.quantizable or tensor.stacked is not None or _role(tensor) == "token_embd"
     if able:
         modules: list[str] = []
@@ -137,10 +140,10 @@ def _modules(tensor: DiskTensor) -> list[str]:
 
 def _role(tensor: DiskTensor) -> str:
     """``attn_v`` of ``blk.3.attn_v.weight``; all kinds of ``ffn_down`` are one."""
-    found = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    if found.startswith("ffn_down"):
+    result = tensor.name.removesuffix(".weight").rpartition(".")[2]
+    if result.startswith("ffn_down"):
         return "ffn_down"
-    return found
+    return result
 
 
 def _layer(tensor: DiskTensor) -> int:

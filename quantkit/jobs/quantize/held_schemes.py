@@ -33,10 +33,10 @@ run.
 _FP4_BITS = 4
 
 
-def assigned_schemes(
+def assign_schemes(
     source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
 ) -> tuple[SchemeMap, list[str]]:
-    """A recipe applied to a source, and notes on it.
+    """Return a recipe applied to a source, and notes on it.
 
     Raises `RequestError` or `UnsupportedError` as `quantize` does.
     """
@@ -62,7 +62,9 @@ def assigned_schemes(
             f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
         )
     packed = (
-        one for one in scheme_map.schemes.values() if one.of_small_floats and one.bits == _FP4_BITS
+        scheme
+        for scheme in scheme_map.schemes.values()
+        if scheme.of_small_floats and scheme.bits == _FP4_BITS
     )
     small = sorted({str(one) for one in packed})
     if small and source.config.dtype != DType.BFLOAT16:
@@ -83,8 +85,8 @@ def assigned_schemes(
 def vllm_problems_of(
     source: StoredCheckpoint, schemes: Mapping[str, QuantScheme], target: Target
 ) -> list[VllmProblem]:
-    """What vLLM could not load of a folder with these schemes, given by module; nothing in formats
-    that it does not read.
+    """Return what vLLM could not load of a folder with these schemes, given by module; nothing in
+    formats that it does not read.
     """
     if not isinstance(target.container, HuggingFace):
         return []

@@ -22,13 +22,14 @@ from quantkit.files.gguf_types import GGUF
 from quantkit.files.imatrix_io import Entry, ImportanceMatrix, read_imatrix
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.gguf.names import gguf_tensors
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.settings import gptq_settings
 
 _DAT = ".dat"
-_CHUNK = 512  # tokens, by default, of llama.cpp's chunks, which the older form counts
+# Tokens, by default, of llama.cpp's chunks, which the older form counts.
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ImatrixResult:
     text: str
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         return {
             "path": str(self.path),
             "tensors": self.tensors,
@@ -52,7 +53,7 @@ class ImatrixResult:
         }
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         return [
             f"wrote {self.path}: {self.tensors} tensors, from {self.tokens} tokens of {self.text}"
         ]
@@ -105,7 +106,7 @@ def imatrix(
     source = open_checkpoint(as_path("src", src))
     require_runnable(source)
     tensors = list(_with_inputs(source.config))
-    settings = gptq_settings(options, (), source, checked_tokenizer(source)[0])
+    settings = gptq_settings(options, (), source, load_checked_tokenizer(source)[0])
     assert settings is not None  # for GPTQ
     drawn = settings.draw(source, progress=progress)
     if isinstance(calibration, (str, Path)):
@@ -144,15 +145,15 @@ def imatrix(
 
 
 def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
-    """The importance of the inputs of linears, by name, as `input_importance` measures it, from an
-    importance matrix.
+    """Return the importance of the inputs of linears, by name, as `input_importance` measures it,
+    from an importance matrix.
 
     Raises:
         CheckpointError: if the file is damaged, or of another model.
         UnsupportedError: if GGUF does not have the model's architecture.
     """
     matrix = read_imatrix(path)
-    found = {}
+    result = {}
     entries = matrix.entries
     tokens = 1 if matrix.chunk_size else _CHUNK
     for tensor in _with_inputs(source.config):
@@ -178,19 +179,19 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
             own = place.expert or 0
             weights = importance_of(means[own], counts[own].item())
             if weights is not None:
-                found[part.removesuffix(".weight")] = weights
-    if not found:
+                result[part.removesuffix(".weight")] = weights
+    if not result:
         raise CheckpointError(
             "the importance matrix has no tensor of this model",
             path=path,
             found=next(iter(entries), "nothing"),
             expected="names of GGUF's tensors, such as blk.0.attn_q.weight",
         )
-    return found
+    return result
 
 
 def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
-    """The tensors whose inputs are measured: linears, and stacks of experts."""
+    """Yield the tensors whose inputs are measured: linears, and stacks of experts."""
     for tensor in gguf_tensors(config):
         if (tensor.quantizable or tensor.stacked is not None) and tensor.name.endswith(".weight"):
             yield tensor
@@ -199,10 +200,11 @@ def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
 def _entry(
     tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]
 ) -> Entry | None:
-    """The entry of a tensor; None if no token reached it."""
+    """Return the entry of a tensor; None if no token reached it."""
     names = [part.removesuffix(".weight") for part in tensor.parts]
     if tensor.stacked is None:
-        names = names[:1]  # the others have the same inputs
+        # The others have the same inputs.
+        names = names[:1]
     if not any(name in sums for name in names):
         return None
     counted = torch.tensor([float(counts.get(name, 0)) for name in names])

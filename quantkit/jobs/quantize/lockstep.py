@@ -22,8 +22,8 @@ _UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
 
 
-def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
-    """A job that knows how samples reach the linears; those that cannot be solved keep their
+def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
+    """Return a job that knows how samples reach the linears; those that cannot be solved keep their
     floats, with a note.
 
     Raises:
@@ -63,7 +63,7 @@ def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
 def lockstep_quantizer(
     prepared: Prepared, settings: GptqSettings, drawn: Calibration, progress: Progress
 ) -> LockstepQuantizer:
-    """What solves the linears."""
+    """Return what solves the linears."""
     assert prepared.survey is not None
     source = prepared.source
     effort = settings.effort_on(
@@ -85,8 +85,8 @@ def lockstep_quantizer(
 
 
 def _lines(kept: dict[str, str]) -> list[str]:
-    """Which linears keep their floats, a line for each reason."""
-    found = []
+    """Return which linears keep their floats, a line for each reason."""
+    result = []
     for reason in dict.fromkeys(kept.values()):
         modules = [module for module, own in kept.items() if own == reason]
         if len(modules) > _NAMED:
@@ -97,5 +97,5 @@ def _lines(kept: dict[str, str]) -> list[str]:
             verb = "keep their floats"
         else:
             verb = "keeps its floats"
-        found.append(f"{', '.join(modules[:_NAMED])}{more} {verb}: {reason}")
-    return found
+        result.append(f"{', '.join(modules[:_NAMED])}{more} {verb}: {reason}")
+    return result

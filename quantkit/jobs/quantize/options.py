@@ -20,7 +20,7 @@ from quantkit.base.option_fields import (
     OTHER,
     TEXT_HELP,
     IfExists,
-    declared,
+    find_option_fields,
     option,
     require_valid,
 )
@@ -38,7 +38,7 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import GGUF, TargetName
-from quantkit.jobs.output.target import NATIVE, quantized_targets
+from quantkit.jobs.output.target import NATIVE, choose_quantized_targets
 from quantkit.jobs.refine.options import EPOCHS
 from quantkit.tensors.activations import Activations, ActivationsName
 from quantkit.tensors.mix import mix_named
@@ -309,7 +309,8 @@ class QuantizeOptions:
         require_valid(self)
         object.__setattr__(self, "lora", adapter_words(self.lora))
         if self.to is not None and not isinstance(self.to, str):
-            names = as_strings("to", self.to)  # an iterator is read once
+            # An iterator is read once.
+            names = as_strings("to", self.to)
             object.__setattr__(self, "to", names[0] if len(names) == 1 else tuple(names))
         as_path("dst", self.dst)
         for value, pattern, name, expected in (
@@ -347,7 +348,7 @@ class QuantizeOptions:
         if len(self.targets) > 1:
             self._check_several()
         mix = mix_named(self.scheme)
-        formats = [one.name for one in self.targets]
+        formats = [target.name for target in self.targets]
         if mix is not None and GGUF.name not in formats:
             raise RequestError(
                 f"{mix.name} is a mix of GGUF's types",
@@ -360,41 +361,41 @@ class QuantizeOptions:
 
     @cached_property
     def targets(self) -> list[Target]:
-        """The formats of the result, in the order of their names in
+        """Return the formats of the result, in the order of their names in
         `quantkit.formats.registry.targets`.
         """
-        return quantized_targets(self.to, as_path("dst", self.dst))
+        return choose_quantized_targets(self.to, as_path("dst", self.dst))
 
     @property
     def target(self) -> Target:
-        """The format of the result; the first of several."""
-        found = self.targets[0]
+        """Return the format of the result; the first of several."""
+        result = self.targets[0]
         if self.activations is None:
-            return found
-        others = [one.name for one in self.targets if one.name != NATIVE]
+            return result
+        others = [target.name for target in self.targets if target.name != NATIVE]
         if others:
             raise RequestError(
                 f'`activations` does not go with `to="{others[0]}"`', expected=f'`to="{NATIVE}"`'
             )
-        return replace(found, method=CompressedTensors(Activations(self.activations)))
+        return replace(result, method=CompressedTensors(Activations(self.activations)))
 
     @cached_property
     def size(self) -> SizeTarget | None:
-        """The size that the schemes are chosen for; None if a scheme was given."""
+        """Return the size that the schemes are chosen for; None if a scheme was given."""
         from quantkit.bit_allocation.allocation import size_target
 
         return size_target(self.target_bits, self.max_size, self.scheme)
 
     @property
     def effort_name(self) -> EffortName:
-        """The effort of GPTQ, with the default."""
+        """Return the effort of GPTQ, with the default."""
         if self.thorough:
             return "thorough"
         return self.effort or "default"
 
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""
-        for name, info in declared(type(self)).items():
+        for name, info in find_option_fields(type(self)).items():
             if info.section == CALIBRATION:
                 value = getattr(self, name)
             else:
@@ -403,7 +404,7 @@ class QuantizeOptions:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
     def _check_several(self) -> None:
-        names = ", ".join(one.name for one in self.targets)
+        names = ", ".join(target.name for target in self.targets)
         for name in ("target_bits", "max_size"):
             if getattr(self, name) is not None:
                 raise RequestError(
@@ -448,7 +449,7 @@ class QuantizeOptions:
             if getattr(self, name) is not None:
                 raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
         if self.to not in (None, NATIVE):
-            found = ", ".join(one.name for one in self.targets)
+            found = ", ".join(target.name for target in self.targets)
             raise RequestError(
                 '`to` does not go with `via="transformers"` yet', found=found, expected=NATIVE
             )
@@ -482,9 +483,8 @@ class QuantizeOptions:
                     "of a `DatasetDict`, pass one split:"
                     f' ds["{next(iter(self.calibration), "train")}"]'
                 )
-            as_path(
-                "calibration", self.calibration, hint=hint
-            )  # the string is kept: it may also name a dataset
+            # The string is kept: it may also name a dataset.
+            as_path("calibration", self.calibration, hint=hint)
         if self.text_column is not None:
             as_string("text_column", self.text_column)
             if self.calibration is None:

@@ -17,7 +17,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, linear_columns
 from quantkit.base.arguments import as_path, as_strings
-from quantkit.base.option_fields import command_words, declared
+from quantkit.base.option_fields import command_words, find_option_fields
 from quantkit.base.progress import Progress
 from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
@@ -30,14 +30,18 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.authorship import read_authorship
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
-from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
+from quantkit.formats.container import Encoder, Output, StoredCheckpoint, describe_format
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import carried_templates
-from quantkit.formats.kv_scales import calibrated, scale_names
-from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
+from quantkit.formats.folder import select_templates
+from quantkit.formats.kv_scales import build_fp8_cache, scale_names
+from quantkit.formats.output.staging import (
+    read_interrupted_fingerprint,
+    require_name,
+    require_new_names,
+)
 from quantkit.formats.registry import Target, TargetName
-from quantkit.jobs.convert.adapters import recorded_adapters, with_adapters
+from quantkit.jobs.convert.adapters import describe_adapters, with_adapters
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (
     check_side_files,
@@ -46,20 +50,20 @@ from quantkit.jobs.output.source_folder import (
 )
 from quantkit.jobs.output.target import (
     NATIVE,
-    dropped_kv_cache,
+    note_dropped_cache,
     require_holds_kv_cache,
     require_kv_cache_run,
     shard_bytes,
 )
 from quantkit.jobs.output.writer import option_key
-from quantkit.jobs.quantize.certificate import CertifiedText, certified_text
-from quantkit.jobs.quantize.held_schemes import assigned_schemes
+from quantkit.jobs.quantize.certificate import CertifiedText, prepare_certified_text
+from quantkit.jobs.quantize.held_schemes import assign_schemes
 from quantkit.jobs.quantize.options import Method, QuantizeOptions
 from quantkit.jobs.quantize.scheme_map import (
     SchemeMap,
-    mixed_recipe,
+    apply_gguf_mix,
+    build_recipe,
     of_embedding,
-    requested_recipe,
     with_head_on_disk,
 )
 from quantkit.jobs.quantize.settings import gptq_settings
@@ -138,8 +142,8 @@ class Prepared:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether errors are weighted by the importance of inputs: of fewer bits than 8, if the
-        model can be run.
+        """Return whether errors are weighted by the importance of inputs: of fewer bits than 8, if
+        the model can be run.
         """
         schemes = (
             scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING
@@ -152,7 +156,9 @@ class Prepared:
 
     @property
     def inputs(self) -> dict[str, InputRounding]:
-        """How readers round the inputs of linears, by module; none where they stay floats."""
+        """Return how readers round the inputs of linears, by module; none where they stay
+        floats.
+        """
         method = self.target.method
         if not isinstance(method, CompressedTensors):
             return {}
@@ -162,9 +168,9 @@ class Prepared:
         return {module: one for module, one in found.items() if one is not None}
 
     @property
-    def measured_inputs(self) -> dict[str, InputRounding]:
-        """The inputs that are rounded where the result is measured; none by transformers, which
-        runs the weights.
+    def measurement_inputs(self) -> dict[str, InputRounding]:
+        """Return the inputs that are rounded where the result is measured; none by transformers,
+        which runs the weights.
         """
         if self.source.config.runnable:
             return self.inputs
@@ -172,8 +178,9 @@ class Prepared:
 
     @property
     def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
-        """The solver's kernels of a device. Scales stay positive where readers round the inputs of
-        int4: vLLM's kernels for that were seen to take no others (vllm-project/vllm#48905).
+        """Return the solver's kernels of a device. Scales stay positive where readers round the
+        inputs of int4: vLLM's kernels for that were seen to take no others
+        (vllm-project/vllm#48905).
         """
         schemes = [self.scheme_map.schemes[module] for module in self.inputs]
         if not any(scheme.bits == _INT4_BITS and not scheme.of_small_floats for scheme in schemes):
@@ -182,23 +189,24 @@ class Prepared:
 
     @property
     def activations(self) -> dict[str, str]:
-        """The types of these inputs, by scheme of the linears."""
+        """Return the types of these inputs, by scheme of the linears."""
         schemes = self.scheme_map.schemes
         activations: dict[str, str] = {}
-        for module, one in self.inputs.items():
-            activations[str(schemes[module])] = str(one.activations)
+        for module, input_ in self.inputs.items():
+            activations[str(schemes[module])] = str(input_.activations)
         return activations
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
-        """The tensors of the output, in order."""
+        """Return the tensors of the output, in order."""
         has_cache = self.options.kv_cache is not None
         return tensor_blocks(self.source, self.scheme_map.schemes, self.target, kv_cache=has_cache)
 
     @cached_property
     def output(self) -> Output:
-        """What is to be written. Raises `RequestError` or `CheckpointError`: see `shard_bytes` and
-        `carried_templates`."""
+        """Return what is to be written. Raises `RequestError` or `CheckpointError`: see
+        `shard_bytes` and `select_templates`.
+        """
         options = self.options
         target = self.target
         return Output(
@@ -208,11 +216,13 @@ class Prepared:
             shard_bytes(options.split_max_size, target.container),
             self.tokenizer,
             method=target.method,
-            templates=carried_templates(self.source, self.tokenizer, options.template),
+            templates=select_templates(self.source, self.tokenizer, options.template),
             name=model_name(self.source, options.base_model),
             authorship=self.authorship,
             dst=self.dst,
-            kv_cache=None if options.kv_cache is None else calibrated(self.source.config, self.dst),
+            kv_cache=None
+            if options.kv_cache is None
+            else build_fp8_cache(self.source.config, self.dst),
             mix=mix_named(options.scheme),
         )
 
@@ -238,30 +248,30 @@ class Prepared:
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes | Path]:
-        """The files next to the weights."""
+        """Return the files next to the weights."""
         return self.target.container.side_files(self.output)
 
     def in_format(self, target: Target) -> Prepared:
-        """The same in one of several formats, in the format's folder in `dst`. Raises
+        """Return the same in one of several formats, in the format's folder in `dst`. Raises
         `UnsupportedError` if it does not support a scheme.
         """
         options = replace(
             self.options, to=cast(TargetName, target.name), dst=self.dst / target.name
         )
         recipe = self.scheme_map.recipe
-        _, notes_before = assigned_schemes(self.source, recipe, self.dst, self.target)
-        scheme_map, more = assigned_schemes(self.source, recipe, Path(options.dst), target)
+        _, notes_before = assign_schemes(self.source, recipe, self.dst, self.target)
+        scheme_map, more = assign_schemes(self.source, recipe, Path(options.dst), target)
         if options.kv_cache is not None:
             require_holds_kv_cache(target, Path(options.dst))
         notes = [*(note for note in self.notes if note not in notes_before), *more]
         return replace(self, options=options, scheme_map=scheme_map, notes=notes)
 
-    def recorded_allocation(self, found: Any) -> Allocation | None:
-        """A choice from a journal or a manifest; None if it is for another size, or has another
-        form.
+    def parse_allocation(self, record: Any) -> Allocation | None:
+        """Return a choice from a journal or a manifest; None if it is for another size, or has
+        another form.
         """
         try:
-            allocation = Allocation.from_json(found)
+            allocation = Allocation.from_json(record)
         except (AttributeError, LookupError, TypeError):
             return None
         if allocation.target == self.options.size:
@@ -272,8 +282,8 @@ class Prepared:
         """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
         source = self.source
         before = self.scheme_map.recipe
-        _, notes_before = assigned_schemes(source, before, self.dst, self.target)
-        scheme_map, more = assigned_schemes(
+        _, notes_before = assign_schemes(source, before, self.dst, self.target)
+        scheme_map, more = assign_schemes(
             source, allocation.recipe(before.overrides), self.dst, self.target
         )
         notes = [*(note for note in self.notes if note not in notes_before), *more]
@@ -291,9 +301,9 @@ def prepare(options: QuantizeOptions) -> Prepared:
     require_name(dst)
     if options.kv_cache is not None:
         require_holds_kv_cache(target, dst)
-    recipe = requested_recipe(options)
+    recipe = build_recipe(options)
     require_causal_model(as_path("src", options.src))
-    source = _opened(options)
+    source = _open_source(options)
     require_new_names(source.path, dst)
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
@@ -302,7 +312,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     source = with_adapters(
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
     )
-    adapters = recorded_adapters(source)
+    adapters = describe_adapters(source)
     source, more = _as_floats(source, options)
     notes += more
     if options.tensors_only and target.name != NATIVE:
@@ -326,8 +336,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
         from quantkit.via_transformers.embedding import with_embedding
 
         source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
-    recipe = mixed_recipe(options, with_head_on_disk(recipe, source.config), source.config)
-    scheme_map, more = assigned_schemes(source, recipe, dst, target, strict=options.strict)
+    recipe = apply_gguf_mix(options, with_head_on_disk(recipe, source.config), source.config)
+    scheme_map, more = assign_schemes(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
     if options.trust_remote_code and source.config.code is None:
@@ -343,10 +353,13 @@ def prepare(options: QuantizeOptions) -> Prepared:
             )
         if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
-    source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
+    notes += [*more, *note_dropped_cache(source, dst, again=options.kv_cache is not None)]
+    # Its weights are measured, and calibrated, with floats in the cache.
+    source.kv_cache = None
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
-    certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
+    certified = prepare_certified_text(
+        options.certify_positions, options.certify_text, source, tokenizer
+    )
     if certified is None:
         notes += []
     else:
@@ -371,8 +384,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     return prepared
 
 
-def _opened(options: QuantizeOptions) -> StoredCheckpoint:
-    """The source, run by our decoder, or else by transformers.
+def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
+    """Return the source, run by our decoder, or else by transformers.
 
     Raises `QuantkitError` as `quantize` does.
     """
@@ -395,21 +408,26 @@ def _opened(options: QuantizeOptions) -> StoredCheckpoint:
             hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
         )
     if source.config.run_by is not None:
-        _ = replace(options, via="transformers")  # raises for options that do not go with it
+        # Raises for options that do not go with it.
+        _ = replace(options, via="transformers")
     return source
 
 
 def _as_floats(
     source: StoredCheckpoint, options: QuantizeOptions
 ) -> tuple[StoredCheckpoint, list[str]]:
-    """A source whose weights are floats, and a note if it is quantized. Raises an
+    """Return a source whose weights are floats, and a note if it is quantized. Raises an
     `UnsupportedError` if it is quantized, and not to be dequantized.
     """
     if not (schemes(source) or read_as_floats(source)):
         return source, []
-    found = stored_format(source)
+    found = describe_format(source)
     if not options.dequantize:
-        names = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
+        names = [
+            name
+            for name, info in find_option_fields(QuantizeOptions).items()
+            if info.changes_result
+        ]
         given = {name: getattr(options, name) for name in names} | {
             "keep": as_strings("keep", options.keep)
         }
@@ -442,7 +460,7 @@ def tensor_blocks(
     *,
     kv_cache: bool = False,
 ) -> list[TensorBlock]:
-    """The tensors of the output in order, scales in the target's type or else the source's.
+    """Return the tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
@@ -473,7 +491,7 @@ def tensor_blocks(
 
 
 def size_fit(prepared: Prepared) -> Fit | None:
-    """What chooses the schemes; None if they were given.
+    """Return what chooses the schemes; None if they were given.
 
     Raises:
         RequestError: if no choice has the size.
@@ -499,11 +517,12 @@ def size_fit(prepared: Prepared) -> Fit | None:
 def choose_schemes(
     prepared: Prepared, fit: Fit, drawn: Calibration, *, group: ProcessGroup, progress: Progress
 ) -> Prepared:
-    """The source with the schemes chosen on samples; a resumed run keeps the choice of the
+    """Return the source with the schemes chosen on samples; a resumed run keeps the choice of the
     interrupted one. Raises `QuantkitError` as `quantize` does.
     """
     settings = prepared.settings
-    assert settings is not None  # a size goes with GPTQ only
+    # A size goes with GPTQ only.
+    assert settings is not None
     allocation = group.broadcast_from_rank0(
         _of_interrupted(prepared, drawn) if prepared.options.resume else None
     )
@@ -519,17 +538,17 @@ def choose_schemes(
 
 
 def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
-    """The choice of an interrupted run for the same size and samples; the writer compares all
-    other options.
+    """Return the choice of an interrupted run for the same size and samples; the writer compares
+    all other options.
     """
-    fingerprint = interrupted_fingerprint(prepared.dst)
+    fingerprint = read_interrupted_fingerprint(prepared.dst)
     if fingerprint.get(option_key("calibration")) != drawn.to_json():
         return None
-    return prepared.recorded_allocation(fingerprint.get(option_key(BIT_ALLOCATION)))
+    return prepared.parse_allocation(fingerprint.get(option_key(BIT_ALLOCATION)))
 
 
 def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
-    """The modules whose schemes are not chosen: named ones, and linears of blocks that keep
+    """Return the modules whose schemes are not chosen: named ones, and linears of blocks that keep
     their floats.
     """
     source = prepared.source
@@ -547,7 +566,7 @@ def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
 
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
-    """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
+    """Return a note where samples of a shape [N, T] cannot give a Hessian full rank."""
     tokens = math.prod(shape)
     width = max(group.columns for group, _ in every_group(config))
     if tokens >= width:

@@ -24,11 +24,11 @@ from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import phase_of
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
-from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
+from quantkit.quality.weights_only import WeightsOnly, describe_carried_tensors, weights_only
 from quantkit.via_transformers.forward import run_by_transformers
 
 
-def proven(
+def verify_output(
     prepared: Prepared,
     drawn: Calibration | None,
     work: Work,
@@ -70,8 +70,8 @@ def result_of(
         *prepared.source.notes,
         *prepared.notes,
         *prepared.target.container.notes(prepared.output),
-        *_rounded_inputs(prepared),
-        *_accepted(prepared.dst, gate, certificate),
+        *_note_rounded_inputs(prepared),
+        *_note_accepted_losses(prepared.dst, gate, certificate),
     ]
     embedding = prepared.scheme_map.embedding
     return QuantizeResult(
@@ -95,8 +95,8 @@ def result_of(
     )
 
 
-def _rounded_inputs(prepared: Prepared) -> list[str]:
-    """A note where readers of the result round the inputs of linears."""
+def _note_rounded_inputs(prepared: Prepared) -> list[str]:
+    """Return a note where readers of the result round the inputs of linears."""
     if not prepared.activations:
         return []
     types = " and ".join(dict.fromkeys(prepared.activations.values()))
@@ -108,7 +108,9 @@ def _rounded_inputs(prepared: Prepared) -> list[str]:
 
 
 def with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
-    """A job that knows whether transformers loads the packed result, with a note if it does not."""
+    """Return a job that knows whether transformers loads the packed result, with a note if it
+    does not.
+    """
     from quantkit.via_transformers.packed_loading import loading_problem
 
     if (problem := loading_problem(result.path, prepared.source.config.code)) is None:
@@ -138,7 +140,7 @@ def _check(
     if not source.config.measurable:
         return weights_only(result, records), None
     accepted = prepared.options.accept_quality_loss
-    inputs = prepared.measured_inputs
+    inputs = prepared.measurement_inputs
     gate = run_gate(
         source,
         result,
@@ -167,11 +169,11 @@ def details(
     gate: Gate | WeightsOnly,
     certificate: PositionCertificate | None,
 ) -> dict[str, object]:
-    """The manifest's own part of a quantization."""
+    """Return the manifest's own part of a quantization."""
     source = prepared.source
     accepted = prepared.options.accept_quality_loss
     found: dict[str, object] = {
-        **planned(prepared, work),
+        **describe_plan(prepared, work),
         "quality": gate.to_json(accepted=accepted),
         "modules": prepared.scheme_map.describe(records),
     }
@@ -180,21 +182,23 @@ def details(
     if certificate is not None:
         found["positions"] = certificate.to_json(accepted=accepted)
     if not source.config.runnable:
-        found["carried"] = carried_tensors(source, result)
+        found["carried"] = describe_carried_tensors(source, result)
     return found
 
 
-def planned(prepared: Prepared, work: Work) -> dict[str, object]:
-    """The part of it that is known before anything is written."""
+def describe_plan(prepared: Prepared, work: Work) -> dict[str, object]:
+    """Return the part of it that is known before anything is written."""
     return {"model": model_summary(prepared.source, prepared.source.config.dtype), **work.options}
 
 
-def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None) -> list[str]:
+def _note_accepted_losses(
+    dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None
+) -> list[str]:
     """Notes on what was found too far from the source in a result that is kept."""
     found = []
-    for one in checks:
-        if isinstance(one, (Gate, PositionCertificate)):
-            found.append(one.problem())
+    for check in checks:
+        if isinstance(check, (Gate, PositionCertificate)):
+            found.append(check.problem())
     return [
         f"{dst}: {one[0]}: {one[1]}, expected {one[2]}; accepted"
         for one in found

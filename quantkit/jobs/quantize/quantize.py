@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.base.arguments import is_several, require_instance
-from quantkit.base.option_fields import called_with
+from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, deduplicated, without_phase
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
@@ -28,11 +28,11 @@ from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
-from quantkit.jobs.quantize.proof import planned, proven, result_of, with_loading
-from quantkit.jobs.quantize.refined import refined, unrefined_path
+from quantkit.jobs.quantize.proof import describe_plan, result_of, verify_output, with_loading
+from quantkit.jobs.quantize.refined import locate_unrefined_model, refine_output
 from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
 from quantkit.jobs.quantize.rounding_probe import is_probed, probe_rounding
-from quantkit.jobs.quantize.work import quantizer_of, settled, work_of
+from quantkit.jobs.quantize.work import finalize_schemes, quantizer_of, work_of
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
@@ -60,14 +60,14 @@ class QuantizeArguments(QuantizeOptions):
     progress: Progress | None = None
 
 
-@called_with(QuantizeArguments)
+@accept_fields_of(QuantizeArguments)
 def quantize(options: QuantizeArguments) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the
     gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
     unless the recipe names them. Rows that the group size does not divide follow
-    `QuantScheme.fitted`, which the manifest records.
+    `QuantScheme.fit_to_columns`, which the manifest records.
 
     A model known by its tensors only is not run: its linears are rounded, those that lose too much
     keep their floats, and all other tensors stay as they are.
@@ -102,7 +102,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
             found=f"{group.size} processes",
         )
     if options.refine:
-        return _refined(options, prepared, began, progress)
+        return _quantize_and_refine(options, prepared, began, progress)
     if group.is_rank0:
         there = is_finished(prepared.dst, options.if_exists)
     else:
@@ -111,7 +111,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         group.send_from_rank0(there)
     if there:
         return (
-            _skipped(prepared, group, began, progress)
+            _read_existing_result(prepared, group, began, progress)
             if group.is_rank0
             else group.receive_from_rank0()
         )
@@ -125,7 +125,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         if options.on_estimate is not None:
             options.on_estimate(estimate_quantization(formats, fit))
     try:
-        prepared, drawn = settled(prepared, fit, group, progress)
+        prepared, drawn = finalize_schemes(prepared, fit, group, progress)
     except KeyboardInterrupt as error:
         mark_kept(error, partial_folder(prepared.dst))
         raise
@@ -138,7 +138,9 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         return _follow_rank0(
             group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst))
         )
-    works = {folder: work_of(one, drawn, group) for folder, one in formats.each.items()}
+    works = {
+        folder: work_of(one, drawn, group) for folder, one in formats.prepared_by_folder.items()
+    }
     work = formats.work(works)
     # GPTQ reports its linears
     if settings is None:
@@ -148,26 +150,28 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     with writing(
         work, dst, resume=options.resume, source_check=options.source_check, progress=report
     ) as writer:
-        if is_probed(prepared) and not writer.written.names:
+        if is_probed(prepared) and not writer.existing_tensors.names:
             note = probe_rounding(prepared, progress)
             if note is not None and options.on_note is not None:
                 options.on_note(note)
-        _write(formats.blocks, quantizer, writer, writer.written, durable=settings is not None)
+        _write(
+            formats.blocks, quantizer, writer, writer.existing_tensors, durable=settings is not None
+        )
         writer.finish()
         results = {}
-        for folder, one in formats.each.items():
-            results[folder] = proven(
+        for folder, one in formats.prepared_by_folder.items():
+            results[folder] = verify_output(
                 one, drawn, works[folder], folder, writer, quantizer, began, progress
             )
         writer.place()
-    found = together(results, dst, time.monotonic() - began)
+    result = together(results, dst, time.monotonic() - began)
     records = of_folder(next(iter(results)), writer.records)
-    found.notes.extend([*_starved_experts(records, source.config), *writer.notes])
-    group.send_from_rank0(found)
-    return found
+    result.notes.extend([*_note_starved_experts(records, source.config), *writer.notes])
+    group.send_from_rank0(result)
+    return result
 
 
-def _refined(
+def _quantize_and_refine(
     options: QuantizeArguments, prepared: Prepared, began: float, progress: Progress
 ) -> QuantizeResult:
     """Quantize to a folder next to the output, and refine what is there."""
@@ -179,7 +183,7 @@ def _refined(
     estimate = estimate_refined_quantization(prepared)
     if options.on_estimate is not None:
         options.on_estimate(estimate)
-    between = unrefined_path(prepared.dst)
+    between = locate_unrefined_model(prepared.dst)
     calibration = options.calibration
     is_there = between.exists()
     if is_several(calibration) and not hasattr(calibration, "__getitem__"):
@@ -203,116 +207,131 @@ def _refined(
         fields[name] = getattr(plain, name)
     try:
         first = quantize(**fields)
-        return refined(prepared, first, calibration, began, progress)
+        return refine_output(prepared, first, calibration, began, progress)
     except BaseException as error:
         if between.exists():
             mark_kept(error, between)
         raise
 
 
-def _skipped(
+def _read_existing_result(
     prepared: Prepared, group: ProcessGroup, began: float, progress: Progress
 ) -> QuantizeResult:
-    """The result that exists.
+    """Return the result that exists.
 
     Raises `DestinationError` if it is another one than this job would write.
     """
     options = prepared.options
     formats = Formats.of(prepared)
-    require_folders(prepared.dst, formats.each)
-    there = {folder: Existing.read(one.dst, progress) for folder, one in formats.each.items()}
+    require_folders(prepared.dst, formats.prepared_by_folder)
+    there = {
+        folder: Existing.read(one.dst, progress)
+        for folder, one in formats.prepared_by_folder.items()
+    }
     if options.size is not None:
-        existing = there[""]  # a size goes with one format
-        if (
-            allocation := prepared.recorded_allocation(existing.manifest.get(BIT_ALLOCATION))
-        ) is None:
+        # A size goes with one format.
+        existing = there[""]
+        if (allocation := prepared.parse_allocation(existing.manifest.get(BIT_ALLOCATION))) is None:
             raise existing.differs(BIT_ALLOCATION)
         prepared = prepared.with_allocation(allocation)
-    for folder, one in Formats.of(prepared).each.items():
+    for folder, one in Formats.of(prepared).prepared_by_folder.items():
         known = {"job": "quantize", **work_of(one, None, group).options}
-        there[folder].require(
-            {key: there[folder].manifest.get(key) for key in known}, known
-        )  # first, as it is fast
-    prepared, drawn = settled(prepared, None, SINGLE, progress)  # rank 0 draws for all
-    each = Formats.of(prepared).each.items()
+        # First, as it is fast.
+        there[folder].require({key: there[folder].manifest.get(key) for key in known}, known)
+    # Rank 0 draws for all.
+    prepared, drawn = finalize_schemes(prepared, None, SINGLE, progress)
+    each = Formats.of(prepared).prepared_by_folder.items()
     results = {
-        folder: _kept(one, drawn, there[folder], group, began, progress) for folder, one in each
+        folder: _read_existing_format(one, drawn, there[folder], group, began, progress)
+        for folder, one in each
     }
-    found = together(results, prepared.dst, time.monotonic() - began)
-    group.send_from_rank0(found)
-    return found
+    result = together(results, prepared.dst, time.monotonic() - began)
+    group.send_from_rank0(result)
+    return result
 
 
-def _kept(
+def _read_existing_format(
     prepared: Prepared,
     drawn: Calibration | None,
-    there: Existing,
+    existing: Existing,
     group: ProcessGroup,
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """One result that exists, with samples that were drawn; see `_skipped`."""
+    """Return one result that exists, with samples that were drawn; see `_read_existing_result`."""
     options = prepared.options
     work = work_of(prepared, drawn, group)
-    there.require_inputs(
-        work, planned(prepared, work), source_check=options.source_check, progress=progress
+    existing.require_inputs(
+        work, describe_plan(prepared, work), source_check=options.source_check, progress=progress
     )
     accepted = options.accept_quality_loss
     certificate = None
     text = prepared.certified
-    gate = there.passed(
+    gate = existing.read_passed_check(
         Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted
     )
-    if ("positions" in there.manifest) != (text is not None):
-        raise there.differs("certify_positions")
+    if ("positions" in existing.manifest) != (text is not None):
+        raise existing.differs("certify_positions")
     if text is not None:
         stated = {"text": text.name, "sha256": text.sha256, "asked": text.requested}
-        certificate = there.passed(PositionCertificate, "positions", accepted=accepted, **stated)
-    opened = there.opened(work)
+        certificate = existing.read_passed_check(
+            PositionCertificate, "positions", accepted=accepted, **stated
+        )
+    opened = existing.open_weights(work)
     if prepared.source.config.run_by is not None:
         prepared = with_loading(
             prepared, run_by_transformers(opened, code=prepared.source.config.code)
         )
     size = weight_size(opened)
-    there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
-    return result_of(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
+    existing.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
+    return result_of(
+        prepared, drawn, size, gate, certificate, began, existing.manifest, skipped=True
+    )
 
 
 def _write(
     blocks: Sequence[TensorBlock],
     quantizer: RtnQuantizer,
     writer: Writer,
-    there: Written,
+    existing_tensors: Written,
     *,
     durable: bool,
 ) -> None:
     """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
-    with quantizer.running(blocks, there):
+    with quantizer.running(blocks, existing_tensors):
         for block in blocks:
-            if not there.names.issuperset(spec.name for spec in block.tensors):
+            if not existing_tensors.names.issuperset(spec.name for spec in block.tensors):
                 writer.report_progress()
             for name, tensor, record in quantizer.solve(block):
                 writer.put(name, tensor, record)
-                del tensor  # before the next one is made
+                # Before the next one is made.
+                del tensor
             if durable:
-                writer.checkpoint()  # what takes long to solve is not solved again
+                # What takes long to solve is not solved again.
+                writer.checkpoint()
 
 
 def _follow_rank0(
-    group: ProcessGroup, quantizer: RtnQuantizer, blocks: Sequence[TensorBlock], there: Written
+    group: ProcessGroup,
+    quantizer: RtnQuantizer,
+    blocks: Sequence[TensorBlock],
+    existing_tensors: Written,
 ) -> QuantizeResult:
-    """What another process than the first does: it solves with the others, and waits for the one
-    that writes.
+    """Return what another process than the first does: it solves with the others, and waits for the
+    one that writes.
     """
-    with quantizer.running(blocks, there):
+    with quantizer.running(blocks, existing_tensors):
         for block in blocks:
-            quantizer.solve(block)  # the first process writes it
+            # The first process writes it.
+            quantizer.solve(block)
     result: QuantizeResult = group.receive_from_rank0()
     return result
 
 
-def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
-    """A note where experts were sent too few calibration tokens, by the tensors' records."""
+def _note_starved_experts(
+    records: Mapping[str, Mapping[str, object]], config: ModelConfig
+) -> list[str]:
+    """Return a note where experts were sent too few calibration tokens, by the tensors' records."""
     found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
     experts = set()
     for parameter in parameters(config):

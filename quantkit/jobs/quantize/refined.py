@@ -26,7 +26,7 @@ from quantkit.jobs.quantize.work import work_of
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
-from quantkit.jobs.refine.refine import records_of, refined_details
+from quantkit.jobs.refine.refine import describe_refinement, records_of
 from quantkit.jobs.refine.rewritten import put_all, require_written
 from quantkit.jobs.refine.training import training_of
 from quantkit.quality.changed_tensors import changes
@@ -39,14 +39,14 @@ _BETWEEN = ".unrefined"
 _OF_SOLVER = ("output_error",)  # of a record: no longer true of trained values
 
 
-def unrefined_path(dst: Path) -> Path:
-    """Where the quantized model is until it is refined: next to the output."""
+def locate_unrefined_model(dst: Path) -> Path:
+    """Return where the quantized model is until it is refined: next to the output."""
     if dst.suffix == GGUF:
         return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF}")
     return dst.with_name(dst.name + _BETWEEN)
 
 
-def refined(
+def refine_output(
     prepared: Prepared,
     first: QuantizeResult,
     calibration: TextSource | None,
@@ -115,9 +115,9 @@ def _write_refined(
     """
     options = prepared.options
     work = work_of(prepared, drawn, SINGLE)
-    work = replace(work, options={**work.options, "refine": planned.options.recorded()})
+    work = replace(work, options={**work.options, "refine": planned.options.to_record()})
     changed = changes(planned.quantized, trained, sorted(trained.factors))
-    training_details = refined_details(planned, changed, state, drawn)
+    training_details = describe_refinement(planned, changed, state, drawn)
     records = _records(first.manifest["modules"], records_of(planned, trained, changed))
     # Under a phase of its own: a bar that returned to "quantize" would start the whole job again.
     observed = in_phase(progress, REFINED_WRITING)
@@ -131,7 +131,7 @@ def _write_refined(
             result,
             records,
             requested=prepared.scheme_map.schemes,
-            inputs=prepared.measured_inputs,
+            inputs=prepared.measurement_inputs,
             progress=in_phase(progress, REFINED_GATE),
         )
         if not options.accept_quality_loss:
@@ -163,7 +163,8 @@ def _write_unrefined(
     work = work_of(plain, drawn, SINGLE)
     records = _records(first.manifest["modules"], {})
     gate = first.quality
-    assert isinstance(gate, Gate)  # a model that is refined can be run
+    # A model that is refined can be run.
+    assert isinstance(gate, Gate)
     observed = in_phase(progress, REFINED_WRITING)
     with writing(
         work, plain.dst, resume=plain_options.resume, source_check=False, progress=observed
@@ -192,14 +193,16 @@ def remove_model(path: Path) -> None:
 def _records(
     first: Mapping[str, Mapping[str, Any]], trained: Mapping[str, Mapping[str, object]]
 ) -> dict[str, dict[str, object]]:
-    """The records of all weights by name: what the solver stated, and what training changed."""
-    found: dict[str, dict[str, object]] = {}
+    """Return the records of all weights by name: what the solver stated, and what training
+    changed.
+    """
+    result: dict[str, dict[str, object]] = {}
     for module, record in first.items():
         own = trained.get(f"{module}.weight", {})
         kept = {}
         for key, value in record.items():
             if not own or key not in _OF_SOLVER:
                 kept[key] = value
-        found[f"{module}.weight"] = {**kept, **own}
-        found[f"{module}.weight"].pop("scheme", None)
-    return found
+        result[f"{module}.weight"] = {**kept, **own}
+        result[f"{module}.weight"].pop("scheme", None)
+    return result

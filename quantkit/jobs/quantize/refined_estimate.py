@@ -15,7 +15,7 @@ from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.prepare import Prepared, size_fit
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING, TrainingCost
 from quantkit.jobs.refine.options import BATCH, EPOCHS
-from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.bounds import count_gate_tokens
 from quantkit.training.trained import has_trained_scales
 
 
@@ -39,7 +39,8 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
             found=" and ".join(prepared.scheme_map.counts()),
             expected="int4 or int8",
         )
-    if settings is None:  # schemes of 8 bits are rounded by default
+    # Schemes of 8 bits are rounded by default.
+    if settings is None:
         raise RequestError(
             "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by"
             " default",
@@ -60,7 +61,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
     steps = {**estimate.steps, **cost.steps}
     steps[REFINED_WRITING] = speed.writing(estimate.disk_bytes, estimate.disk_bytes)
     if source.config.measurable:
-        steps[REFINED_GATE] = speed.forward(measured_tokens(source), models=3)
+        steps[REFINED_GATE] = speed.forward(count_gate_tokens(source), models=3)
     efforts = {}
     for name, seconds in estimate.efforts.items():
         efforts[name] = seconds + math.fsum(steps.values()) - estimate.seconds

@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.jobs.quantize.prepare import Prepared
 from quantkit.model.rounded_inputs import RoundedInputs
-from quantkit.quality.bounds import coarsest, measured_windows, scheme_bound, window_length
+from quantkit.quality.bounds import build_gate_windows, coarsest, scheme_bound, window_length
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare
 from quantkit.tensors.scheme import QuantScheme
@@ -59,7 +59,7 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
     """
     source = prepared.source
     schemes = prepared.scheme_map.schemes
-    _, windows = next(iter(measured_windows(source).values()))
+    _, windows = next(iter(build_gate_windows(source).values()))
     scale_dtype = next(
         spec.dtype for block in prepared.blocks for spec in block.tensors if spec.scheme is not None
     )
@@ -69,7 +69,8 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
     try:
         (quality,) = compare(source, [rounded], windows[:1], progress=in_phase(progress, PROBE))
     except NonFiniteError:
-        return None  # the checks of the source and of the result name the tensor
+        # The checks of the source and of the result name the tensor.
+        return None
     bound = scheme_bound(schemes.values()).kl
     if quality.divergence.kl <= GPTQ_GAIN * bound:
         return None

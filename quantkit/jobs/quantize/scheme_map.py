@@ -33,11 +33,12 @@ from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Sc
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
-_FINE = 8  # bits that linears may have which change a state
+# Bits that linears may have which change a state.
+_FINE = 8
 
 
-def requested_recipe(options: QuantizeOptions) -> Recipe:
-    """The scheme, with overrides for head, embedding and the layers to keep.
+def build_recipe(options: QuantizeOptions) -> Recipe:
+    """Return the scheme, with overrides for head, embedding and the layers to keep.
 
     If schemes are to be chosen for a size, the finest one that the target holds stands for them
     until then.
@@ -69,10 +70,10 @@ def requested_recipe(options: QuantizeOptions) -> Recipe:
     return recipe.keeping(kept)
 
 
-def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) -> Recipe:
-    """A recipe with the types of llama.cpp's mix for a model, if one was requested by its name:
-    whatever else the options name comes after them. Raises `UnsupportedError` for an architecture
-    that GGUF does not have.
+def apply_gguf_mix(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) -> Recipe:
+    """Return a recipe with the types of llama.cpp's mix for a model, if one was requested by its
+    name: whatever else the options name comes after them. Raises `UnsupportedError` for an
+    architecture that GGUF does not have.
     """
     mix = mix_named(options.scheme)
     if mix is None:
@@ -82,7 +83,7 @@ def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) 
 
 
 def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
-    """A recipe with one scheme for all; raises a `RequestError` for anything that is not a
+    """Return a recipe with one scheme for all; raises a `RequestError` for anything that is not a
     scheme.
     """
     if isinstance(scheme, Recipe):
@@ -116,7 +117,7 @@ def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Re
 
 
 def _stand_in(target: Target) -> QuantScheme:
-    """The finest candidate that a target holds; int8 fits rows of every length."""
+    """Return the finest candidate that a target holds; int8 fits rows of every length."""
     assert target.codes is not None
     held = []
     for one in CANDIDATES:
@@ -150,8 +151,8 @@ class SchemeMap:
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
-    def assigned(self) -> dict[str, QuantScheme | None]:
-        """The scheme of every linear module; None of those that keep their floats."""
+    def module_schemes(self) -> dict[str, QuantScheme | None]:
+        """Return the scheme of every linear module; None of those that keep their floats."""
         return {module: self.schemes.get(module) for module in self.modules}
 
     @classmethod
@@ -182,23 +183,27 @@ class SchemeMap:
         own, others = (
             {*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless)
         )
-        named = recipe.naming(own, others)  # of linears that carry a state
+        specific_overrides = recipe.select_specific_overrides(
+            own, others
+        )  # of linears that carry a state
         requested = {}
         for module in columns:
-            requested[module] = (named if module in recurrent else recipe).requested(
+            requested[module] = (specific_overrides if module in recurrent else recipe).find_scheme(
                 module, on_disk.get(module), kept
             )
         changing = (
             module for module in columns if module in recurrent and may_change_state(module)
         )
-        _require_fine(named, {module: requested[module] for module in changing}, on_disk)
+        _require_fine(
+            specific_overrides, {module: requested[module] for module in changing}, on_disk
+        )
         schemes = {}
         for module, scheme in requested.items():
             if scheme:
-                schemes[module] = scheme.fitted(columns[module])
+                schemes[module] = scheme.fit_to_columns(columns[module])
         with_others = _fit_together(requested, schemes, columns)
         if not schemes.keys() - {EMBEDDING}:
-            raise _nothing(recurrent, set(columns) - kept)
+            raise _build_empty_error(recurrent, set(columns) - kept)
         _require_one_scheme(schemes, config)
         misfits = {}
         for module, scheme in requested.items():
@@ -210,8 +215,8 @@ class SchemeMap:
         return cls(recipe, tuple(columns), schemes, misfits, with_others, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
-        """The same, but the modules of `too_far` keep their floats, each for a reason. Raises
-        `QualityError` if nothing is left to quantize.
+        """Return the same, but the modules of `too_far` keep their floats, each for a reason.
+        Raises `QualityError` if nothing is left to quantize.
         """
         schemes = {
             module: scheme for module, scheme in self.schemes.items() if module not in too_far
@@ -234,12 +239,12 @@ class SchemeMap:
 
     @property
     def embedding(self) -> QuantScheme | None:
-        """The embedding's scheme; None if it keeps its floats."""
+        """Return the embedding's scheme; None if it keeps its floats."""
         return self.schemes.get(EMBEDDING)
 
     @property
     def linears(self) -> dict[str, QuantScheme]:
-        """The scheme of each linear module that gets one."""
+        """Return the scheme of each linear module that gets one."""
         linears: dict[str, QuantScheme] = {}
         for module, scheme in self.schemes.items():
             if module != EMBEDDING:
@@ -247,16 +252,16 @@ class SchemeMap:
         return linears
 
     def counts(self) -> dict[str, int]:
-        """How many linear layers have each scheme, the most frequent first."""
+        """Return how many linear layers have each scheme, the most frequent first."""
         return dict(Counter(map(str, self.linears.values())).most_common())
 
     def kept(self) -> list[str]:
-        """The linear modules that keep their floats."""
+        """Return the linear modules that keep their floats."""
         return [module for module in self.modules if module not in self.schemes]
 
     def misfit_lines(self) -> list[str]:
-        """One line for each scheme that did not fit and the one used instead, on the layers that
-        it concerns.
+        """Return one line for each scheme that did not fit and the one used instead, on the layers
+        that it concerns.
         """
         own = []
         for (requested, used), modules in self._by_change(self.misfits).items():
@@ -274,18 +279,18 @@ class SchemeMap:
     def _by_change(
         self, requested: Mapping[str, QuantScheme]
     ) -> dict[tuple[QuantScheme, QuantScheme], list[str]]:
-        """The modules by the requested scheme and the one used instead."""
+        """Return the modules by the requested scheme and the one used instead."""
         changes: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
         for module, scheme in requested.items():
             changes.setdefault((scheme, self.schemes[module]), []).append(module)
         return changes
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-        """What the manifest says of every linear layer; `records` hold what was found for each
-        weight.
+        """Return what the manifest says of every linear layer; `records` hold what was found for
+        each weight.
         """
         facts: dict[str, dict[str, object]] = {}
-        for module, scheme in self.assigned.items():
+        for module, scheme in self.module_schemes.items():
             if scheme is None:
                 facts[module] = {
                     "scheme": None,
@@ -336,7 +341,9 @@ def _fit_together(
         candidates = dict.fromkeys(schemes[module] for module in modules)
         if len(candidates) > 1:
             fitting = (
-                one for one in candidates if all(one.fitted(width) == one for width in widths)
+                candidate
+                for candidate in candidates
+                if all(candidate.fit_to_columns(width) == candidate for width in widths)
             )
             used = next(fitting, QuantScheme(8, None))
             schemes.update(dict.fromkeys(modules, used))
@@ -351,7 +358,11 @@ def _require_fine(
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
             names = (module, on_disk.get(module, module))
-            named = next(one for one in reversed(recipe.overrides) if any(map(one.matches, names)))
+            named = next(
+                override
+                for override in reversed(recipe.overrides)
+                if any(map(override.matches, names))
+            )
             raise RequestError(
                 f"'{module}' changes a state that goes from token to token: it takes int8, or keeps"
                 " its floats",
@@ -360,9 +371,9 @@ def _require_fine(
             )
 
 
-def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestError:
-    """The error where no linear gets a scheme."""
-    if recurrent and not others:
+def _build_empty_error(recurrent: Collection[str], other_modules: Collection[str]) -> RequestError:
+    """Return the error where no linear gets a scheme."""
+    if recurrent and not other_modules:
         module = min(recurrent)
         if module.count(".") > 1:
             pattern = f"*.{module.split('.')[-2]}.*"
@@ -378,75 +389,82 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
 
 
 def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """A recipe in which ``lm_head`` is the head of a model known by its tensors, if it has one
-    with another name.
+    """Return a recipe in which ``lm_head`` is the head of a model known by its tensors, if it has
+    one with another name.
     """
     heads = [tensor.module for tensor in config.tensors or () if tensor.role == "head"]
     if len(heads) != 1 or heads[0] == _HEAD:
         return recipe
     renamed = (
-        replace(one, pattern=heads[0]) if one.pattern == _HEAD else one for one in recipe.overrides
+        replace(override, pattern=heads[0]) if override.pattern == _HEAD else override
+        for override in recipe.overrides
     )
     return Recipe(recipe.default, tuple(renamed))
 
 
 def of_embedding(recipe: Recipe) -> Override | None:
-    """What a recipe says of the embedding; None if nothing, so that it keeps its floats."""
-    return next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
+    """Return what a recipe says of the embedding; None if nothing, so that it keeps its floats."""
+    return next(
+        (override for override in reversed(recipe.overrides) if override.matches(EMBEDDING)), None
+    )
 
 
 def _embedding_scheme(
     recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]
 ) -> QuantScheme | None:
-    """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does
-    not support the requested one, or a head that is tied to it has another.
+    """Return the scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it
+    does not support the requested one, or a head that is tied to it has another.
     """
     named = of_embedding(recipe)
-    found = None if named is None else named.scheme
+    result = None if named is None else named.scheme
     known = config.runnable or any(tensor.role == "embedding" for tensor in config.tensors or ())
-    if named is not None and found is not None and not known:
+    if named is not None and result is not None and not known:
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats",
             found=shown(named.pattern),
         )
-    if named is not None and found is not None and found not in embeddings:
+    if named is not None and result is not None and result not in embeddings:
         raise RequestError(
             "the embedding cannot be quantized so",
-            found=f"{found} for {shown(named.pattern)}",
+            found=f"{result} for {shown(named.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
         )
-    head = next((one for one in reversed(recipe.overrides) if one.matches(_HEAD)), None)
+    head = next(
+        (override for override in reversed(recipe.overrides) if override.matches(_HEAD)), None
+    )
     if (
         config.tied_embeddings
         and head is not None
         and head.scheme is not None
-        and head.scheme != found
+        and head.scheme != result
     ):
         raise RequestError(
             "lm_head is tied to the embedding"
-            + (", and both are one" if found else " and keeps its floats"),
+            + (", and both are one" if result else " and keeps its floats"),
             found=f"{head.scheme} for {shown(head.pattern)}",
-            expected=str(found) if found else None,
+            expected=str(result) if result else None,
             hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
         )
-    return found
+    return result
 
 
 def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """A recipe without overrides that name a tied head alone, which is the embedding."""
+    """Return a recipe without overrides that name a tied head alone, which is the embedding."""
     if not config.tied_embeddings:
         return recipe
     others = (*linear_columns(config), EMBEDDING)
     of_head = []
-    for one in recipe.overrides:
-        if one.scheme is not None and one.matches(_HEAD):
-            of_head.append(one)
+    for override in recipe.overrides:
+        if override.scheme is not None and override.matches(_HEAD):
+            of_head.append(override)
     alone = [one for one in of_head if not any(map(one.matches, others))]
-    return Recipe(recipe.default, tuple(one for one in recipe.overrides if one not in alone))
+    return Recipe(
+        recipe.default, tuple(override for override in recipe.overrides if override not in alone)
+    )
 
 
 def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, str]:
-    """What linears are called on disk, where otherwise: users know them by these names."""
+    """Return what linears are called on disk, where otherwise: users know them by these names."""
     parts = (
         (part.removesuffix(".weight"), tensor)
         for tensor in disk_tensors(config)
@@ -460,7 +478,7 @@ def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, s
 
 
 def _routers(config: ModelConfig) -> set[str]:
-    """The names, canonical and on disk, of linears that are never quantized."""
+    """Return the names, canonical and on disk, of linears that are never quantized."""
     routers = set()
     for p in parameters(config):
         if p.is_linear_weight and p.linear and not p.linear.quantizable:

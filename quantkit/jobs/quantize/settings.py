@@ -18,7 +18,7 @@ _SOLVED_BITS = 6  # by GPTQ, unless another method is requested; layers of more 
 
 
 def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
-    """Where GPTQ computes. Raises `RequestError` for a device that it cannot use."""
+    """Return where GPTQ computes. Raises `RequestError` for a device that it cannot use."""
     if source.config.run_by is None:
         return usable_device(options.device)
     if options.device is not None and usable_device(options.device).type != "cpu":
@@ -35,8 +35,8 @@ def gptq_settings(
     source: Checkpoint,
     tokenizer: Tokenizer | None,
 ) -> GptqSettings | None:
-    """The settings of GPTQ, which solves int4, and chooses schemes for a size, unless another
-    method was requested; None for rounding.
+    """Return the settings of GPTQ, which solves int4, and chooses schemes for a size, unless
+    another method was requested; None for rounding.
 
     Raises:
         RequestError: if the source cannot be calibrated though int4 or a size needs it; if options

@@ -14,7 +14,7 @@ from quantkit.tensors.spec import TensorSpec
 
 
 def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
-    """The sizes of a planned output with files of weights of `output_bytes`."""
+    """Return the sizes of a planned output with files of weights of `output_bytes`."""
     source = prepared.source
     codes = prepared.target.codes
     assert codes is not None

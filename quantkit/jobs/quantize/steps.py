@@ -21,7 +21,7 @@ from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.prepare import Prepared
 from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
-from quantkit.quality.bounds import measured_tokens, window_length
+from quantkit.quality.bounds import count_gate_tokens, window_length
 from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
@@ -31,13 +31,14 @@ _OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
 _SECONDS_OF_CHOICE = (
     0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
 )
-_TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
+# Parts of samples, with those that replace others.
+_TRIED_AGAIN = 1.2
 
 
 def quantization_steps(
     formats: Formats, fit: Fit | None, sizes: Sequence[WeightSizes], checked: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
+    """Return the seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
 
     Args:
         fit: what chooses the schemes, if it does.
@@ -70,9 +71,9 @@ def _steps(
     certified = prepared.certified
     config = prepared.source.config
     weights = _weights(prepared)
-    writing = speed.writing(sum(one.output_bytes for one in sizes), sizes[0].source_bytes)
+    writing = speed.writing(sum(size.output_bytes for size in sizes), sizes[0].source_bytes)
     if config.measurable:
-        measured = measured_tokens(source)
+        measured = count_gate_tokens(source)
     else:
         measured = 0
     steps: dict[str, float] = {}
@@ -106,8 +107,8 @@ def _steps(
         )
         steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
     else:
-        steps["quantize"] = writing + _calibrated(settings, effort, speed)
-    for folder in formats.each:
+        steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
+    for folder in formats.prepared_by_folder:
         if (
             config.measurable and settings is None
         ):  # which is its own baseline, and so is rounded once more
@@ -128,14 +129,16 @@ def _steps(
 
 
 def phase_of(check: str, folder: str) -> str:
-    """The phase of a check of the result in a folder of the output; ``""`` is the output itself."""
+    """Return the phase of a check of the result in a folder of the output; ``""`` is the output
+    itself.
+    """
     if folder:
         return f"{check} of {folder}"
     return check
 
 
 def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
-    """The steps before the source is checked: the choice of samples, and of schemes."""
+    """Return the steps before the source is checked: the choice of samples, and of schemes."""
     steps = {}
     shape = (settings.samples, settings.length)
     config = speed.config
@@ -151,8 +154,8 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
     return steps
 
 
-def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
-    """The time of GPTQ."""
+def _estimate_gptq_seconds(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
+    """Return the time of GPTQ."""
     config = speed.config
     device = settings.device
     shape = (settings.samples, settings.length)
@@ -166,8 +169,8 @@ def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
 
 
 def _weights(prepared: Prepared) -> Counter[QuantScheme]:
-    """The number of weights in each scheme."""
-    found = Counter[QuantScheme]()
+    """Return the number of weights in each scheme."""
+    result = Counter[QuantScheme]()
     for module, scheme in prepared.scheme_map.schemes.items():
-        found[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
-    return found
+        result[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
+    return result

@@ -28,8 +28,8 @@ _NAMED_RECURRENT = 12
 def kept_parts(
     config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]
 ) -> list[str]:
-    """Which large parts of a model known by its tensors only are not rounded, in a few words for
-    people.
+    """Return which large parts of a model known by its tensors only are not rounded, in a few words
+    for people.
 
     Args:
         raw: its config.json.
@@ -44,33 +44,33 @@ def kept_parts(
         if part is not None:
             parts.setdefault(part, []).append(tensor)
     total = _parameters(config.tensors or ())
-    found = []
+    result = []
     for part, tensors in parts.items():
         groups = _by_shared_name(tensors)
         if part == _OTHERS:
             groups = {
-                name: own
-                for name, own in groups.items()
-                if _parameters(own) >= _SMALL_SHARE * total
+                name: group
+                for name, group in groups.items()
+                if _parameters(group) >= _SMALL_SHARE * total
             }
         count = sum(map(len, groups.values()))
         size = sum(map(_parameters, groups.values()))
         if count:
-            found.append(
+            result.append(
                 f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
-                f" ({_listed(groups, _NAMED)}), {size / total:.1%} of the parameters"
+                f" ({_list_names(groups, _NAMED)}), {size / total:.1%} of the parameters"
             )
-    return found
+    return result
 
 
 def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
-    """Which linears that carry a state are not among the `quantized` modules, and why, in a
+    """Return which linears that carry a state are not among the `quantized` modules, and why, in a
     sentence for people; None if all are.
     """
     kept = []
-    for one in config.tensors or ():
-        if one.role == "recurrent" and one.module not in quantized:
-            kept.append(one)
+    for tensor in config.tensors or ():
+        if tensor.role == "recurrent" and tensor.module not in quantized:
+            kept.append(tensor)
     if not kept:
         return None
     share = _parameters(kept) / _parameters(config.tensors or ())
@@ -78,20 +78,20 @@ def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | Non
     return (
         f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
         f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
-        f" ({_listed(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as"
-        " errors there add up from token to token"
+        f" ({_list_names(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters),"
+        " as errors there add up from token to token"
     )
 
 
 def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     """Tensors by their names, those of all layers and experts together."""
-    found: dict[str, list[OpaqueTensor]] = {}
+    result: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
-        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), []).append(tensor)
-    return found
+        result.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), []).append(tensor)
+    return result
 
 
-def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
+def _list_names(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
     """Their names, the largest first."""
     names = sorted(groups, key=lambda name: -_parameters(groups[name]))
     return ", ".join(names[:limit]) + (
@@ -107,8 +107,8 @@ _OTHERS = "other matrices"
 
 
 def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
-    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no
-    matrix of floats in a layer of the model.
+    """Return what a tensor that stays as it is belongs to, in words; None for one that is rounded,
+    or no matrix of floats in a layer of the model.
     """
     if tensor.role in _PARTS:
         return _PARTS[tensor.role]

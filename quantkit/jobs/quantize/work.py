@@ -29,10 +29,10 @@ from quantkit.quality.manifest_check import ACTIVATIONS
 from quantkit.tensors.products import compute_dtype
 
 
-def settled(
+def finalize_schemes(
     prepared: Prepared, fit: Fit | None, group: ProcessGroup, progress: Progress
 ) -> tuple[Prepared, Calibration | None]:
-    """The final schemes, and the calibration samples; None for rounding."""
+    """Return the final schemes, and the calibration samples; None for rounding."""
     source = prepared.source
     settings = prepared.settings
     drawn = None
@@ -47,9 +47,9 @@ def settled(
         drawn = settings.draw(source, group=group, progress=progress)
         notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         if source.config.run_by is not None:
-            from quantkit.jobs.quantize.lockstep import surveyed
+            from quantkit.jobs.quantize.lockstep import survey_linears
 
-            prepared = surveyed(prepared, drawn)
+            prepared = survey_linears(prepared, drawn)
         if fit is not None:
             prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)
     return replace(prepared, notes=[*prepared.notes, *notes]), drawn
@@ -110,7 +110,7 @@ def quantizer_of(
 
 
 def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) -> Work:
-    """What is to be written, with all that decides its bytes: for the manifest, and for runs
+    """Return what is to be written, with all that decides its bytes: for the manifest, and for runs
     that resume.
     """
     options = prepared.options

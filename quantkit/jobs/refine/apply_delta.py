@@ -13,9 +13,9 @@ from quantkit.jobs.output.writer import writing
 from quantkit.jobs.refine.result import RefineResult
 from quantkit.jobs.refine.rewritten import (
     base_hashes,
-    carried_details,
     plan_rewriting,
     put_all,
+    read_quantization_details,
     require_written,
 )
 from quantkit.quality.changed_tensors import REFINED
@@ -68,8 +68,12 @@ def apply_delta(
         result = put_all(writer, changed, {})
         require_written(changed, result, None)
         size = weight_size(result)
-        made = {**carried_details(source.path), **{key: found.details[key] for key in _TAKEN}}
-        recheck(plan.dst, made, result, progress=progress)  # the delta's maker measured the same
+        made = {
+            **read_quantization_details(source.path),
+            **{key: found.details[key] for key in _TAKEN},
+        }
+        # The delta's maker measured the same.
+        recheck(plan.dst, made, result, progress=progress)
         made = writer.commit(made)
     notes = [*plan.notes, *writer.notes]
     return RefineResult(

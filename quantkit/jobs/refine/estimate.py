@@ -14,14 +14,14 @@ from quantkit.calibration.settings import GptqSettings
 from quantkit.formats.checkpoint import schemes
 from quantkit.jobs.output.estimate import (
     Estimate,
-    checked_tokens,
+    count_checked_tokens,
     forward_bytes,
     process_bytes,
     side_bytes,
 )
 from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.refine.plan import Refinement
-from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.optimizer import FACTOR_BYTES
@@ -30,7 +30,8 @@ from quantkit.training.state import STATES
 from quantkit.training.trained import OFFSET_BYTES
 from quantkit.training.training import TARGETS, TRAINING, held_back
 
-_PASSES = 4  # forward, forward again, and gradients by inputs and by weights
+# Forward, forward again, and gradients by inputs and by weights.
+_PASSES = 4
 _OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
 _OF_BLOCK = (
     3  # of the size of a block: its weights, their gradients, and what is computed from these
@@ -117,7 +118,9 @@ class TrainingCost:
 
 
 def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:
-    """What a refinement takes, for each of the processes of a mesh; None is that of the options."""
+    """Return what a refinement takes, for each of the processes of a mesh; None is that of the
+    options.
+    """
     plan = planned.plan
     options = planned.options
     source = plan.work.source
@@ -136,7 +139,7 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         codes=planned.names.codes,
         mesh=mesh or options.mesh_shape or (1, 1),
     )
-    measured = measured_tokens(source)
+    measured = count_gate_tokens(source)
     phases = {
         "training": cost.memory_bytes,
         "the gate": forward_bytes(planned.reference, measured, models=3),
@@ -144,7 +147,7 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
     phase = max(phases, key=lambda name: phases[name])
     speed = Speed(quantized.config)
     steps = dict[str, float]()
-    checked = checked_tokens(source, options.source_check)
+    checked = count_checked_tokens(source, options.source_check)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
     steps |= cost.steps

@@ -31,16 +31,16 @@ OUTPUT = "Output"
 
 
 def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
-    """The sizes of the axes "data" and "model"; None for None.
+    """Return the sizes of the axes "data" and "model"; None for None.
 
     Raises `RequestError` if it is no shape.
     """
     if mesh is None:
         return None
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
+    if match is None:
         raise RequestError("`mesh` is no shape", found=shown(mesh), expected="DxM, such as 2x4")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class RefineOptions:
 
     @property
     def output(self) -> Path:
-        """What is made."""
+        """Return what is made."""
         if self.dst is not None:
             return as_path("dst", self.dst)
         return as_path("delta", self.delta)
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """The sizes of the axes "data" and "model"; None if none are given."""
+        """Return the sizes of the axes "data" and "model"; None if none are given."""
         return mesh_shape(self.mesh)
 
     @property
@@ -180,9 +180,9 @@ class RefineOptions:
             return EPOCHS
         return self.epochs
 
-    def recorded(self) -> dict[str, object]:
-        """What the manifest and the resume fingerprint record: what determines the result, apart
-        from the samples.
+    def to_record(self) -> dict[str, object]:
+        """Return what the manifest and the resume fingerprint record: what determines the result,
+        apart from the samples.
         """
         return {
             "epochs": self.num_epochs,

@@ -12,7 +12,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.staging import require_name
 from quantkit.jobs.convert.conversion import Conversion
@@ -76,9 +76,9 @@ def plan_refinement(options: RefineOptions) -> Refinement:
             found=f"{difference} differs",
             expected=f"the config of {reference.path}",
         )
-    tokenizer, _ = checked_tokenizer(quantized)
+    tokenizer, _ = load_checked_tokenizer(quantized)
     if tokenizer is None:
-        tokenizer, _ = checked_tokenizer(reference)
+        tokenizer, _ = load_checked_tokenizer(reference)
     if tokenizer is None:
         raise RequestError(
             "training needs a tokenizer, and the model has none", path=quantized.path

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from quantkit.base.arguments import require_instance
-from quantkit.base.option_fields import called_with
+from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, deduplicated, in_phase
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -24,12 +24,17 @@ from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
 from quantkit.jobs.refine.result import RefineResult
-from quantkit.jobs.refine.rewritten import base_hashes, carried_details, put_all, require_written
+from quantkit.jobs.refine.rewritten import (
+    base_hashes,
+    put_all,
+    read_quantization_details,
+    require_written,
+)
 from quantkit.jobs.refine.training import training_of
-from quantkit.quality.changed_tensors import REFINED, Change, changes, merged, recorded_changes
+from quantkit.quality.changed_tensors import REFINED, Change, changes, merge_changes, read_changes
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
-from quantkit.quality.manifest_check import measured_inputs
+from quantkit.quality.manifest_check import read_input_roundings
 from quantkit.quality.source_check import SOURCE_CHECK, SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
@@ -57,7 +62,7 @@ class RefineArguments(RefineOptions):
     progress: Progress | None = None
 
 
-@called_with(RefineArguments)
+@accept_fields_of(RefineArguments)
 def refine(options: RefineArguments) -> RefineResult:
     """Train the scales of a quantized model against the logits of the float model it was made from.
 
@@ -91,7 +96,7 @@ def refine(options: RefineArguments) -> RefineResult:
         options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
     drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
     if group.is_rank0:
-        check = checked_source(planned, progress)
+        check = check_before_training(planned, progress)
     else:
         check = None
     training = training_of(
@@ -103,16 +108,16 @@ def refine(options: RefineArguments) -> RefineResult:
                 write = _write_model
             else:
                 write = _write_delta
-            made = write(planned, trained, state, drawn, began, check, progress)
+            result = write(planned, trained, state, drawn, began, check, progress)
     if not group.is_rank0:
         found: RefineResult = group.receive_from_rank0()
         return found
-    group.send_from_rank0(made)
-    return made
+    group.send_from_rank0(result)
+    return result
 
 
 def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
-    """The processes in the shape that was requested.
+    """Return the processes in the shape that was requested.
 
     Raises:
         RequestError: if it has another number of them, or they cannot share the model.
@@ -168,10 +173,10 @@ def _write_delta(
     source = planned.plan.work.source
     output = planned.options.output
     changed = changes(planned.quantized, trained, sorted(trained.factors))
-    details = refined_details(planned, changed, state, drawn)
+    details = describe_refinement(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
-    gate = checked(planned, trained, records, progress)
-    details |= _measured(planned, gate, records)
+    gate = check_result(planned, trained, records, progress)
+    details |= _describe_quality(planned, gate, records)
     content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
     staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
     try:
@@ -206,20 +211,20 @@ def _write_model(
     """Write the refined model, and compare it with the float model."""
     plan = planned.plan
     options = planned.options
-    work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
+    work = replace(plan.work, job="refine", options={**plan.work.options, **options.to_record()})
     changed = changes(planned.quantized, trained, sorted(trained.factors))
-    details = refined_details(planned, changed, state, drawn)
+    details = describe_refinement(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
     with writing(
         work, plan.dst, resume=options.resume, source_check=False, progress=progress
     ) as writer:
         result = put_all(writer, trained, records)
         require_written(trained, result, None if planned.names.codes else planned.quantized)
-        gate = checked(planned, result, records, progress)
+        gate = check_result(planned, result, records, progress)
         size = weight_size(result)
-        details |= _measured(planned, gate, records)
+        details |= _describe_quality(planned, gate, records)
         made = writer.commit(
-            {**carried_details(planned.quantized.path), **details, "source_check": check}
+            {**read_quantization_details(planned.quantized.path), **details, "source_check": check}
         )
     notes = [*plan.notes, *writer.notes]
     return RefineResult(
@@ -227,10 +232,10 @@ def _write_model(
     )
 
 
-def _measured(
+def _describe_quality(
     planned: Refinement, gate: Gate, records: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest states of the gate, and of each quantized module."""
+    """Return what the manifest states of the gate, and of each quantized module."""
     return {
         "quality": gate.to_json(accepted=planned.options.accept_quality_loss),
         "modules": {
@@ -240,31 +245,31 @@ def _measured(
     }
 
 
-def checked_source(planned: Refinement, progress: Progress) -> object:
-    """The manifest's entry on the check of the quantized model on a sample text, before it is
-    trained. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
+def check_before_training(planned: Refinement, progress: Progress) -> object:
+    """Return the manifest's entry on the check of the quantized model on a sample text, before it
+    is trained. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
     """
     if not planned.options.source_check:
         return NOT_CHECKED
     observed = in_phase(progress, SOURCE_CHECK)
-    found = check_source(planned.plan.work.source, allow_nonfinite=False, progress=observed)
-    if isinstance(found, SourceCheck):
-        return asdict(found)
-    return f"not measured: {found}"
+    source = check_source(planned.plan.work.source, allow_nonfinite=False, progress=observed)
+    if isinstance(source, SourceCheck):
+        return asdict(source)
+    return f"not measured: {source}"
 
 
-def checked(
+def check_result(
     planned: Refinement,
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
     progress: Progress,
 ) -> Gate:
-    """The gate's figures of a result.
+    """Return the gate's figures of a result.
 
     Raises `QualityError` if it is too far from the float model.
     """
     made = manifest_or_empty(planned.quantized.path)
-    inputs = measured_inputs(made, result, planned.quantized.path)
+    inputs = read_input_roundings(made, result, planned.quantized.path)
     gate = run_gate(
         planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate")
     )
@@ -280,40 +285,40 @@ def checked(
 def records_of(
     planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
 ) -> dict[str, dict[str, object]]:
-    """The records of weights for the manifest."""
+    """Return the records of weights for the manifest."""
     if planned.names.codes:
         solver = Solver.CODES_TRAINED
     else:
         solver = Solver.SCALES_TRAINED
-    found: dict[str, dict[str, object]] = {}
+    result: dict[str, dict[str, object]] = {}
     for name in schemes(planned.quantized):
         weight = f"{name}.weight"
         if weight not in changed:
-            found[weight] = {"solver": Solver.CARRIED}
+            result[weight] = {"solver": Solver.CARRIED}
             continue
         error = trained_error(trained.quantized(weight), planned.reference.load(weight))
-        found[weight] = {"solver": solver} | (
+        result[weight] = {"solver": solver} | (
             {} if error is None else {"relative_error": float(f"{error:.4g}")}
         )
-    return found
+    return result
 
 
-def refined_details(
+def describe_refinement(
     planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
 ) -> dict[str, Any]:
-    """What the manifest states of a refinement, with the tensors that an earlier one has
+    """Return what the manifest states of a refinement, with the tensors that an earlier one has
     changed.
     """
     reference = planned.reference
-    tensors = merged(recorded_changes(planned.quantized.path), changed)
+    tensors = merge_changes(read_changes(planned.quantized.path), changed)
     return {
         REFINED: {
-            **planned.options.recorded(),
+            **planned.options.to_record(),
             "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
             "calibration": drawn.to_json(),
             "held_back": f"1 of {HELD_BACK} samples",
             "curve": [asdict(one) for one in state.curve],
             "kept_step": state.best.step,
-            "tensors": {name: asdict(one) for name, one in tensors.items()},
+            "tensors": {name: asdict(tensor) for name, tensor in tensors.items()},
         }
     }

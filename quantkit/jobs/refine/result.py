@@ -45,16 +45,16 @@ class RefineResult:
 
     @property
     def before(self) -> float:
-        """The KL before training, on text that was held back."""
+        """Return the KL before training, on text that was held back."""
         return self.curve[0].held_back
 
     @property
     def after(self) -> float:
-        """The KL of the result, on the same text."""
+        """Return the KL of the result, on the same text."""
         return min(one.held_back for one in self.curve)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all of it, as plain values."""
         if self.quality is None:
             quality = None
         else:
@@ -62,7 +62,7 @@ class RefineResult:
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
-        """The report for people: the KL as it fell, and one line on what was written."""
+        """Return the report for people: the KL as it fell, and one line on what was written."""
         facts = [size_text(self.weight_bytes)]
         if self.bits_per_weight is not None:
             facts.append(f"{self.bits_per_weight:.2f} bits a weight")

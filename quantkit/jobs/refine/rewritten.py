@@ -47,7 +47,7 @@ _CARRIED = (
 def plan_rewriting(
     src: Path, dst: Path, *, resume: bool = False, source_check: bool = True
 ) -> Conversion:
-    """How to write a quantized model again in the format that it has.
+    """Return how to write a quantized model again in the format that it has.
 
     Raises:
         QuantkitError: as `convert` does before it writes; also if it is not quantized, or of an
@@ -171,15 +171,15 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
             )
 
 
-def carried_details(model: Path) -> dict[str, Any]:
-    """What a model's manifest says of how it was quantized; empty if it has none."""
+def read_quantization_details(model: Path) -> dict[str, Any]:
+    """Return what a model's manifest says of how it was quantized; empty if it has none."""
     made = manifest_or_empty(model)
     return {key: made[key] for key in _CARRIED if key in made}
 
 
 def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
-    """The sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by their
-    number, as users rename them.
+    """Return the sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by
+    their number, as users rename them.
 
     Raises:
         CheckpointError: if one cannot be read.

@@ -56,7 +56,8 @@ def training_of(
         staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
         mesh.world.send_from_rank0(None)
     else:
-        mesh.world.receive_from_rank0()  # when it has removed what an earlier run has left
+        # When it has removed what an earlier run has left.
+        mesh.world.receive_from_rank0()
     memory = planned.settings.memory_bytes
     rank = mesh.world.rank
     targets, offsets = (
@@ -108,7 +109,7 @@ def training_of(
 def _engine(
     planned: Refinement, model: TrainedCheckpoint, samples: Samples, mesh: Mesh, progress: Progress
 ) -> Engine:
-    """What trains, once the float model has given its states for the samples."""
+    """Return what trains, once the float model has given its states for the samples."""
     schedule = Schedule(planned.options.num_epochs * samples.steps)
     if planned.options.backend is None:
         samples.compute_targets(float_states(planned.reference, samples.batch, mesh), progress)
@@ -126,7 +127,7 @@ def _nothing(state: State) -> None:
 
 
 def _is_better(state: State) -> bool:
-    """Whether a step has a lower KL than the model before."""
+    """Return whether a step has a lower KL than the model before."""
     return state.best.step > 0 and state.best.held_back < state.curve[0].held_back
 
 
@@ -143,10 +144,10 @@ def _not_better(state: State, path: Path) -> NoImprovementError:
 
 
 def _fingerprint(planned: Refinement, drawn: Calibration) -> dict[str, object]:
-    """What an interrupted training must have in common with the one that continues it."""
+    """Return what an interrupted training must have in common with the one that continues it."""
     return {
         "job": "refine",
-        **planned.options.recorded(),
+        **planned.options.to_record(),
         "source": manifest.identity(planned.plan.work.source.files()),
         "against": manifest.identity(planned.reference.files()),
         "samples": drawn.fingerprint(),

@@ -41,7 +41,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """A route for each file of the page."""
+    """Return a route for each file of the page."""
     return [_route(path, *file) for path, file in FILES.items()]
 
 

@@ -50,7 +50,7 @@ class Leaf:
     stacked: bool
 
     def read(self, checkpoint: Checkpoint, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """A part of it."""
+        """Return a part of it."""
         if not self.stacked:
             return _numpy(self._of(checkpoint.load(self.tensors[0]))[index], self.dtype)
         layers = range(len(self.tensors))[index[0]]
@@ -75,8 +75,8 @@ class Leaf:
 
 
 def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """The arrays of a model; quantized embeddings and heads are floats. Raises `UnsupportedError`
-    as `require_trainable`.
+    """Return the arrays of a model; quantized embeddings and heads are floats. Raises
+    `UnsupportedError` as `require_trainable`.
     """
     require_trainable(checkpoint)
     config = checkpoint.config
@@ -132,7 +132,7 @@ def _of_parameter(
 
 
 def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = False) -> Any:
-    """The type of scales that several tensors have, or of their values as floats.
+    """Return the type of scales that several tensors have, or of their values as floats.
 
     Raises:
         UnsupportedError: if they differ.
@@ -153,23 +153,23 @@ def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = Fal
 def load_arrays(
     checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = None
 ) -> dict[str, jax.Array]:
-    """A checkpoint's arrays on the devices of this process, or one of them; each device's part
-    is read by itself.
+    """Return a checkpoint's arrays on the devices of this process, or one of them; each device's
+    part is read by itself.
     """
-    found: dict[str, jax.Array] = {}
+    result: dict[str, jax.Array] = {}
     for leaf in leaves(checkpoint):
         if only in (None, leaf.key):
             read = partial(leaf.read, checkpoint)
-            found[leaf.key] = jax.make_array_from_callback(
+            result[leaf.key] = jax.make_array_from_callback(
                 leaf.shape, mesh.sharding(leaf.spec, leaf.shape), read
             )
     if only is None:
-        found |= {name: mesh.put(value.numpy()) for name, value in _rotary(checkpoint).items()}
-    return found
+        result |= {name: mesh.put(value.numpy()) for name, value in _rotary(checkpoint).items()}
+    return result
 
 
 def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `load_arrays` gives, without weights."""
+    """Return what `load_arrays` gives, without weights."""
     found = {}
     for leaf in leaves(checkpoint):
         found[leaf.key] = mesh.abstract(leaf.shape, leaf.dtype, leaf.spec)

@@ -112,7 +112,7 @@ class OnDevices:
 
 
 def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh:
-    """The mesh of the devices that JAX finds; without a shape, all of them share the model.
+    """Return the mesh of the devices that JAX finds; without a shape, all of them share the model.
 
     Raises:
         RequestError: if there are fewer devices.
@@ -164,7 +164,7 @@ def _multiple(count: int, of: int) -> int:
 
 
 def _repeated(numbers: Tensor, size: int) -> Tensor:
-    """A number of samples, the last one several times if there are fewer: another number would
-    be compiled anew.
+    """Return a number of samples, the last one several times if there are fewer: another number
+    would be compiled anew.
     """
     return torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])

@@ -28,7 +28,8 @@ from quantkit.xla.training.partitions import DATA, MODEL, SLICES, DeviceMesh
 from quantkit.xla.training.program import HEAD, TARGET_HEAD, Pace, TrainingPrograms
 from quantkit.xla.training.state import abstract_trained, rates, trained_leaves
 
-_LEAST = 1 << 20  # bytes a step, of exchanges that are named in the report
+# Bytes a step, of exchanges that are named in the report.
+_LEAST = 1 << 20
 _TRAFFIC = {
     "all-reduce": 2.0
 }  # of its bytes, that a device sends in a ring; one for all other kinds
@@ -80,7 +81,7 @@ class MeshEstimate:
 
     def lines(self) -> list[str]:
         """For people."""
-        sent = [one for one in self.exchanges if one.bytes >= _LEAST]
+        sent = [exchange for exchange in self.exchanges if exchange.bytes >= _LEAST]
         return [
             (
                 f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments,"
@@ -124,14 +125,14 @@ class TrainingEstimate:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         return [
             (
                 f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)},"
                 f" {self.batch} samples of {self.length} tokens in a step, {self.flops / 1e12:.3g}"
                 " TFLOP; by mesh, for each chip:"
             ),
-            *(line for one in self.meshes for line in one.lines()),
+            *(line for mesh in self.meshes for line in mesh.lines()),
             *(f"{mesh}: {reason}" for mesh, reason in self.refused.items()),
         ]
 
@@ -207,7 +208,7 @@ def step_of(
     length: int,
     dtype: Any,
 ) -> Any:
-    """The program of a step, lowered, without weights.
+    """Return the program of a step, lowered, without weights.
 
     Raises:
         RequestError: if the mesh does not divide the samples.
@@ -229,7 +230,7 @@ def step_of(
 
 
 def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
-    """What devices exchange in a compiled program, by kind and axis, the most first."""
+    """Return what devices exchange in a compiled program, by kind and axis, the most first."""
     counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for one, times in exchanges(program).items():
         total = counts[one.kind, axes_of(one, mesh)]
@@ -286,11 +287,11 @@ def _shapes(chips: int) -> list[tuple[int, int]]:
 
 
 def axes_of(one: Collective, mesh: DeviceMesh) -> str:
-    """The axes of the mesh along which devices exchange."""
+    """Return the axes of the mesh along which devices exchange."""
     shape = [mesh.size(axis) for axis in (SLICES, DATA, MODEL)]
     places = np.array(np.unravel_index(np.array(one.devices or range(int(np.prod(shape)))), shape))
     varying = []
-    for axis, own in zip((SLICES, DATA, MODEL), places, strict=True):
-        if len(set(own.tolist())) > 1:
+    for axis, place in zip((SLICES, DATA, MODEL), places, strict=True):
+        if len(set(place.tolist())) > 1:
             varying.append(axis)
     return " and ".join(varying) or "none"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
+from quantkit.model.attention import make_causal_attention
+from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
 from quantkit.model.load import BLOCK_PREFIX, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.tensors.scheme import QuantScheme
@@ -50,13 +50,13 @@ def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[ra
                 own[name.removeprefix(prefix)] = scheme
         return config.layers[layer], own
 
-    found: list[range] = []
+    result: list[range] = []
     for layer in range(config.num_layers):
-        if found and kind(layer) == kind(found[-1].start):
-            found[-1] = range(found[-1].start, layer + 1)
+        if result and kind(layer) == kind(result[-1].start):
+            result[-1] = range(result[-1].start, layer + 1)
         else:
-            found.append(range(layer, layer + 1))
-    return found
+            result.append(range(layer, layer + 1))
+    return result
 
 
 class _RotaryBlock(nn.Module):
@@ -72,10 +72,10 @@ class _RotaryBlock(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D], at positions [T]."""
-        found: Tensor = self.block(
-            x, Step(self.rotary(positions), causal_attention(positions, self._windows))
+        result: Tensor = self.block(
+            x, Step(self.rotary(positions), make_causal_attention(positions, self._windows))
         )
-        return found
+        return result
 
 
 class MeshDecoder:
@@ -107,12 +107,12 @@ class MeshDecoder:
         with meta_init():
             self._norm = rms_norm(config)
             self._blocks = [_RotaryBlock(config, one.start) for one in self.segments]
-        for own, segment in zip(self._blocks, self.segments, strict=True):
+        for block, segment in zip(self._blocks, self.segments, strict=True):
             for one in found:
                 if one.layer == segment.start and one.is_linear_weight and one.linear is not None:
                     weight = Weight(mesh, parameter_spec(one), dtype, _units(config, one))
                     linear = MeshLinear(weight, schemes.get(one.module), one.linear.bias)
-                    own.block.set_submodule(
+                    block.block.set_submodule(
                         one.module.removeprefix(BLOCK_PREFIX.format(one.layer)), linear
                     )
 
@@ -134,15 +134,17 @@ class MeshDecoder:
     def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         """[B, T, V] float32, of hidden states [B, T, D] and a head [V, D] as it is used."""
         products = self._vocabulary.forward(hidden, head).astype(jnp.float32)
-        found: jax.Array = run(nn.Module(), {}, partial(final_logits, config=self.config), products)
-        return found
+        result: jax.Array = run(
+            nn.Module(), {}, partial(final_logits, config=self.config), products
+        )
+        return result
 
     def divergence(
         self, hidden: jax.Array, head: jax.Array, target: jax.Array, target_head: jax.Array
     ) -> jax.Array:
-        """The sum over tokens of KL(target || hidden) for each sample, [B] float32, in nats, of
-        hidden states [B, T, D] and their heads [V, D]; the logits of some tokens are in memory at a
-        time.
+        """Return the sum over tokens of KL(target || hidden) for each sample, [B] float32, in nats,
+        of hidden states [B, T, D] and their heads [V, D]; the logits of some tokens are in memory
+        at a time.
         """
 
         head, target_head = (self._vocabulary.used(one) for one in (head, target_head))
@@ -169,7 +171,9 @@ class MeshDecoder:
     def _layer(
         self, block: nn.Module, rotary: Arrays, positions: jax.Array, x: jax.Array, own: Arrays
     ) -> tuple[jax.Array, None]:
-        """One round of the loop over a segment's layers; it is computed again for its gradients."""
+        """Return one round of the loop over a segment's layers; it is computed again for its
+        gradients.
+        """
 
         def layer(x: jax.Array, own: Arrays) -> jax.Array:
             out: jax.Array = run(block, {**own, **rotary}, block, x, positions)
@@ -181,9 +185,9 @@ class MeshDecoder:
         weight = self.mesh.constrain(weight, *self._vocabulary.gathered)
         rows = jnp.take(weight, tokens, axis=0).astype(jnp.float32)
         rows = self.mesh.constrain(rows, self.mesh.samples, None, MODEL)
-        multiplied = partial(scaled_embeddings, multiplier=self.config.embedding_multiplier)
-        found: jax.Array = run(nn.Module(), {}, multiplied, rows)
-        return found
+        multiplied = partial(scale_embeddings, multiplier=self.config.embedding_multiplier)
+        result: jax.Array = run(nn.Module(), {}, multiplied, rows)
+        return result
 
 
 def _units(config: ModelConfig, weight: Parameter) -> int | None:

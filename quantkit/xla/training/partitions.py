@@ -35,8 +35,8 @@ Spec = tuple[Any, ...]
 
 
 def parameter_spec(parameter: Parameter) -> Spec:
-    """How a tensor of a model lies on the mesh: the hidden size by data and the other one by model,
-    in attention the opposite; vectors are whole everywhere.
+    """Return how a tensor of a model lies on the mesh: the hidden size by data and the other one by
+    model, in attention the opposite; vectors are whole everywhere.
     """
     if len(parameter.shape) < 2:
         return (None,)
@@ -56,7 +56,7 @@ class DeviceMesh:
 
     @classmethod
     def of(cls, devices: Sequence[Any], shape: tuple[int, int], slices: int = 1) -> DeviceMesh:
-        """A mesh of a shape for each slice, of neighbours where devices have places.
+        """Return a mesh of a shape for each slice, of neighbours where devices have places.
 
         Raises:
             RequestError: if there are fewer devices.
@@ -77,7 +77,7 @@ class DeviceMesh:
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """The axes that divide samples."""
+        """Return the axes that divide samples."""
         return SLICES, DATA
 
     @cached_property
@@ -92,8 +92,8 @@ class DeviceMesh:
         return int(self.mesh.shape[axis])
 
     def fitting(self, spec: Spec, shape: Sequence[int]) -> PartitionSpec:
-        """A spec for an array, without the axes that do not divide its shape; leading axes that the
-        spec does not have are not divided.
+        """Return a spec for an array, without the axes that do not divide its shape; leading axes
+        that the spec does not have are not divided.
         """
         spec = (None,) * (len(shape) - len(spec)) + tuple(spec)
         return PartitionSpec(
@@ -104,7 +104,7 @@ class DeviceMesh:
         )
 
     def sharding(self, spec: Spec, shape: Sequence[int]) -> NamedSharding:
-        """Where an array of a shape lies."""
+        """Return where an array of a shape lies."""
         return NamedSharding(self.mesh, self.fitting(spec, shape))
 
     def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
@@ -121,11 +121,11 @@ class DeviceMesh:
             )
 
     def put(self, array: Any) -> jax.Array:
-        """An array that is whole on all devices."""
+        """Return an array that is whole on all devices."""
         return jax.device_put(array, self.sharding((), np.shape(array)))
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> jax.ShapeDtypeStruct:
-        """An array that is not there."""
+        """Return an array that is not there."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec, shape))
 
     def _parts(self, axis: Any) -> int:

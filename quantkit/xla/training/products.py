@@ -47,7 +47,7 @@ class Weight:
         return self.forward(x, self.used(weight))
 
     def used(self, weight: jax.Array) -> jax.Array:
-        """A weight as it is used: rounded, and gathered along data."""
+        """Return a weight as it is used: rounded, and gathered along data."""
         return self.mesh.constrain(weight.astype(self.dtype), *self.gathered)
 
     def quantized_product(
@@ -61,8 +61,8 @@ class Weight:
             codes: [O, I] int4 or int8.
             zero: [O, G] int8, or None for zeros.
         """
-        found: jax.Array = _quantized_product(self, x, scale, codes, zero)
-        return found
+        result: jax.Array = _quantized_product(self, x, scale, codes, zero)
+        return result
 
     def forward(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """``x @ weight.T`` for a weight as it is used."""
@@ -71,7 +71,7 @@ class Weight:
         return self.mesh.constrain(y, self.mesh.samples, None, None if whole else MODEL)
 
     def by_inputs(self, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        """The gradient by inputs, given that by outputs."""
+        """Return the gradient by inputs, given that by outputs."""
         found = self._einsum("bto,oi->bti", gradient, weight)
         return self.mesh.constrain(found, self.mesh.samples, None, MODEL)
 
@@ -80,8 +80,8 @@ class Weight:
         return self.mesh.constrain(x.astype(self.dtype), self.mesh.samples, None, self.gathered[1])
 
     def outputs(self, y: jax.Array) -> jax.Array:
-        """The gradients by outputs, as they are multiplied: all of them where a device has some
-        of the inputs.
+        """Return the gradients by outputs, as they are multiplied: all of them where a device has
+        some of the inputs.
         """
         return self.mesh.constrain(y.astype(self.dtype), self.mesh.samples, None, self.gathered[0])
 
@@ -102,7 +102,7 @@ class Weight:
     def by_scale(
         self, x: jax.Array, gradient: jax.Array, units: jax.Array, groups: int
     ) -> jax.Array:
-        """The gradient by scales [O, G], given that by outputs. Each device adds up over the
+        """Return the gradient by scales [O, G], given that by outputs. Each device adds up over the
         columns of a group what its own samples give, so that devices exchange scales alone.
         """
         mesh = self.mesh
@@ -121,7 +121,8 @@ class Weight:
         found = jax.shard_map(
             own, mesh=mesh.mesh, in_specs=inputs, out_specs=output, check_vma=False
         )(x, gradient, units)
-        if groups < units.shape[1]:  # parts of a group may be on several devices
+        # Parts of a group may be on several devices.
+        if groups < units.shape[1]:
             found = mesh.constrain(found, rows, None).reshape(units.shape[0], groups, -1).sum(-1)
         return mesh.constrain(found, *self.spec)
 
@@ -147,7 +148,8 @@ class Weight:
         ones.
         """
         parts = self.mesh.size(self.gathered[1])
-        if columns % parts:  # then all devices have all of it
+        # Then all devices have all of it.
+        if columns % parts:
             return 1
         size = columns // groups
         return next(

@@ -91,23 +91,23 @@ class TrainingPrograms:
     def _values(self, held: Arrays, factors: Arrays) -> dict[str, jax.Array]:
         """Scales and norms as they are with factors, rounded as they are stored, in float32."""
         offset = self._decoder.config.norm_offset
-        found = {}
+        result = {}
         for name, factor in factors.items():
             start = held[name].astype(jnp.float32)
             if name.endswith(_SCALE):
                 value = _rounded(start * (1 + factor), held[name].dtype)
                 usable = jnp.isfinite(value) & ((value != 0) | (start == 0))
-                found[name] = jnp.where(usable, value, start)
+                result[name] = jnp.where(usable, value, start)
             else:
-                found[name] = _rounded((start + offset) * (1 + factor) - offset, held[name].dtype)
-        return found
+                result[name] = _rounded((start + offset) * (1 + factor) - offset, held[name].dtype)
+        return result
 
 
 def divergence(
     decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """The sum of KL(float model || model) over the tokens of each sample, [B], given the float
-    model's hidden states after its final norm, [B, T, D].
+    """Return the sum of KL(float model || model) over the tokens of each sample, [B], given the
+    float model's hidden states after its final norm, [B, T, D].
     """
     head = arrays.get(HEAD, arrays[EMBEDDING])
     targets = decoder.mesh.constrain(targets, decoder.mesh.samples, None, MODEL)
@@ -125,5 +125,5 @@ def hidden_program(decoder: MeshDecoder) -> Any:
 
 def _rounded(value: jax.Array, dtype: Any) -> jax.Array:
     """Float32 rounded to a type; XLA would leave out two conversions one after the other."""
-    found: jax.Array = lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
-    return found
+    result: jax.Array = lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
+    return result

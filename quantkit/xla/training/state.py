@@ -23,7 +23,7 @@ from quantkit.xla.training.program import Trained
 
 
 def trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
-    """The scales and norms that are trained."""
+    """Return the scales and norms that are trained."""
     weights = set(names.weights)
     norms = set(names.norms)
     result: list[Leaf] = []
@@ -34,7 +34,7 @@ def trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
 
 
 def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
-    """The largest step of each array's factors."""
+    """Return the largest step of each array's factors."""
     config: ModelConfig = quantized.config
     result: dict[str, float] = {}
     for leaf in trained:
@@ -43,7 +43,7 @@ def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
 
 
 def abstract_trained(trained: Iterable[Leaf], mesh: DeviceMesh) -> Trained:
-    """What `put` gives, without values."""
+    """Return what `put` gives, without values."""
     one = {leaf.key: mesh.abstract(leaf.shape, jnp.float32, leaf.spec) for leaf in trained}
     return Trained(one, dict(one), dict(one))
 
@@ -60,12 +60,12 @@ def put(
         found = np.stack([value(name).numpy() for name in leaf.tensors]).reshape(leaf.shape)
         return jax.device_put(found, mesh.sharding(leaf.spec, leaf.shape))
 
-    found = Trained({}, {}, {})
+    result = Trained({}, {}, {})
     for leaf in trained:
-        found.factors[leaf.key] = placed(leaf, lambda name: factors[name])
-        found.first[leaf.key] = placed(leaf, lambda name: moments[name + FIRST])
-        found.second[leaf.key] = placed(leaf, lambda name: moments[name + SECOND])
-    return found
+        result.factors[leaf.key] = placed(leaf, lambda name: factors[name])
+        result.first[leaf.key] = placed(leaf, lambda name: moments[name + FIRST])
+        result.second[leaf.key] = placed(leaf, lambda name: moments[name + SECOND])
+    return result
 
 
 def fetch(

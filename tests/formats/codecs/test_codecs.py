@@ -81,13 +81,13 @@ class Steps(QuantMethod):
         assert scale is not None
         return TensorSpec(expected.name, codes.shape[::-1], scale.dtype, INT8)
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
         codes = StoredTensor(f"{module}codes", DType.INT8, spec.shape[::-1])
         return [codes, StoredTensor(f"{module}steps", spec.dtype, spec.shape[:1])]
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return self.stored(spec)
+        return self.list_stored_tensors(spec)
 
     def decode(
         self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
@@ -143,12 +143,12 @@ class Backwards(QuantMethod):
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         return expected
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+    def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         rows, columns = spec.shape
         return [StoredTensor(spec.name, DType.UINT8, (rows, columns * 2))]
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return self.stored(spec)
+        return self.list_stored_tensors(spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
         rows = part if part is not None and part.axis == 0 else None

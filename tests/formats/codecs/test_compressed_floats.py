@@ -99,7 +99,7 @@ def test_they_are_read_as_floats_unless_codes_are_wanted(
         assert isinstance(some, QuantTensor)
         assert torch.equal(some.dequantize(), part.of(codes.dequantize()))
     assert f"{len(schemes(coded))} weights in" in " ".join(floats.notes)
-    assert coded.stored_bytes(f"{UP}.weight") == floats.stored_bytes(f"{UP}.weight")
+    assert coded.count_stored_bytes(f"{UP}.weight") == floats.count_stored_bytes(f"{UP}.weight")
 
 
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)

@@ -157,7 +157,7 @@ def test_codes_lie_as_documented_and_come_back(
             stored = codec.encode(value)
             assert isinstance(stored, list)
             spec = TensorSpec("m.weight", (rows, columns), DType.FLOAT16, scheme)
-            names = [tensor.name.removeprefix("m.") for tensor in codec.stored(spec)]
+            names = [tensor.name.removeprefix("m.") for tensor in codec.list_stored_tensors(spec)]
             expected = (
                 _gptq(value, version=1 if scheme.symmetric else 2)
                 if method == "gptq"

@@ -93,7 +93,7 @@ def test_codes_come_back_as_they_were(
         TensorSpec("up.weight", value.shape, DType.of(dtype), scheme),
     )
     assert isinstance(written, list)
-    stored = codec.stored(spec)
+    stored = codec.list_stored_tensors(spec)
     assert [(DType.of(one.dtype), tuple(one.shape)) for one in written] == [
         (one.dtype, one.shape) for one in stored
     ]
@@ -178,7 +178,7 @@ def test_groups_that_mlx_has_not_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"'up.weight' .* as mlx: MLX has no groups .*int8 of 80 columns"
     ):
-        Affine().stored(spec)
+        Affine().list_stored_tensors(spec)
 
 
 @pytest.fixture(scope="module")

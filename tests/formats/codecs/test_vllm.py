@@ -15,7 +15,7 @@ import pytest
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.table import METHODS
-from quantkit.formats.codecs.vllm import Linears, name_for_vllm, stored_linears, vllm_problems
+from quantkit.formats.codecs.vllm import Linears, find_linear_shapes, name_for_vllm, vllm_problems
 from quantkit.formats.codecs.vllm_modules import VllmNames
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -161,12 +161,15 @@ def test_what_vllm_fuses_must_have_one_scheme(method: str) -> None:
     (problem,) = vllm_problems(
         written(METHODS[method], schemes | {"model.layers.1.self_attn.q_proj": None})
     )
-    assert (problem.rule, problem.where) == ("fused-schemes", "model.layers.1.self_attn.qkv_proj")
+    assert (problem.rule, problem.location) == (
+        "fused-schemes",
+        "model.layers.1.self_attn.qkv_proj",
+    )
     experts: dict[str, QuantScheme | None] = dict.fromkeys(in_layers(*EXPERTS), INT4)
     (problem,) = vllm_problems(
         written(METHODS[method], experts | {"model.layers.1.mlp.experts.1.up_proj": None})
     )
-    assert (problem.rule, problem.where) == ("expert-schemes", "model.layers.1.mlp.experts")
+    assert (problem.rule, problem.location) == ("expert-schemes", "model.layers.1.mlp.experts")
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
@@ -272,7 +275,7 @@ def test_experts_in_one_tensor_are_linears_of_each_expert() -> None:
     coded: dict[str, tuple[int, ...] | None] = dict.fromkeys(
         [f"{bank}.{expert}.gate_proj" for expert in range(2)]
     )
-    found = stored_linears(stored, coded, "gemma4_text")
+    found = find_linear_shapes(stored, coded, "gemma4_text")
     assert found == {
         "model.layers.0.self_attn.o_proj": (64, 32),
         **dict.fromkeys([f"{bank}.0.down_proj", f"{bank}.1.down_proj", *coded]),
@@ -383,7 +386,7 @@ def test_globs_in_settings_and_names_are_no_numbers(model_type: str) -> None:
     linears = Linears.of(
         METHODS["compressed-tensors"], settings, shapes, coded, {"model_type": model_type}
     )
-    assert all(problem.where.startswith("model.") for problem in vllm_problems(linears))
+    assert all(problem.location.startswith("model.") for problem in vllm_problems(linears))
     assert linears.names.map_setting("*.gate.1.+") == "*.gate.1.+"
 
 
@@ -411,7 +414,7 @@ def test_routers_that_vllm_quantizes_must_be_named(
     settings["ignore"] = ignored
     routers = {f"{name}.weight": (2, 64) for name in in_layers("mlp.gate")}
     stored = {name: StoredTensor(name, DType.BFLOAT16, shape) for name, shape in routers.items()}
-    shapes = stored_linears(stored, dict.fromkeys(coded, (64, 64)), model_type)
+    shapes = find_linear_shapes(stored, dict.fromkeys(coded, (64, 64)), model_type)
     assert (
         rules_of(Linears.of(METHODS[method], settings, shapes, coded, {"model_type": model_type}))
         == rules

@@ -65,7 +65,7 @@ class LoudCheckpoint:
     def files(self) -> list[SourceFile]:
         return [self._file.source, SourceFile(self.path / "loud.json")]
 
-    def stored_bytes(self, name: str) -> int:
+    def count_stored_bytes(self, name: str) -> int:
         return self._file.tensors[name.upper()].nbytes
 
     def readers(self) -> str:
@@ -74,7 +74,7 @@ class LoudCheckpoint:
 
 class LoudEncoder:
     rearranges = False
-    joined_bytes = 0
+    max_buffered_bytes = 0
     holds = False
 
     def __init__(self, planned: Sequence[TensorSpec]) -> None:
@@ -130,7 +130,7 @@ class Loud:
     def present(self, path: Path) -> list[str]:
         return ["loud"] if (path / FILE).is_file() else []
 
-    def indexed(self, path: Path, kind: str) -> bool:
+    def has_index(self, path: Path, kind: str) -> bool:
         return False
 
     def with_codes(self, checkpoint: LoudCheckpoint) -> LoudCheckpoint:
@@ -155,7 +155,7 @@ class Loud:
             **present(output.source.path, TOKENIZER_FILES),
         }
 
-    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+    def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         return TOKENIZER_FILES
 
     def notes(self, output: Output) -> list[str]:

@@ -16,10 +16,10 @@ from partial import interrupted, partial
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, RequestError, UnsupportedError
-from quantkit.files.located import located
+from quantkit.files.located import locate_model
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.gguf.container import stated_name
+from quantkit.formats.gguf.container import adapt_model_name
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
@@ -71,8 +71,8 @@ def test_a_folder_holds_one_file(demo_model: Path, tmp_path: Path) -> None:
         "model.gguf",
         "quantkit.json",
     ]
-    assert verify(tmp_path / "model").same
-    assert verify(tmp_path / "model" / "model.gguf").same
+    assert verify(tmp_path / "model").is_same
+    assert verify(tmp_path / "model" / "model.gguf").is_same
     (tmp_path / "model" / "other.gguf").touch()
     with pytest.raises(CheckpointError, match="does not list"):
         verify(tmp_path / "model")
@@ -85,7 +85,7 @@ def test_a_missing_manifest_is_an_error(made: Path, tmp_path: Path) -> None:
     shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
     (tmp_path / "other.gguf").rename(tmp_path / "demo.gguf")
     (tmp_path / "other.gguf.quantkit.json").rename(tmp_path / "demo.gguf.quantkit.json")
-    assert verify(tmp_path).same, "a folder that holds a file and its manifest"
+    assert verify(tmp_path).is_same, "a folder that holds a file and its manifest"
 
 
 def test_a_manifest_does_not_speak_for_another_file(made: Path, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -
     assert count > 2
     assert parts == [f"demo-{number + 1:05d}-of-{count:05d}.gguf" for number in range(count)]
     assert max((tmp_path / part).stat().st_size for part in parts) <= 600_000
-    assert located(file).name == parts[0]
+    assert locate_model(file).name == parts[0]
     for path in (file, tmp_path / parts[1]):
-        assert verify(path).same
+        assert verify(path).is_same
         assert verify(made, path).verdict is Verdict.SAME
     with pytest.raises(DestinationError, match="exists already"):
         quantkit.convert(demo_model, file, source_check=False)
@@ -212,7 +212,7 @@ def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path)
 def test_llama_cpp_goes_by_the_name_of_a_model(
     name: str, architecture: str, tokens: list[str], expected: str
 ) -> None:
-    assert stated_name(name, architecture, tokens) == expected
+    assert adapt_model_name(name, architecture, tokens) == expected
 
 
 def test_a_model_without_a_tokenizer_is_refused(demo_model: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_floats_are_those_of_the_download(model: Path, tmp_path: Path) -> None:
         assert torch.equal(source.load(name), before.load(name))  # type: ignore[arg-type]
     part, query = TensorSlice(0, ((3, 18), (40, 41))), "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(source.load(query, part), before.load(query, part))  # type: ignore[arg-type]
-    assert quantkit.verify(source.path, model).same
+    assert quantkit.verify(source.path, model).is_same
 
 
 def test_int8_codes_are_those_of_the_file(model: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_canonical_tensors_are_those_of_the_folder(case: str, tmp_path: Path) ->
         assert value.is_contiguous()
         assert torch.equal(value, expected[name]), name
         assert checkpoint.info(name).shape == tuple(value.shape)
-        assert checkpoint.stored_bytes(name) == value.nbytes
+        assert checkpoint.count_stored_bytes(name) == value.nbytes
 
 
 def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
@@ -340,7 +340,7 @@ def quantized_on_disk(folder: Path, scheme: QuantScheme) -> dict[str, QuantTenso
                 quantize_rtn(stored.pop(name), scheme, torch.float32),
             )
             found[module] = value
-            expected = method.codec(scheme).stored(
+            expected = method.codec(scheme).list_stored_tensors(
                 TensorSpec(name, value.shape, DType.FLOAT32, scheme)
             )
             tensors = method.codec(scheme).encode(value)
@@ -387,7 +387,7 @@ def test_fused_modules_are_split_as_they_are_quantized(scheme: QuantScheme, tmp_
         for name, tensor in load_file(folder / "model.safetensors").items()
         if "gate_up" in name
     )
-    assert stored == 3 * sum(checkpoint.stored_bytes(name) for name in names)
+    assert stored == 3 * sum(checkpoint.count_stored_bytes(name) for name in names)
 
 
 def test_experts_are_modules_by_their_names_on_disk(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def quantized(source: HFCheckpoint, dst: Path, recipe: Recipe, *, resume: bool =
     encoder, quantizer = HF.encoder(output), RtnQuantizer(source, allow_nonfinite=False)
     work = Work("quantize", source, encoder, HF.side_files(output), {})
     with writing(work, dst, resume=resume, source_check=False, progress=silent) as writer:
-        with quantizer.running(blocks, writer.written):
+        with quantizer.running(blocks, writer.existing_tensors):
             for block in blocks:
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)

@@ -24,7 +24,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output import placed_files
-from quantkit.formats.output.destination import manifest_path, placed_as
+from quantkit.formats.output.destination import manifest_path, place_output
 from quantkit.formats.output.placed_files import PlacedFiles
 from quantkit.formats.output.staging import require_finished, require_name
 from quantkit.jobs.output.writer import Work, writing
@@ -42,7 +42,7 @@ class Bytes:
     """A tensor after the other, in as many files as there are names."""
 
     rearranges = False
-    joined_bytes = 0
+    max_buffered_bytes = 0
     holds = False
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -120,7 +120,7 @@ def test_files_lie_next_to_their_manifest(names: list[str], tmp_path: Path) -> N
         assert manifest_path(path) == tmp_path / MANIFEST
         assert set(manifest.read(path)["files"]) == set(names)
         report = verify_model(path)
-        assert (report.same, report.files) == (True, len(names))
+        assert (report.is_same, report.files) == (True, len(names))
 
 
 @pytest.mark.parametrize("there", ["the destination", "the manifest", "the last part"])
@@ -149,7 +149,7 @@ def test_what_appears_meanwhile_is_not_overwritten(
 
     path.unlink()
     make(tmp_path / "x.gguf", names, resume=True)
-    assert verify_model(tmp_path / names[0]).same
+    assert verify_model(tmp_path / names[0]).is_same
     assert not (tmp_path / "x.gguf.partial").exists()
 
 
@@ -164,15 +164,15 @@ def stop(step: int, after: bool, killed: bool, monkeypatch: pytest.MonkeyPatch) 
     def place(old: Path, new: Path) -> None:
         calls.append(new)
         if len(calls) != step + 1:
-            placed_as(old, new)
+            place_output(old, new)
             return
         if after:
-            placed_as(old, new)
+            place_output(old, new)
         if killed:
             monkeypatch.setattr(PlacedFiles, "take_back", lambda *args: None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(placed_files, "placed_as", place)
+    monkeypatch.setattr(placed_files, "place_output", place)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["interrupted", "killed"])
