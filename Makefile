@@ -14,13 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes: one more than there are processors, as some tests wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: demo test test-kernels lint lock wheels clean
+.PHONY: demo test test-all test-kernels lint lock wheels clean
 
 demo: .venv/installed
 	$(BIN)/quantkit demo
 
 # A file's tests stay together: what they share is made once. A worker that crashes ends the run, which fails.
-test: .venv/installed-test
+test test-all: .venv/installed-test
 	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of the CPU kernels, once for each instruction set that is not the machine's own.

@@ -1,4 +1,4 @@
-"""The decision records have one form, an index, and links that work."""
+"""Files that people and services around the code read: decision records, workflows and hooks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from paths import ROOT
 
 DECISIONS = ROOT / "docs" / "decisions"
 RECORDS = sorted(DECISIONS.glob("[0-9]*.md"))
 HEADINGS = ["Context", "Decision", "Alternatives", "Consequences"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+HOOKS = ROOT / ".pre-commit-config.yaml"
 
 
 def test_the_index_lists_every_decision_record_with_its_title() -> None:
@@ -43,3 +46,29 @@ def _anchors(page: Path) -> set[str]:
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         anchors.add(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
     return anchors
+
+
+def test_yaml_files_parse() -> None:
+    files = [HOOKS, *(ROOT / ".github").rglob("*.yml")]
+    assert len(files) > len(WORKFLOWS) > 0
+    for file in files:
+        assert isinstance(yaml.safe_load(file.read_text()), dict), file
+
+
+def test_workflows_use_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(" ".join(re.findall(r"^([\w./ -]+):(?!=)", makefile, re.MULTILINE)).split())
+    for workflow in WORKFLOWS:
+        for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+            for step in job["steps"]:
+                for arguments in re.findall(r"^make (.*)$", step.get("run", ""), re.MULTILINE):
+                    named = re.sub(r'\w+=("[^"]*"|\S*)', "", arguments).split()
+                    assert targets.issuperset(named), (workflow.name, arguments)
+
+
+def test_hooks_run_the_ruff_of_make_lint() -> None:
+    locked = re.findall(r"^ruff==.+$", (ROOT / "requirements-test.lock").read_text(), re.MULTILINE)
+    repositories = yaml.safe_load(HOOKS.read_text())["repos"]
+    hooks = {hook["id"]: hook for repository in repositories for hook in repository["hooks"]}
+    for name in ("ruff-check", "ruff-format"):
+        assert hooks[name]["additional_dependencies"] == locked
