@@ -58,13 +58,13 @@ main(sys.argv[1:])
 # The first question is never ready, until Ctrl-C.
 _NEVER_READY = f"""{_WAIT}
 from quantkit.runtime.chat_session import ChatSession
-fitted = ChatSession._fitted
+fitted = ChatSession._fit_conversation
 
 def held(self, *arguments):
-    ChatSession._fitted = fitted
+    ChatSession._fit_conversation = fitted
     wait_for_signal()
 
-ChatSession._fitted = held
+ChatSession._fit_conversation = held
 from quantkit.cli.main import main
 main(sys.argv[1:])
 """

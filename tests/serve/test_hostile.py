@@ -199,7 +199,7 @@ def test_formats_that_are_compiled_keep_no_other_request_waiting() -> None:
             assert released.wait(60)
         raise RequestError("answered")
 
-    reader = SimpleNamespace(answered=answered)
+    reader = SimpleNamespace(read_request=answered)
     app = _application(reader)
 
     async def all_of_them() -> list[int]:
@@ -299,7 +299,9 @@ def _connected(address: str, given: Any) -> http.client.HTTPConnection:
 
 def _application(reader: Any, api_key: str | None = None) -> Any:
     """The application, with prompts from this reader, and a worker without work."""
-    worker = SimpleNamespace(alive=True, jobs=0, reused=0, proposed=0, accepted=0)
+    worker = SimpleNamespace(
+        alive=True, jobs=0, num_reused_tokens=0, num_proposed_tokens=0, num_accepted_tokens=0
+    )
     served: Any = SimpleNamespace(
         name="demo",
         worker=worker,
