@@ -221,9 +221,8 @@ def _questions(name: str) -> Iterator[str]:
 
     # It logs tasks that a signal has ended.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    warnings.filterwarnings(
-        "ignore", "coroutine .* was never awaited", RuntimeWarning
-    )  # before they began
+    # Before they began.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
     # Not requested; a partial one fails.

@@ -34,9 +34,8 @@ def main() -> None:
     open_missing_streams()
     # Huge pages for torch, loaded later: fewer page faults.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    if (
-        "OMP_WAIT_POLICY" not in os.environ
-    ):  # threads that wait for long take the processor from other programs
+    # Threads that wait for long take the processor from other programs.
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with interruptible():

@@ -41,9 +41,8 @@ _LIBRARIES = (
     "torchax",
     "libtpu",
 )
-_SETTINGS = re.compile(
-    "OMP_|MKL_|CXX$|QUANTKIT_(BLOCKS|CACHE|CPU|DECODE|TUNE)$"
-)  # others may be secrets
+# Others may be secrets.
+_SETTINGS = re.compile("OMP_|MKL_|CXX$|QUANTKIT_(BLOCKS|CACHE|CPU|DECODE|TUNE)$")
 _WIDTH = 100
 
 

@@ -46,29 +46,28 @@ def spell_option(option: Option) -> str:
     Raises:
         UnknownOptionError: if the command does not have it, while `strict` is set.
     """
-    text = _spell_name(option)
     if option.job is not None:
-        return f"{text} of quantkit {option.job}"
-    return text
+        return f"{_spell(option)} of quantkit {option.job}"
+    if _command is None:
+        return _spell(option)
+    parameter = _find_parameter(_command, option.name)
+    if parameter is None and strict:
+        raise UnknownOptionError(f"{_command.name} has no option for {option}")
+    return _spell(option, is_argument=isinstance(parameter, click.Argument))
 
 
-def _spell_name(option: Option) -> str:
+def _spell(option: Option, *, is_argument: bool = False) -> str:
     name = _RENAMED.get(option.name, option.name)
-    parameter = None
-    if option.job is None and _command is not None:
-        parameter = _find_parameter(_command, option.name)
-        if parameter is None and strict:
-            raise UnknownOptionError(f"{_command.name} has no option for {option}")
-    if isinstance(parameter, click.Argument) or option.name in _POSITIONAL:
+    if is_argument or option.name in _POSITIONAL:
         return name.upper()
-    flag = f"--{name.replace('_', '-')}"
+    name = name.replace("_", "-")
     if option.metavar is not None:
-        return f"{flag} {option.metavar}"
+        return f"--{name} {option.metavar}"
     if option.value is None or option.value is True:
-        return flag
+        return f"--{name}"
     if option.value is False:
-        return f"--no-{name.replace('_', '-')}"
-    return f"{flag} {option.value}"
+        return f"--no-{name}"
+    return f"--{name} {option.value}"
 
 
 def _find_parameter(command: click.Command, name: str) -> click.Parameter | None:
@@ -88,4 +87,4 @@ def _spell_backquoted(match: re.Match[str]) -> str:
         value = value == "True"
     elif isinstance(value, str):
         value = value.strip('"')
-    return _spell_name(Option(match["name"], value, job=""))
+    return _spell(Option(match["name"], value))

@@ -62,9 +62,8 @@ def together(
                 raise click.exceptions.Exit(code)
     except BaseException as error:
         ignore_signals()
-        if (
-            isinstance(error, KeyboardInterrupt) and not group.is_rank0
-        ):  # rank 0 reports what is kept
+        # Rank 0 reports what is kept.
+        if isinstance(error, KeyboardInterrupt) and not group.is_rank0:
             group.leave()
             raise click.exceptions.Exit(exit_code(error)) from error
         reports = group.is_first_to_fail()

@@ -300,9 +300,8 @@ def serve(connection: int) -> None:
     """Run in the new process: receive what to measure, send progress as tuples, then the result
     or the error.
     """
-    logging.getLogger(dispatch.__name__).setLevel(
-        logging.ERROR
-    )  # of what it warns, the caller has warned
+    # Of what it warns, the caller has warned.
+    logging.getLogger(dispatch.__name__).setLevel(logging.ERROR)
     with Connection(connection) as there:
         try:
             model, options = there.recv()

@@ -268,9 +268,8 @@ _PANEL_HEIGHT = 3.8
 _LEGEND_WIDTH = 55
 _LEGEND_KEY = 8
 _MAX_COLUMNS = 3
-_LINES = list(
-    zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True)
-)  # distinct without colors too
+# Distinct without colors too.
+_LINES = list(zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True))
 _MAX_TITLE = 36  # characters
 
 

@@ -63,9 +63,8 @@ class Scorer:
         self.max_length = model.rolling_window
         self._tokenizer = model.tokenizer
         self._path = model.checkpoint.path
-        self.eot_token_id = prefix_token(
-            model.tokenizer, model.checkpoint
-        )  # the harness's prefix, too
+        # The harness's prefix, too.
+        self.eot_token_id = prefix_token(model.tokenizer, model.checkpoint)
         self._model = load_model(
             model.checkpoint, device=device, dtype=torch.float32, allow_slow=allow_slow, group=group
         )

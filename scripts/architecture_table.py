@@ -41,9 +41,8 @@ _LOADED = {
 }
 _BEGIN, _END = "<!-- made by scripts/measure_architectures.py -->\n", "<!-- end -->\n"
 _SECTION = re.compile(f"(?<={_BEGIN}).*?(?={_END})", re.DOTALL)
-_NEXT_STEPS = re.compile(
-    r"^((?:[^;()]|\((?:[^()]|\([^()]*\))*\))*);.*"
-)  # after a semicolon outside parentheses
+# After a semicolon outside parentheses.
+_NEXT_STEPS = re.compile(r"^((?:[^;()]|\((?:[^()]|\([^()]*\))*\))*);.*")
 _NAME = re.compile(r"(?<=[ |])`([a-z][\w.-]*)`(?=[ ,])")
 
 
@@ -61,9 +60,8 @@ def failure(found: Mapping[str, Any]) -> str | None:
         return reason if hasattr(quantkit.errors, kind) else f"{kind}: {reason}"
     for method, title in _METHODS.items():
         one = found[method]
-        outside = (
-            list(one["outside"]) if method == "gptq" else []
-        )  # rounding does not know what tokens pass
+        # Rounding does not know what tokens pass.
+        outside = list(one["outside"]) if method == "gptq" else []
         if not one["finite"]:
             return f"{title}: the logits are not finite"
         if changed := [*one["changed"], *outside]:

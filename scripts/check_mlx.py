@@ -48,12 +48,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": _EXPERTS,
 }
+# Of linears, the embedding.
 _SCHEMES = (
     ("int4-g32", None),
     ("int4-g128", None),
     ("int8", None),
     ("int4-g64", "int8"),
-)  # of linears, the embedding
+)
 _LAYOUTS = ((4, 64), (8, 32), (6, 64), (3, 128))
 _TOKENS = [[1, *(7 * number % 509 + 3 for number in range(199))]]
 
@@ -67,9 +68,8 @@ def main(python: str, folder: Path, families: list[str]) -> None:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder / f"{kind}-transformers")
-        quantkit.convert(
-            folder / f"{kind}-transformers", source, source_check=False
-        )  # with keys that mlx-lm knows
+        # With keys that mlx-lm knows.
+        quantkit.convert(folder / f"{kind}-transformers", source, source_check=False)
         for scheme, embedding in _SCHEMES:
             name = scheme if embedding is None else f"{scheme}-embedding-{embedding}"
             quantized, written = folder / f"{kind}-{name}", folder / f"{kind}-{name}-mlx"

@@ -92,9 +92,8 @@ def run(python: str, folder: Path, name: str, model: Path, text: Path) -> None:
         else []
     )
     command = [python, *launcher, "-m", "quantkit.cli", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder
-    )  # not where a checkout is
+    # Not where a checkout is.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         sys.exit(f"{name} with {python} exits with {done.returncode}:\n{done.stderr}")
 

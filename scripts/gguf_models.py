@@ -121,9 +121,8 @@ def make(out: Path, steps: int, names: Iterable[str]) -> None:
         train(
             model, torch.tensor(tokenizer.encode(text(), bos=False)), tokenizer.bos_id, steps, name
         )
-        model.eval().bfloat16().save_pretrained(
-            folder
-        )  # as published ones are: scales are then exact in float16
+        # As published ones are: scales are then exact in float16.
+        model.eval().bfloat16().save_pretrained(folder)
 
 
 def text() -> str:

@@ -18,10 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+# In pieces without a token: how an answer ended, and what was used.
 EMPTY = (
     b'"text":""',
     b'"text": ""',
-)  # in pieces without a token: how an answer ended, and what was used
+)
 DRAIN_SECONDS = 300.0
 
 
@@ -203,9 +204,8 @@ def throughput(found: list[Answer], window: Window) -> dict[str, float]:
     begin, stop = window.begin, window.stop
     ended = [one for one in found if one.tokens is not None]
     pieces = sum(len(one.pieces) for one in ended)
-    per_piece = (
-        sum(one.tokens or 0 for one in ended) / pieces if pieces else 1.0
-    )  # some tokens come without text
+    # Some tokens come without text.
+    per_piece = sum(one.tokens or 0 for one in ended) / pieces if pieces else 1.0
     new = per_piece * sum(begin <= moment < stop for one in found for moment in one.pieces)
     prompts = sum(one.prompt for one in found if one.pieces and begin <= one.pieces[0] < stop)
     answers = sum(one.end is not None and begin <= one.end < stop for one in found)

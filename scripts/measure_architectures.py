@@ -184,9 +184,8 @@ def changed_tensors(source: Path, result: Path) -> list[str]:
         for folder in (source, result)
     )
     packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
-    experts = {
-        name for name, value in before.items() if value.dim() == 3 and name not in after
-    }  # one by one now
+    # One by one now.
+    experts = {name for name, value in before.items() if value.dim() == 3 and name not in after}
     return [
         name
         for name, value in before.items()

@@ -149,9 +149,10 @@ def main() -> None:
         with torch.inference_mode():
             own, plain = (turns(model, options.prompt) for model in models)
             for name in own:
+                # Warm.
                 pairs = [
                     (rates(*own[name]), rates(*plain[name])) for _ in range(options.rounds + 1)
-                ][1:]  # warm
+                ][1:]
                 cells = [
                     f"{statistics.median(pair[side][0] for pair in pairs):.1f}" for side in (0, 1)
                 ]

@@ -204,9 +204,8 @@ def _within_functions(tree: ast.AST) -> Iterator[ast.AST]:
                 patterns = [
                     case.pattern for case in ast.walk(statement) if isinstance(case, ast.match_case)
                 ]
-            apart = {
-                id(node) for pattern in patterns for node in ast.walk(pattern)
-            }  # which take no calls
+            # Which take no calls.
+            apart = {id(node) for pattern in patterns for node in ast.walk(pattern)}
             yield from (node for node in ast.walk(statement) if id(node) not in apart)
 
 

@@ -102,9 +102,8 @@ def compare(options: argparse.Namespace) -> None:
         value = checkpoint.load(name)
         coded = isinstance(value, QuantTensor)
         ours = value.dequantize() if coded else value.float()
-        wanted = (
-            theirs[name] if coded else theirs[name].to(value.dtype).float()
-        )  # floats are rounded once
+        # Floats are rounded once.
+        wanted = theirs[name] if coded else theirs[name].to(value.dtype).float()
         equal += torch.equal(ours, wanted)
         farthest = max(farthest, (ours - wanted).abs().max().item())
     found = {str(scheme) for scheme in schemes(checkpoint).values()} | set(

@@ -250,9 +250,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder / options.shape
     folder.mkdir(parents=True, exist_ok=True)
-    quiet = llama_cpp.llama_log_callback(
-        lambda level, text, data: None
-    )  # to live as long as the library
+    # To live as long as the library.
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     path = make(folder, options.serve, SHAPES[options.shape])

@@ -173,9 +173,8 @@ def replace_kernel_choice() -> None:
         module.verify_marlin_supported = always(None)
         module.check_moe_marlin_supports_layer = always(True)
     for config in (awq.AutoAWQConfig, words.MoeWNA16Config):
-        config.get_min_capability = classmethod(
-            always(-2)
-        )  # a CPU has none, which vLLM takes for -1
+        # A CPU has none, which vLLM takes for -1.
+        config.get_min_capability = classmethod(always(-2))
     expert_config = importlib.import_module(f"{_LAYERS}.fused_moe.config")
     expert_config.current_platform = Platform(expert_config.current_platform)
     for module in list(sys.modules.values()):

@@ -132,9 +132,8 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     """Return a folder's tensors as transformers computes with them."""
     model = load_model(folder)
     with torch.inference_mode():
-        model(
-            torch.tensor([[1, 2]])
-        )  # compressed-tensors decompresses weights when the model first runs
+        # Compressed-tensors decompresses weights when the model first runs.
+        model(torch.tensor([[1, 2]]))
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 

@@ -323,9 +323,8 @@ def configuration(model_type: str, tokens: int) -> PreTrainedConfig:
         config_class, {**COMMON, "vocab_size": tokens, "vocab_size_per_layer_input": tokens}
     )
     values.update(ARCHITECTURES[model_type])
-    return config_class(
-        **copy.deepcopy(values), dtype="float32"
-    )  # it changes lists and dictionaries in place
+    # It changes lists and dictionaries in place.
+    return config_class(**copy.deepcopy(values), dtype="float32")
 
 
 def fitting(config_class: Any, common: Mapping[str, object]) -> dict[str, Any]:
@@ -359,9 +358,8 @@ def fill(model: PreTrainedModel) -> None:
                 parameter.normal_(std=DEVIATION)
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
         for layer in ends:
-            if (
-                layer is not None and layer.weight.std() < DEVIATION / 2
-            ):  # of a class that has its own way to begin
+            # Of a class that has its own way to begin.
+            if layer is not None and layer.weight.std() < DEVIATION / 2:
                 layer.weight.normal_(std=DEVIATION)
 
 

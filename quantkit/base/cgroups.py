@@ -39,9 +39,8 @@ def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
         words = words or [
             _read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
         ]
-        if len(words) == 2 and all(
-            word.isdecimal() and int(word) for word in words
-        ):  # "max" and -1 are no limit
+        # "max" and -1 are no limit.
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
             quota, period = map(int, words)
             quotas.append(quota / period)
     return min(quotas, default=None)
@@ -61,9 +60,8 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
         )
         if limits:
             cache = read_numbers(group / "memory.stat")
-            freed = cache.get(
-                "total_inactive_file", cache.get("inactive_file", 0)
-            )  # of version 1, or 2
+            # Of version 1, or 2.
+            freed = cache.get("total_inactive_file", cache.get("inactive_file", 0))
             result.append(MemoryLimit(min(limits), max(0, sum(used) - freed)))
     return result
 

@@ -304,9 +304,8 @@ def row_errors(
         NonFiniteError, SingularError: see `Damped.of_`.
     """
     damped = Damped.of_(hessian)
-    variances = torch.empty_like(
-        damped.diagonal
-    )  # of each input, given those that GPTQ rounds after it
+    # Of each input, given those that GPTQ rounds after it.
+    variances = torch.empty_like(damped.diagonal)
     variances[damped.order.flip(0)] = damped.factor.diagonal().square()
     chosen = {}
     for module, weight in weights.items():

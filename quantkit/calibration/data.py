@@ -206,9 +206,8 @@ def _require_enough_text(
     beginning = text[:MAX_WHOLE_LENGTH]
     lead, ids = tokenized(beginning, tokenizer, specials=specials)
     num_tokens = round(len(ids) * len(text) / len(beginning))
-    if (
-        not length - len(lead) <= num_tokens < required
-    ):  # a text shorter than one sample has another error
+    # A text shorter than one sample has another error.
+    if not length - len(lead) <= num_tokens < required:
         return
     fitting = MAX_REUSE * num_tokens // length
     raise RequestError(

@@ -261,9 +261,8 @@ def activation_bytes(
     """
     streams = 1 + followed_share(config, shape, effort)
     between = 0.0
-    if (
-        config.tensors is not None
-    ):  # of each token the residual twice, its norm, and the inputs of a linear
+    # Of each token the residual twice, its norm, and the inputs of a linear.
+    if config.tensors is not None:
         between = streams * (2 * config.hidden_size + inner_width(config))
     for layer in () if config.tensors is not None else layer_kinds(config):
         groups = [group for group in groups_of(config, layer) if group.writes]

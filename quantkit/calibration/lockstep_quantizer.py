@@ -143,9 +143,8 @@ class _Streams:
             self._batches += [batch] * (1 + followed)
             self._is_float += [False, True][: 1 + followed]
         self._pairs = {index - 1 for index, own in enumerate(self._is_float) if own}
-        self._versions: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # by parameter: quantized, and its floats
+        # By parameter: quantized, and its floats.
+        self._versions: dict[str, tuple[Tensor, Tensor]] = {}
         self._active = (
             # The stream whose parameters the model has: whether it is the float one.
             False
@@ -238,9 +237,8 @@ class _Streams:
             else:
                 difference = None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
-                floats = self._passage.lazy.model.get_parameter(
-                    site.parameter
-                )  # of this batch's stream
+                # Of this batch's stream.
+                floats = self._passage.lazy.model.get_parameter(site.parameter)
                 difference = times(difference.flatten(0, -2), site.of(floats).t())
             self._sums.add_pair(_weighted(inputs, shares), difference)
             self._waiting = None

@@ -19,9 +19,8 @@ class OutputFactors:
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._groups: dict[
-            str, tuple[dict[str, slice], int]
-        ] = {}  # by each linear: rows of its group, blocks
+        # By each linear: rows of its group, blocks.
+        self._groups: dict[str, tuple[dict[str, slice], int]] = {}
 
     def keep(self, rows: Mapping[str, slice], blocks: list[Tensor]) -> None:
         """Keep the factor of linears by full name, which have these rows of it."""

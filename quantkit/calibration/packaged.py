@@ -100,9 +100,8 @@ class PackagedText:
                 ids += found or ()
             if ids:
                 kinds.append(_Kind(name, weights[name], torch.tensor(ids)))
-        if (
-            budget.seconds <= 0
-        ):  # how many dialogues were rendered in time depends on the machine: none is used
+        # How many dialogues were rendered in time depends on the machine: none is used.
+        if budget.seconds <= 0:
             dialogues = []
             for kind in documents.values():
                 for one in kind:

@@ -143,9 +143,8 @@ class Streams:
             if self._has_floats(index):
                 y = self._take(FLOAT, index)
                 float_inputs = pair.floats.inner(branch, y, self._step)
-                if (
-                    statistics is not None
-                ):  # the product of a difference is more precise than that of two products
+                # The product of a difference is more precise than that of two products.
+                if statistics is not None:
                     drift = linear(float_inputs - inputs)
                     statistics.add_pair(
                         inputs, drift if linear.bias is None else drift - linear.bias

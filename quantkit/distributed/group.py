@@ -297,9 +297,8 @@ def lost_as_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(
-            error
-        ):  # torch has no separate exception for it
+        # Torch has no separate exception for it.
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise _lost() from error
         raise
 
@@ -348,9 +347,8 @@ def _group(own: torch.device, store: Store | None) -> ProcessGroup:
 
 
 def _end() -> None:
-    if dist.is_initialized() and not hasattr(
-        sys, "last_value"
-    ):  # after an error, NCCL would wait for those lost
+    # After an error, NCCL would wait for those lost.
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
 

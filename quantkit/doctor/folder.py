@@ -224,9 +224,8 @@ class Folder(SideFiles):
             return
         self.files[path.name] = file
         for name, tensor in file.tensors.items():
-            if (
-                name in self.homes and self.kind != "meta"
-            ):  # each shard holds a part of every tensor
+            # Each shard holds a part of every tensor.
+            if name in self.homes and self.kind != "meta":
                 self.twice[name] = self.homes[name].path.name, path.name
                 if self.index is not None and self.index.get(name) != path.name:
                     continue

@@ -164,9 +164,8 @@ class _Run:
             bound = scheme_bound(found)
         else:
             bound = BOUNDS["bfloat16"]
-        limit = before * (
-            1 + 2 * (bound.perplexity_ratio - 1)
-        )  # for one window, where bounds are for several
+        # For one window, where bounds are for several.
+        limit = before * (1 + 2 * (bound.perplexity_ratio - 1))
         if checked.perplexity > limit:
             what = (
                 f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to"

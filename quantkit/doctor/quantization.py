@@ -384,13 +384,11 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     expected = _stated_offset(view)
-    if not above or writers(view.folder.settings or {}) & {
-        WRITER
-    }:  # which writes the zero points of its source
+    # Which writes the zero points of its source.
+    if not above or writers(view.folder.settings or {}) & {WRITER}:
         return
-    if (
-        abs(statistics.median(above.values()) - expected) > _TOLERANCE
-    ):  # the mean of a weight is near 0
+    # The mean of a weight is near 0.
+    if abs(statistics.median(above.values()) - expected) > _TOLERANCE:
         for module, distance in above.items():
             what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
             yield finding("zero-version", _words(view.coded[module])[1].name, what)

@@ -208,9 +208,8 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
         # Damaged JSON is reported by the tokenizer's rule.
         return
     has_tokenizer = any(name in folder.names for name in _FILES)
-    if (
-        not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer
-    ):  # Meta's need no template
+    # Meta's need no template.
+    if not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer:
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 

@@ -176,10 +176,11 @@ def _install(file_download: Any) -> None:
                 # The library records missing files.
                 validate_commit(commit, expected.path, expected.commit)
             raise
+        # Without one the library downloads nothing.
         if (result.commit_hash, expected.commit) != (
             None,
             None,
-        ):  # without one the library downloads nothing
+        ):
             validate_commit(result.commit_hash, expected.path, expected.commit)
         file = expected.file
         etag = result.etag

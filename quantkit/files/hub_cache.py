@@ -81,9 +81,8 @@ class CachedModel:
                 commit = str(revision)
         except (OSError, ValueError):
             return None
-        if not COMMIT.fullmatch(
-            commit
-        ):  # any program may have written it, unchecked, from a hub's answer
+        # Any program may have written it, unchecked, from a hub's answer.
+        if not COMMIT.fullmatch(commit):
             return None
         folder = self.snapshot(commit)
         try:

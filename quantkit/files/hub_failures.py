@@ -85,9 +85,8 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
-    while isinstance(error, RuntimeError) and isinstance(
-        error.__cause__, Exception
-    ):  # around errors of one file
+    # Around errors of one file.
+    while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, QuantkitError):
         return error

@@ -190,9 +190,8 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
         raise _no_weights(folder)
     first: dict[str, Found] = {}
     for kind, container in candidates:
-        first.setdefault(
-            container.name, (kind, container)
-        )  # as transformers chooses, whichever has an index
+        # As transformers chooses, whichever has an index.
+        first.setdefault(container.name, (kind, container))
     chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
     indexed = [(kind, container) for kind, container in chosen if container.has_index(folder, kind)]
     if len(chosen) > 1 and not indexed:

@@ -84,9 +84,8 @@ class Grammars:
             )
         whole = (START if reasoning is None else START_AFTER_REASONING) + grammar
         if (known := self._find_compiled(whole)) is None:
-            if not self._compiling.acquire(
-                timeout=_WAIT_SECONDS
-            ):  # one at a time: each may need memory
+            # One at a time: each may need memory.
+            if not self._compiling.acquire(timeout=_WAIT_SECONDS):
                 raise RequestError("other formats of answers are being compiled", hint="try again")
             try:
                 known = self._find_compiled(whole) or self._matcher(whole)

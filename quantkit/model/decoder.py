@@ -203,9 +203,8 @@ def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
     """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
     if multiplier == 1:
         return embeddings
-    if (
-        embeddings.is_cuda and not torch.compiler.is_compiling()
-    ):  # a recorded step must not copy a number to the GPU
+    # A recorded step must not copy a number to the GPU.
+    if embeddings.is_cuda and not torch.compiler.is_compiling():
         return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype).item()
     return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 

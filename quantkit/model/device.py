@@ -42,9 +42,8 @@ def free_bytes(device: torch.device) -> int:
     """Memory that a device has left for tensors."""
     if device.type != "cuda":
         return available_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-        device
-    )  # by torch, for later tensors
+    # By torch, for later tensors.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 

@@ -118,9 +118,8 @@ class Experts(nn.Module):
         if self.bank is not None:
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        if (
-            rows.is_cuda or torch.compiler.is_compiling()
-        ):  # where what is computed cannot depend on the choice
+        # Where what is computed cannot depend on the choice.
+        if rows.is_cuda or torch.compiler.is_compiling():
             shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
             for number, expert in enumerate(self.experts):
                 out += expert(rows).float() * shares[:, number : number + 1]

@@ -284,9 +284,8 @@ class Engine:
         """
         self.slot_table = None
         steps = self._sizes() if self._compiled else []
-        for step in steps * (
-            2 if self.model.device.type == "cuda" else 1
-        ):  # the second run is captured
+        # The second run is captured.
+        for step in steps * (2 if self.model.device.type == "cuda" else 1):
             slots, positions = zip(*step, strict=True)
             self.step(self._numbers([0] * len(step)), slots, positions, [0])
         return len(steps) + sum(

@@ -199,9 +199,8 @@ def completions(
     waiting = deque(enumerate(requests))
     begun: dict[Continuation, Reader] = {}
     while waiting or begun:
-        while (
-            waiting and len(begun) < 2 * runner.slots
-        ):  # enough to fill the slots that become free
+        # Enough to fill the slots that become free.
+        while waiting and len(begun) < 2 * runner.slots:
             number, request = waiting.popleft()
             for one in runner.add(request):
                 begun[one] = Reader(number, one, tokenizer, stops[number])

@@ -185,9 +185,8 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
         )
     listed = [*config.eos_token_ids, *stated]
     eos = tokenizer_eos(text_folder(folder))
-    if (
-        eos is not None and eos < config.vocab_size
-    ):  # a tokenizer of another model is reported by its reader
+    # A tokenizer of another model is reported by its reader.
+    if eos is not None and eos < config.vocab_size:
         listed.append(eos)
     return tuple(dict.fromkeys(listed))
 

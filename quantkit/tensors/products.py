@@ -24,9 +24,8 @@ where it is 1.
 MIN_MULTIPLICATIONS = 1 << 20
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
-PRODUCT_ELEMENTS = (
-    7 << 18
-)  # of a product that is only added up: less than what the allocator maps anew each time
+# Of a product that is only added up: less than what the allocator maps anew each time.
+PRODUCT_ELEMENTS = 7 << 18
 _STEP = 64
 _WIDE_STEP = 128
 _CPU = torch.device("cpu")

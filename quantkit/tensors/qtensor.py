@@ -260,9 +260,8 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
         scale = scale.to(dtype)
     rows, groups = scale.shape
     zero = value.scheme.levels // 2 if value.zero is None else value.zero.short().unsqueeze(-1)
-    steps = (
-        (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)
-    )  # of the largest weight
+    # Of the largest weight.
+    steps = (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)
     before = value.scale.double()
     after = scale.double()
     moved = steps * (after - before).abs() <= before.abs() / 2

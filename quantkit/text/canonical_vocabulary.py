@@ -339,9 +339,8 @@ def _letters(spellings: Collection[str]) -> list[bytes]:
     """Return the bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other
     letters.
     """
-    translated = (
-        _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)
-    )  # one call is faster
+    # One call is faster.
+    translated = _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)
     letters: list[bytes] = []
     for spelling, one in zip(spellings, translated, strict=True):
         letters.append(

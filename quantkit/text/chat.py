@@ -160,9 +160,8 @@ class TemplateChat:
         if not template.knows_developer:
             messages = [_with_system_role(message) for message in messages]
         trace_variables = variables
-        if variables.get(
-            "continue_final_message"
-        ):  # the template has printed the last message, which was cut here
+        # The template has printed the last message, which was cut here.
+        if variables.get("continue_final_message"):
             trace_variables = {
                 **variables,
                 "continue_final_message": False,
@@ -499,9 +498,8 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
     if field != "content":
         later.append("content")
     for message in last:
-        if (
-            not isinstance(message, Mapping) or message.get(field) is None
-        ):  # an error of the template's rendering
+        # An error of the template's rendering.
+        if not isinstance(message, Mapping) or message.get(field) is None:
             continue
         for key in later:
             if message.get(key):

@@ -286,10 +286,11 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
         result[path.stem] = path, _read(path)
     if result:
         return result
+    # The latter is an old file of multimodal processors.
     for path in (
         folder / _CONFIG,
         folder / OLD_TEMPLATE_FILE,
-    ):  # the latter is an old file of multimodal processors
+    ):
         if path.is_file():
             value = read_json(path).get("chat_template")
         else:

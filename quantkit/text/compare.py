@@ -216,9 +216,8 @@ def _find_order_difference(first: CanonicalVocabulary, second: CanonicalVocabula
     if first.scores is not None and second.scores is not None:
         for piece, score in first.scores.items():
             other = second.scores.get(piece, score)
-            if (
-                score != other and c_float(score).value != c_float(other).value
-            ):  # sentencepiece has single precision
+            # Sentencepiece has single precision.
+            if score != other and c_float(score).value != c_float(other).value:
                 return f"the score of {piece!r}: {score:g} against {other:g}"
         return None
     for one, two in ((first, second), (second, first)):

@@ -51,9 +51,8 @@ def tokenizer_eos(folder: Path) -> int | None:
     if (folder / "tokenizer.json").is_file():
         return _eos_of_json(folder)
     path = folder / "tokenizer.model"
-    if not path.is_file() or is_tiktoken(
-        path
-    ):  # Meta's tiktoken files have their end tokens in the config
+    # Meta's tiktoken files have their end tokens in the config.
+    if not path.is_file() or is_tiktoken(path):
         return None
     model = read_sentencepiece(path)
     pieces = {spelling: number for number, (spelling, _, _) in enumerate(model.pieces)}

@@ -143,9 +143,8 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
                 keys.IGNORE_MERGES, raw["model"]["ignore_merges"]
             )
             controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
-            for token in raw[
-                "added_tokens"
-            ]:  # in quantkit's files the types say which tokens are special
+            # In quantkit's files the types say which tokens are special.
+            for token in raw["added_tokens"]:
                 token["special"] = token["id"] in controls
             if pipeline_settings.has("added_tokens"):
                 flags = pipeline_settings.inside("added_tokens")

@@ -237,9 +237,8 @@ def canonical_steps(part: Any) -> list[dict[str, Any]]:
                 for step in canonical_steps(one):
                     result.append(step)
         return result
-    return [
-        {key: value for key, value in part.items() if key != "trim_offsets"}
-    ]  # offsets are not compared
+    # Offsets are not compared.
+    return [{key: value for key, value in part.items() if key != "trim_offsets"}]
 
 
 def decoder_settings(decoder: Any) -> dict[str, object]:

@@ -86,9 +86,8 @@ class Shares:
         )
         if own is not None:
             flat[0] = 1
-            if (
-                not added_elsewhere
-            ):  # the gradients by norms between branches are whole on each process
+            # The gradients by norms between branches are whole on each process.
+            if not added_elsewhere:
                 flat[1:].view(shape).index_add_(
                     *factor_places(self.part(name), info, own.shape[-1]), own
                 )

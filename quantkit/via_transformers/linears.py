@@ -100,9 +100,8 @@ def _roles(
     turned = next(
         (name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None
     )
-    if turned and all(
-        role in ("float", "head") for role, _ in roles.values()
-    ):  # weights are [I, O], as GPT-2 has them
+    # Weights are [I, O], as GPT-2 has them.
+    if turned and all(role in ("float", "head") for role, _ in roles.values()):
         raise UnsupportedError(
             "the weights of its linear layers lie transposed (Conv1D), they are not rounded",
             path=path,

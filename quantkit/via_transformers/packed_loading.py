@@ -32,10 +32,11 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
     }
     try:
         raw = read_json(folder / "config.json")
+        # Compressed-tensors shows its progress.
         with (
             quiet(),
             contextlib.redirect_stderr(io.StringIO()),
-        ):  # compressed-tensors shows its progress
+        ):
             if code is None:
                 cls, _ = model_class(raw)
                 _, info = cls.from_pretrained(str(folder), **given)
@@ -48,9 +49,8 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
         return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))
-        if (
-            kind == "unexpected"
-        ):  # layers that predict further tokens, which its classes do not have, are left out
+        # Layers that predict further tokens, which its classes do not have, are left out.
+        if kind == "unexpected":
             names = [name for name in names if not is_extra_layer(name, raw)]
         if names:
             return f"{len(names)} tensors are {kind}, such as {names[0]}"

@@ -200,9 +200,8 @@ def quantized_product(
             offset = 0.0
         else:
             offset = zero.astype(jnp.float32)[..., None]
-        weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(
-            x.dtype
-        )  # in passing
+        # In passing.
+        weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(x.dtype)
         return _dot(grouped, weight, (((1, 2), (0, 2)), ((), ())))
     sums = _dot(grouped, codes.astype(x.dtype), (((2,), (2,)), ((1,), (0,))))  # [G, M, O]
     if zero is not None:

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from quantkit.errors import RequestError
 
 GIB = 1 << 30
+# By chips.
 _PLANE = {
     4: "2x2",
     8: "2x4",
@@ -21,7 +22,7 @@ _PLANE = {
     64: "8x8",
     128: "8x16",
     256: "16x16",
-}  # by chips
+}
 _SPACE = {
     4: "2x2x1",
     8: "2x2x2",

@@ -172,9 +172,8 @@ def _badly_rounded(
         return f"{list(layer.values.shape)} against {list(weight.shape)}"
     dtype = stored[name + "_scale"].dtype
     info = torch.finfo(dtype)
-    smallest = (
-        256 * info.smallest_normal * info.eps
-    )  # what steps of subnormal scales may be wrong by
+    # What steps of subnormal scales may be wrong by.
+    smallest = 256 * info.smallest_normal * info.eps
     wanted = weight / layer.step + layer.zero
     clipped = ((wanted < 0) & (layer.codes == 0)) | (
         (wanted > layer.top) & (layer.codes == layer.top)

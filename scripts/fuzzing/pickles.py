@@ -76,9 +76,8 @@ def mutate_pickle(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes,
             old = struct.unpack_from(form, data, start + 1)[0]
             new = rng.choice((*_EDGES, old + 1, old - 1, old * 2, old // 2))
             end = start + 1 + struct.calcsize(form)
-            wide = b"\x8a\x08" + struct.pack(
-                "<q", rng.choice((2**63 - 1, -(2**63), 2**40))
-            )  # LONG1
+            # LONG1.
+            wide = b"\x8a\x08" + struct.pack("<q", rng.choice((2**63 - 1, -(2**63), 2**40)))
             if rng.random() < 0.15:
                 return data[:start] + wide + data[end:], f"number {old} at {start} is huge"
             return data[:start] + b"J" + struct.pack("<i", _within(new)) + data[

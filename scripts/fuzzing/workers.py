@@ -152,9 +152,8 @@ class _Worker:
         own, self._ticks = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK"), ticks
         could_run = False
         for task in process.glob("task/*"):
-            with contextlib.suppress(
-                FileNotFoundError, ProcessLookupError
-            ):  # a thread that has ended
+            # A thread that has ended.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 could_run |= _stat(task)[0] == "R"
         self._taken += min(passed, own) if could_run else passed
         return self._taken

@@ -94,10 +94,11 @@ _NORMS = {
     "mlp.norm": BLOCK + "pre_feedforward_layernorm",
     "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
 }
+# Of transformers, if the keys are absent; null means none.
 _DEFAULT_CAPS = {
     _ATTENTION_CAP: 50.0,
     _LOGIT_CAP: 30.0,
-}  # of transformers, if the keys are absent; null means none
+}
 
 
 def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:

@@ -124,9 +124,8 @@ _GRANITE_KEYS = {
 
 
 def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
-    if not gguf.flag(
-        "rope.scaling.finetuned", True
-    ):  # in llama.cpp a model without rotary positions
+    # In llama.cpp a model without rotary positions.
+    if not gguf.flag("rope.scaling.finetuned", True):
         raise UnsupportedError(
             "a model without rotary positions is not supported",
             path=gguf.path,

@@ -92,9 +92,8 @@ class BlockType:
             codes, scales = self.layout.unpack(blocks.flatten(0, 1))
             scales = scales.map(lambda values: values.reshape(count, -1))
             return qtensor.QuantTensor.of_blocks(codes.reshape(count, -1), scales, self.scheme)
-        scale = blocks[..., :_SCALE_BYTES].clone(
-            memory_format=torch.contiguous_format
-        )  # floats need aligned bytes
+        # Floats need aligned bytes.
+        scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
         data = blocks[..., _SCALE_BYTES:]
         if self.scheme.bits == 8:
             codes = data ^ 0x80

@@ -55,9 +55,8 @@ def _bytes(values: Tensor) -> Tensor:
 
 def _halves(data: Tensor) -> Tensor:
     """Bytes [N, 2 K] as float16 [N, K]."""
-    return data.clone(memory_format=torch.contiguous_format).view(
-        torch.float16
-    )  # floats need aligned bytes
+    # Floats need aligned bytes.
+    return data.clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
 def _negate(values: Tensor) -> Tensor:

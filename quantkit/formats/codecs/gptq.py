@@ -294,9 +294,8 @@ class Overrides:
         `CheckpointError`.
         """
         self.claims: list[tuple[Claim | None, Settings]] = []
-        self._names: dict[
-            str, int
-        ] = {}  # of patterns that are names: there may be one for each linear
+        # Of patterns that are names: there may be one for each linear.
+        self._names: dict[str, int] = {}
         self._patterns: list[tuple[int, Targets]] = []
         if not settings.has("dynamic"):
             return

@@ -38,9 +38,8 @@ _OF_MEDIAN = (
     # Standard error of a median, times the root of the count, in median absolute deviations.
     1.86
 )
-_OWN_MEAN = (
-    1 / 512
-)  # of the range of codes: the mean of one module's weights may differ from zero by this
+# Of the range of codes: the mean of one module's weights may differ from zero by this.
+_OWN_MEAN = 1 / 512
 _Offset = tuple[float, float]
 
 
@@ -96,7 +95,7 @@ def _read_stored_zeros(raw: RawModule, packed: Packed) -> torch.Tensor:
     return unpack_zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
 
 
-def _check_borrowing(raw: RawModule, packed: Packed) -> bool:
+def _has_borrowed_zeros(raw: RawModule, packed: Packed) -> bool:
     """Return whether a zero point borrows from the next output's; see `Version.require_whole`."""
     full = _read_stored_zeros(raw, packed) == 2**packed.bits - 1
     if not full.any():
@@ -180,7 +179,7 @@ class Version:
         Raises:
             UnsupportedError: if every -1 that was packed fills all fields above it.
         """
-        borrows = self.of(raw) == 1 and _check_borrowing(raw, packed)
+        borrows = self.of(raw) == 1 and _has_borrowed_zeros(raw, packed)
         if not borrows or "gptqmodel" in self._writers or self._borrow_noted:
             return
         self._borrow_noted = True

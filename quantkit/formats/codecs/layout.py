@@ -24,13 +24,14 @@ Shapes = Mapping[str, list[Shape]]
 written.
 """
 
+# Bytes may be exponents.
 _INTEGERS = (
     DType.INT8,
     DType.INT16,
     DType.INT32,
     DType.INT64,
     DType.UINT32,
-)  # bytes may be exponents
+)
 _MAX_SHAPED_BITS = 8  # of codes whose shapes are known
 MAX_BITS = 16
 """Bits of a code that settings may state."""

@@ -134,9 +134,8 @@ class Affine(GroupedCodec):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         scheme = spec.scheme
         group_size = self._layout(raw, spec.shape)[1]
-        return math.lcm(
-            32, group_size if scheme is None else scheme.group_size or 32
-        )  # of whole words and groups
+        # Of whole words and groups.
+        return math.lcm(32, group_size if scheme is None else scheme.group_size or 32)
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]

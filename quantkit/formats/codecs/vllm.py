@@ -143,9 +143,8 @@ class Linears:
         if lookup is None:
             return
         claims = self.method.claims(self.settings, self.shapes, self.coded).modules
-        if isinstance(
-            self.method, Gptq | Awq
-        ):  # whose settings need not name what is stored as floats
+        # Whose settings need not name what is stored as floats.
+        if isinstance(self.method, Gptq | Awq):
             claims = {part: claim for part, claim in claims.items() if part in self.coded}
         else:
             # No reader but vLLM quantizes routers: whatever the settings state, they mean floats.

@@ -224,9 +224,8 @@ def _on_disk(
     }
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *list_copied_modules(config)))
-    if (
-        config.tensors is not None
-    ):  # readers may have a module for each linear of experts that are one tensor here
+    # Readers may have a module for each linear of experts that are one tensor here.
+    if config.tensors is not None:
         stacked = (
             part.removesuffix(".weight")
             for tensor in every

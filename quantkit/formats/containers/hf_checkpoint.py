@@ -161,9 +161,8 @@ class HFCheckpoint:
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
             kept |= is_embedding(module)
-            kept &= (
-                codec.scheme is None or not codec.scheme.of_small_floats
-            )  # for which there are no kernels
+            # For which there are no kernels.
+            kept &= codec.scheme is None or not codec.scheme.of_small_floats
             self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
@@ -387,9 +386,8 @@ class HFCheckpoint:
             raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}
         )
         settings = self._read_quantization_settings(raw)
-        if settings is not None and states_scheme(
-            settings
-        ):  # in other folders such names mean anything
+        # In other folders such names mean anything.
+        if settings is not None and states_scheme(settings):
             self._take_kv_cache(raw)
         self._dequantize(raw)
         shapes = read_weight_shapes(self._stored, self._files, raw)

@@ -45,9 +45,8 @@ from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
-_QUERY, _GATE = (
-    f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate")
-)  # of the first layer
+# Of the first layer.
+_QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))
 _OTHER_MODEL = "the shards are of different models"
 
 

@@ -167,9 +167,8 @@ class Llama:
             group=group,
         )
         ends = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_ids))
-        model.config = replace(
-            model.config, eos_token_ids=tuple(ends)
-        )  # in Meta's folders only the tokenizer states them
+        # In Meta's folders only the tokenizer states them.
+        model.config = replace(model.config, eos_token_ids=tuple(ends))
         return Llama(Engine(model, length, slots=slots), tokenizer, length, seed)
 
     def generate(

@@ -193,9 +193,8 @@ def _defaults(key: str, url: str, *, samples: object) -> tuple[object, ...]:
     """Return the values of a parameter that change nothing for a request with so many samples."""
     if key == "best_of":  # as many as are returned: nothing is chosen
         return (*_DEFAULTS[key], samples)
-    if (
-        key == "add_special_tokens" and url == _COMPLETIONS
-    ):  # a chat template has printed them already
+    # A chat template has printed them already.
+    if key == "add_special_tokens" and url == _COMPLETIONS:
         return (True,)
     return _DEFAULTS.get(key, ())
 
@@ -214,9 +213,8 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
     """
     variables = line.get("chat_template_kwargs", {})
     parameters = {key: line.pop(key) for key in OF_TEMPLATE if key in line}
-    if not parameters or not isinstance(
-        variables, Mapping
-    ):  # an error that is raised where they are read
+    # An error that is raised where they are read.
+    if not parameters or not isinstance(variables, Mapping):
         return
     for key, value in parameters.items():
         if key == "reasoning_effort":

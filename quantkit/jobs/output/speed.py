@@ -67,9 +67,8 @@ class Speed:
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
         logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
-        together = max(
-            TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size)
-        )  # tokens through the head
+        # Tokens through the head.
+        together = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))
         head = config.vocab_size * config.hidden_size * max(1, tokens // together)
         weights = sum(count * group.weights for group, count in every_group(config))
         loaded = passes * (

@@ -57,10 +57,11 @@ if TYPE_CHECKING:
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
 _CAUSAL = "AutoModelForCausalLM"
+# As hubs call them.
 _TASKS = {
     _CAUSAL: "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
-}  # as hubs call them
+}
 # What is said of the result itself is said anew.
 _NOT_CARRIED = ("base_model", "base_model_relation", "tags")
 

@@ -54,9 +54,8 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     written = sum(size.output_bytes for size in sizes)
     disk = written + side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
     phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
-    if (
-        len(each) > 1 and settings is None
-    ):  # what is rounded for one format is kept for the next ones
+    # What is rounded for one format is kept for the next ones.
+    if len(each) > 1 and settings is None:
         phases["writing"] += costs.largest_block(config)
     checked = count_checked_tokens(source, prepared.options.source_check)
     scratch = 0

@@ -226,7 +226,7 @@ class QuantizeOptions:
     text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
     effort: EffortName | None = option(
         CALIBRATION,
-        "How much calibration; `plan` has the time of each. Default: default.",
+        "How much calibration; `quantkit plan quantize` shows the time of each. Default: default.",
         choices=tuple(EFFORTS),
     )
     thorough: bool = option(CALIBRATION, 'The same as `effort="thorough"`.', bool, default=False)

@@ -118,9 +118,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     fit = size_fit(prepared)
     formats = Formats.of(prepared)
     if group.is_rank0:
-        require_buildable(
-            prepared.dst, formats.encoder, resume=options.resume
-        )  # before anything takes long
+        # Before anything takes long.
+        require_buildable(prepared.dst, formats.encoder, resume=options.resume)
         _ = formats.side_files
         if options.on_estimate is not None:
             options.on_estimate(estimate_quantization(formats, fit))

@@ -26,10 +26,8 @@ PROBE = "rounding probe"
 """The name of the phase in reports of progress."""
 
 GPTQ_GAIN = 6.0
-"""What GPTQ divides the KL of rounding by, at most, with a margin. Measured by the gate: 2.5 to 3.4
-on the included model (int4-g128, int4-g32, int8, q3_k), 4.3 on SmolLM2-135M (int4-g128), 4.6 where
-the schemes were chosen for a size, and 1.7 to 2.4 on Qwen2.5-Coder-0.5B. A lower factor would warn
-of schemes that pass.
+"""The largest factor by which GPTQ lowers the KL of rounding, with a margin: docs/calibration.md
+has the measured factors. A lower one would warn of schemes that pass.
 """
 
 _CALIBRATION_SHARE = 64

@@ -183,9 +183,8 @@ class SchemeMap:
         own, others = (
             {*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless)
         )
-        specific_overrides = recipe.select_specific_overrides(
-            own, others
-        )  # of linears that carry a state
+        # Of linears that carry a state.
+        specific_overrides = recipe.select_specific_overrides(own, others)
         requested = {}
         for module in columns:
             requested[module] = (specific_overrides if module in recurrent else recipe).find_scheme(

@@ -109,9 +109,8 @@ def _steps(
     else:
         steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
     for folder in formats.prepared_by_folder:
-        if (
-            config.measurable and settings is None
-        ):  # which is its own baseline, and so is rounded once more
+        # Which is its own baseline, and so is rounded once more.
+        if config.measurable and settings is None:
             passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
             steps[phase_of("gate", folder)] = passed
         elif (

@@ -154,9 +154,8 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
             if device.type == "cuda"
             else device.type,
         }
-        if (
-            settings.text is None or drawn.documents is not None
-        ):  # a model or a template has made or chosen them
+        # A model or a template has made or chosen them.
+        if settings.text is None or drawn.documents is not None:
             computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(
             source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()

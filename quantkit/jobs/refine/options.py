@@ -120,7 +120,7 @@ class RefineOptions:
     )
     accept_quality_loss: bool = option(
         CHECKS,
-        "Keep a result that is better than SRC and yet too far from its float model.",
+        "Keep a result that improves on QUANTIZED but still fails the gate.",
         bool,
         default=False,
     )

@@ -30,9 +30,8 @@ from quantkit.xla.training.state import abstract_trained, rates, trained_leaves
 
 # Bytes a step, of exchanges that are named in the report.
 _LEAST = 1 << 20
-_TRAFFIC = {
-    "all-reduce": 2.0
-}  # of its bytes, that a device sends in a ring; one for all other kinds
+# Of its bytes, that a device sends in a ring; one for all other kinds.
+_TRAFFIC = {"all-reduce": 2.0}
 # a forward pass, again, and gradients by inputs and by weights; all but the second
 _PASSES = 4
 _USEFUL = 3
